@@ -22,7 +22,7 @@
     slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
     slimx.objectives          modules with kinds and presets of section `algorithm`
-    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `OwnState`, the name `host`
+    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `ExternalState`, the name `host`
     slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
     slimx.prompt_sources      orders of prompts from several files: `DataSource`, the name `mixed`
     slimx.recoveries          answers to the loss of trainers: `Recovery`, or None

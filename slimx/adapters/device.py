@@ -1,10 +1,10 @@
-"""Changes to megatron-core and SGLang that a kind of device needs."""
+"""Changes to megatron-core and SGLang that a type of device needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from slimx import entry_points
 
@@ -12,44 +12,60 @@ GROUP = "slimx.devices"
 """Entry points: classes of `Device` by "cpu" and "cuda"."""
 
 
+class Hooks(Protocol):
+    """SGLang's HookRegistry."""
+
+    def register(self, target: str, hook: object, kind: object) -> object:
+        """Registers `hook` for the function `target`."""
+
+
+class HookKinds(Protocol):
+    """SGLang's HookType."""
+
+    REPLACE: object
+    AROUND: object
+    BEFORE: object
+    AFTER: object
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Something that SGLang lacks on a device."""
+    """A function that SGLang lacks on a device."""
 
     name: str
     reason: str
     open: Callable[[], bool]
-    """True while it is missing; after `close` it is not."""
+    """True until `close` has been called."""
     close: Callable[[], None]
 
 
 class Device:
-    """A kind of device. Each method that a kind does not define changes nothing."""
+    """A type of device. A method that it does not override changes nothing."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
-        """Prepare a trainer's process for the import of megatron-core; return names of the changes. `deep_ep`: for a
+        """Prepares a trainer's process for the import of megatron-core; returns names of the changes. `deep_ep`: for a
         flex dispatcher."""
         return []
 
     def change_megatron(self) -> list[str]:
-        """Change megatron-core before a model is built; return names of the changes."""
+        """Changes megatron-core before a model is built; returns names of the changes."""
         return []
 
     def prepare_sglang(self) -> None:
-        """Prepare a server's process for the first import of SGLang."""
+        """Prepares a server's process for the first import of SGLang."""
 
     def open_choices(self) -> None:
-        """Have SGLang's arguments accept what works on this device."""
+        """Makes SGLang's arguments accept the choices that work on this device."""
 
-    def register(self, registry: Any, kinds: Any, *, experts: bool) -> None:
-        """Change SGLang in a scheduler's process, by its HookRegistry (`kinds`: its HookType). `experts`: SGLang
+    def register(self, registry: Hooks, kinds: HookKinds, *, experts: bool) -> None:
+        """Changes SGLang in a scheduler's process, through its HookRegistry (`kinds`: its HookType). `experts`: SGLang
         computes them itself."""
 
     def attest(self) -> dict[str, bool] | None:
-        """Return the names of changes to SGLang without hooks, and whether each is in force; None: there are none."""
+        """Returns the names of changes to SGLang without hooks, and whether each is active; None if there are none."""
         return None
 
 
 def device_named(name: str) -> Device:
-    """Return the kind of device, "cpu" or "cuda"."""
+    """Returns the device type "cpu" or "cuda"."""
     return entry_points.load(GROUP, name)()

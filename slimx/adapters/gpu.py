@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from slimx.adapters.device import Device
+from slimx.adapters.device import Device, HookKinds, Hooks
 
 
 class Gpu(Device):
@@ -15,7 +13,7 @@ class Gpu(Device):
 
         return prepare_deep_ep(needed=deep_ep)
 
-    def register(self, registry: Any, kinds: Any, *, experts: bool) -> None:
+    def register(self, registry: Hooks, kinds: HookKinds, *, experts: bool) -> None:
         from slimx.adapters.sglang import draws  # a CPU computes fp64 as fast as the estimate that saves it
 
         registry.register(draws.DRAW, draws.draw, kinds.REPLACE)

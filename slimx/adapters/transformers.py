@@ -1,10 +1,10 @@
-"""Imports transformers without what a process of slimx does not use. Written for transformers 5.
+"""Imports transformers without the parts that a slimx process does not use. Written for transformers 5.
 
-transformers asks `importlib.metadata.packages_distributions` which package a module is of. That checks first that each
-file of each package is still there: 30,000 files, a second of CPU time, and more where they lie on a network.
+transformers calls `importlib.metadata.packages_distributions` to map modules to packages. That checks first that each
+file of each package still exists: 30,000 files, a second of CPU time, and more on a network file system.
 
-Its automatic classes, of which slimx uses the tokenizers', import the generation of text for models whose code comes
-with their checkpoint, and with it torch's compiler, FSDP and DTensor: three seconds of CPU time.
+Its automatic classes, of which slimx uses those of tokenizers, import text generation for models whose code comes with
+their checkpoint, and with it torch's compiler, FSDP and DTensor: three seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import csv
 import inspect
 import sys
 from importlib import metadata
-from typing import Any
 
 
 def import_transformers() -> None:
-    """Import transformers and its automatic classes, with packages mapped by their own records, and the generation of
-    text once a model asks for it. Does nothing for what is imported already."""
+    """Imports transformers and its automatic classes, with packages mapped by their records, and text generation only
+    once a model needs it. Skips modules that are imported already."""
     original = metadata.packages_distributions
     metadata.packages_distributions = recorded_packages
     try:
@@ -32,28 +31,28 @@ def import_transformers() -> None:
 def _import_automatic_classes() -> None:
     from transformers import generation
 
-    generation.GenerationMixin = _Later
+    vars(generation)["GenerationMixin"] = _Later
     try:
         from transformers.models.auto import auto_factory
     finally:
-        del generation.GenerationMixin  # its module then looks for its own
+        del vars(generation)["GenerationMixin"]  # the lazy module then imports the real one
     complete = auto_factory.add_generation_mixin_to_remote_model
 
-    def with_mixin(model_class: Any) -> Any:
-        auto_factory.GenerationMixin = generation.GenerationMixin
+    def with_mixin(model_class: type) -> type:
+        vars(auto_factory)["GenerationMixin"] = generation.GenerationMixin
         return complete(model_class)
 
     auto_factory.add_generation_mixin_to_remote_model = with_mixin
 
 
 class _Later:
-    """Stands for `GenerationMixin` until `add_generation_mixin_to_remote_model`, the only function that uses it, is
-    called."""
+    """Placeholder of `GenerationMixin` until `add_generation_mixin_to_remote_model`, its only user, is called."""
 
 
 def recorded_packages() -> dict[str, list[str]]:
-    """Packages by the top-level modules that they declare or record, as `importlib.metadata.packages_distributions`."""
-    found: dict[str, list[str]] = {}
+    """Maps top-level modules to the packages that declare or record them, like
+    `importlib.metadata.packages_distributions`."""
+    packages: dict[str, list[str]] = {}
     for package in metadata.distributions():
         names = set((package.read_text("top_level.txt") or "").split())
         if not names:
@@ -62,11 +61,11 @@ def recorded_packages() -> dict[str, list[str]]:
         title = package.metadata["Name"]  # parses all of the metadata
         for name in names:
             if "." not in name:
-                found.setdefault(name, []).append(title)
-    return found
+                packages.setdefault(name, []).append(title)
+    return packages
 
 
 def _module(path: str) -> str:
-    """The top-level module of a package's file."""
+    """Returns the top-level module of a package's file."""
     first, inside, _ = path.partition("/")
     return first if inside else inspect.getmodulename(first) or first

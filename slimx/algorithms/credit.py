@@ -1,4 +1,4 @@
-"""Credit: how the rewards of a rollout's trajectories are shared out among the policies and roles that made it.
+"""Credit: distribution of a rollout's rewards among the trajectories of its policies and roles.
 
 def credit(group: Group) -> list[float]     # one reward per trajectory of the group, in order
 """
@@ -10,17 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from slimx.algorithms.advantages.group import mean
+from slimx.algorithms.advantages.group import mean, reward_of
 from slimx.config.sections.algorithm import CREDITS
 from slimx.data.records import Group
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
 
-Credit = Callable[[Group], list[float]]
+Credit = Callable[[Group], Sequence[float | None]]
 
 
 def load_credit(name: str) -> Credit:
-    """The way of `algorithm.credit`, whose results are checked at every call. Raises SlimxError for a hook that cannot
+    """Returns the function of `algorithm.credit`, with a check of each result. Raises SlimxError for a hook that cannot
     be called."""
     if name == "own":
         return lambda group: [trajectory.reward for trajectory in group.trajectories]
@@ -30,11 +30,11 @@ def load_credit(name: str) -> Credit:
 
     def checked(group: Group) -> list[float]:
         result = hook(group)
-        whole = isinstance(result, Sequence) and len(result) == len(group.trajectories)
-        if not whole or not all(isinstance(value, int | float) and math.isfinite(value) for value in result):
+        complete = isinstance(result, Sequence) and len(result) == len(group.trajectories)
+        if not complete or not all(isinstance(value, int | float) and math.isfinite(value) for value in result):
             raise SlimxError(
                 f"algorithm.credit: {name} returned {result!r:.80} for the {len(group.trajectories)} trajectories of "
-                f"group {group.id}; return a list with a finite reward for each",
+                f"group {group.id}; return a list with one finite reward per trajectory",
                 code="hook.credit_result",
                 about=name,
             )
@@ -44,26 +44,21 @@ def load_credit(name: str) -> Credit:
 
 
 def shared(group: Group) -> list[float]:
-    """The mean reward of its rollout for every trajectory, whatever policy it is of."""
+    """Returns the mean reward of its rollout for every trajectory, of any policy."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in group.trajectories:
-        rewards[trajectory.rollout_id].append(trajectory.reward)
-    return [mean(rewards[each.rollout_id]) for each in group.trajectories]
+        rewards[trajectory.rollout_id].append(reward_of(trajectory))
+    return [mean(rewards[trajectory.rollout_id]) for trajectory in group.trajectories]
 
 
 def credited(groups: Sequence[Group], name: str) -> Sequence[Group]:
-    """Copies of `groups` in which every trajectory has the reward that `algorithm.credit` gives it; the groups
-    themselves where each keeps its own."""
+    """Returns copies of `groups` with the rewards that `algorithm.credit` assigns to trajectories; the groups
+    themselves if each trajectory keeps its reward."""
     if name == CREDITS[0]:
         return groups
     credit = load_credit(name)
-    return [
-        replace(
-            group,
-            trajectories=[
-                replace(trajectory, reward=reward)
-                for trajectory, reward in zip(group.trajectories, credit(group), strict=True)
-            ],
-        )
-        for group in groups
-    ]
+    out = []
+    for group in groups:
+        pairs = zip(group.trajectories, credit(group), strict=True)
+        out.append(replace(group, trajectories=[replace(trajectory, reward=reward) for trajectory, reward in pairs]))
+    return out

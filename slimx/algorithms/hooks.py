@@ -1,4 +1,4 @@
-"""A user's own advantages and loss, named by dotted paths in the configuration.
+"""A user's advantages and loss functions, named by dotted paths in the configuration.
 
 def advantages(groups: list[Group]) -> list[float | np.ndarray]     # one entry per trajectory, group after group
 def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -7,7 +7,7 @@ def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ Advantages = Callable[[Sequence[Group]], list[float | np.ndarray]]
 
 
 def load_loss(path: str) -> Loss:
-    """The loss hook, whose results are checked at every call. Raises SlimxError."""
+    """Returns the loss hook, with a check of each result. Raises SlimxError."""
     hook = load_function("algorithm.loss", path, ("inputs",), is_async=False)
 
     def checked(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -35,16 +35,16 @@ def load_loss(path: str) -> Loss:
         loss, metrics = result
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
             raise SlimxError(
-                f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a tensor of one number with a "
-                "gradient: the sum of inputs.weight * something",
+                f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a scalar tensor with a gradient: "
+                "the sum of inputs.weight * something",
                 code="hook.loss_tensor",
                 about=path,
             )
         for name, value in metrics.items():
             if not isinstance(value, torch.Tensor) or value.shape or value.requires_grad:
                 raise SlimxError(
-                    f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return tensors of one number "
-                    "without a gradient (.detach()), which are added up over micro-batches",
+                    f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return scalar tensors without a "
+                    "gradient (.detach()), which are summed over micro-batches",
                     code="hook.loss_metric",
                     about=name,
                 )
@@ -54,25 +54,26 @@ def load_loss(path: str) -> Loss:
 
 
 def load_advantages(path: str) -> Advantages:
-    """The advantages hook, whose results are checked at every call. Raises SlimxError."""
+    """Returns the advantages hook, with a check of each result. Raises SlimxError."""
     hook = load_function("algorithm.advantages", path, ("groups",), is_async=False)
 
     def checked(groups: Sequence[Group]) -> list[float | np.ndarray]:
         result = hook(groups)
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = list(chain(*(group.trajectories for group in groups)))
         if not isinstance(result, Sequence) or len(result) != len(trajectories):
             raise SlimxError(
                 f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return a "
-                "list with one number, or one array [L-1], for each",
+                "list with one number, or one array [L-1], per trajectory",
                 code="hook.advantages_result",
                 about=path,
             )
         for trajectory, value in zip(trajectories, result, strict=True):
-            array, wanted = np.asarray(value), len(trajectory.token_ids) - 1
-            if array.dtype.kind not in "fiu" or array.shape not in ((), (wanted,)) or not np.isfinite(array).all():
+            array = np.asarray(value)
+            count = len(trajectory.token_ids) - 1
+            if array.dtype.kind not in "fiu" or array.shape not in ((), (count,)) or not np.isfinite(array).all():
                 raise SlimxError(
                     f"algorithm.advantages: {path} returned {_kind(value)} for trajectory {trajectory.id}; return a "
-                    f"finite number, or an array of its {wanted} predicted tokens",
+                    f"finite number, or an array over its {count} predicted tokens",
                     code="hook.advantages_value",
                     about=str(trajectory.id),
                 )
@@ -81,10 +82,11 @@ def load_advantages(path: str) -> Advantages:
     return checked
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     shape = getattr(value, "shape", None)
     if shape is not None:
         gradient = " with a gradient" if getattr(value, "requires_grad", False) else ""
         return f"a {type(value).__name__} of shape {list(shape)}{gradient}"
-    size = f" of {len(value)}" if isinstance(value, Sequence) and not isinstance(value, str) else ""
-    return f"a {type(value).__name__}{size}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

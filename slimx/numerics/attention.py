@@ -14,27 +14,28 @@ def packed_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each sequence attends to itself, causally.
+    """Computes causal attention of each sequence to itself.
 
     query [T, heads, d], key [T, groups, d], value [T, groups, dv], T = sum(lengths); returns [T, heads * dv].
-    `window`: a token sees that many, itself included; None: all before it. `sinks` [heads]: logits of one more key per
-    head, which takes its share of the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al., 2309.17453).
-    Sequences of similar length (the same power of two) are computed together as a padded batch: one batch of all would
-    cost the longest sequence's square times their number.
+    `window`: number of tokens that a token sees, itself included; None: all before it. `sinks` [heads]: logits of an
+    additional key per head, which takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al.,
+    2309.17453). Sequences of similar length (the same power of two) are computed together as a padded batch: one batch
+    of all would cost the longest sequence's square times the number of sequences.
     """
     groups: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        groups.setdefault((length - 1).bit_length(), []).append(number)
+    for index, length in enumerate(lengths):
+        groups.setdefault((length - 1).bit_length(), []).append(index)
     if len(groups) == 1:
         return _padded_attention(query, key, value, lengths, scale, window, sinks)
-    places, parts = [], []
+    positions = []
+    parts = []
     sequences = torch.arange(sum(lengths), device=query.device).split(lengths)
     for members in groups.values():
-        place = torch.cat([sequences[number] for number in members])
-        inside = [lengths[number] for number in members]
-        parts.append(_padded_attention(query[place], key[place], value[place], inside, scale, window, sinks))
-        places.append(place)
-    return torch.cat(parts)[torch.cat(places).argsort()]
+        part = torch.cat([sequences[index] for index in members])
+        sizes = [lengths[index] for index in members]
+        parts.append(_padded_attention(query[part], key[part], value[part], sizes, scale, window, sinks))
+        positions.append(part)
+    return torch.cat(parts)[torch.cat(positions).argsort()]
 
 
 def _padded_attention(
@@ -46,62 +47,68 @@ def _padded_attention(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`packed_attention` with all sequences side by side in a padded batch: padding stands after a sequence's tokens,
-    so that no token of a causal row can see it."""
+    """Computes `packed_attention` with all sequences in one padded batch: padding follows a sequence's tokens, so no
+    token sees it under the causal mask."""
     grid = _Grid(lengths, query.device)
-    query, key, value = (grid.lay(x).transpose(1, 2) for x in (query, key, value))
+    query, key, value = (grid.pad(x).transpose(1, 2) for x in (query, key, value))
     if window is None and sinks is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        place = torch.arange(max(lengths), device=query.device)
-        out = _masked_attention(query, key, value, _seen(place[None], max(lengths), window), scale, sinks)
-    return grid.collect(out.transpose(1, 2).flatten(2))
+        positions = torch.arange(max(lengths), device=query.device)
+        mask = _visible(positions[None], max(lengths), window)
+        out = _masked_attention(query, key, value, mask, scale, sinks)
+    return grid.pack(out.transpose(1, 2).flatten(2))
 
 
-def _seen(place: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """Mark those of a sequence's first `keys` tokens that each query sees: `place` [..., Q] -> bool [..., Q, keys]."""
-    before = place[..., None] - torch.arange(keys, device=place.device)
-    return before >= 0 if window is None else (before >= 0) & (before < window)
+def _visible(positions: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
+    """Marks which of a sequence's first `keys` tokens each query sees: `positions` [..., Q] -> bool [..., Q, keys]."""
+    distance = positions[..., None] - torch.arange(keys, device=positions.device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _masked_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: torch.Tensor,
+    mask: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [n, heads, Q, d], key [n, groups, K, d], value [n, groups, K, dv], seen [n or 1, Q, K] bool, sinks [heads];
-    returns [n, heads, Q, dv].
+    """Computes attention of query [n, heads, Q, d] to key [n, groups, K, d] and value [n, groups, K, dv] under mask
+    [n or 1, Q, K] bool and sinks [heads]; returns [n, heads, Q, dv].
 
-    A sink is one more key that is nonzero in one more dimension, where each head's queries hold its logit. So the
-    kernels' own softmax sums it, and its gradient comes through the queries.
+    A sink is an additional key that is nonzero in an additional dimension, in which each head's queries have its logit.
+    So the kernel's softmax includes it, and its gradient comes through the queries.
 
-    torch's CUDA kernels that take a mask and keep no scores want sizes that 8 divides, and not all of them know grouped
-    heads (`sdp_utils.cpp`): otherwise scores of every pair remain, in fp32.
+    torch's CUDA kernels that take a mask and store no scores need sizes divisible by 8, and not all of them support
+    grouped heads (`sdp_utils.cpp`): otherwise scores of all pairs are stored, in fp32.
     """
     width = value.shape[-1]
     if sinks is not None:
         logit = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
         query = torch.cat([query, logit], dim=-1)
-        key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        key = F.pad(key, (0, 1, 0, 1))
+        value = F.pad(value, (0, 0, 0, 1))
         key[..., -1, -1] = 1
-        seen = F.pad(seen, (0, 1), value=True)
+        mask = F.pad(mask, (0, 1), value=True)
     query, key, value = (_padded_size(x) for x in (query, key, value))
-    key, value = (_of_heads(x, query.shape[1]) for x in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None], scale=scale)
+    heads = query.shape[1]
+    key = _repeated(key, heads)
+    value = _repeated(value, heads)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scale)
     return out[..., :width]
 
 
 def _padded_size(x: torch.Tensor) -> torch.Tensor:
-    """Zeros behind the last dimension up to a multiple of 8."""
-    return F.pad(x, (0, more)) if (more := -x.shape[-1] % 8) else x
+    """Pads the last dimension with zeros to a multiple of 8."""
+    missing = -x.shape[-1] % 8
+    return F.pad(x, (0, missing)) if missing else x
 
 
-def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[n, groups, K, d] -> [n, heads, K, d]: the group of each head."""
-    if (repeat := heads // x.shape[1]) == 1:
+def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats each group for its heads: [n, groups, K, d] -> [n, heads, K, d]."""
+    repeat = heads // x.shape[1]
+    if repeat == 1:
         return x
     return x[:, :, None].expand(-1, -1, repeat, -1, -1).flatten(1, 2)
 
@@ -117,39 +124,42 @@ def partial_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention over packed sequences as `packed_attention`, for the queries of some tokens only.
+    """Computes `packed_attention` for the queries of some tokens only.
 
-    query [R, heads, d] stands at positions `rows` [R] of the pack, which hold the same share of every sequence; keys
-    and values are those of all T tokens. Returns [R, heads * dv].
+    query [R, heads, d] are at positions `rows` [R] of the pack, the same fraction of every sequence; keys and values
+    are those of all T tokens. Returns [R, heads * dv].
     """
-    share = sum(lengths) // len(rows)
-    queries, keys = _Grid([n // share for n in lengths], query.device), _Grid(lengths, query.device)
+    fraction = sum(lengths) // len(rows)
+    queries = _Grid([length // fraction for length in lengths], query.device)
+    keys = _Grid(lengths, query.device)
     starts = torch.tensor([0, *lengths[:-1]], device=query.device).cumsum(0)
-    counts = torch.tensor(lengths, device=query.device) // share
-    inside = queries.lay(rows - starts.repeat_interleave(counts))  # position in its own sequence; 0 in the padding
-    query, key, value = (grid.lay(x).transpose(1, 2) for grid, x in ((queries, query), (keys, key), (keys, value)))
-    out = _masked_attention(query, key, value, _seen(inside, max(lengths), window), scale, sinks)
-    return queries.collect(out.transpose(1, 2).flatten(2))
+    counts = torch.tensor(lengths, device=query.device) // fraction
+    positions = queries.pad(rows - starts.repeat_interleave(counts))  # in the sequence; 0 in the padding
+    query = queries.pad(query).transpose(1, 2)
+    key = keys.pad(key).transpose(1, 2)
+    value = keys.pad(value).transpose(1, 2)
+    out = _masked_attention(query, key, value, _visible(positions, max(lengths), window), scale, sinks)
+    return queries.pack(out.transpose(1, 2).flatten(2))
 
 
 class _Grid:
     """Packed sequences as the rows of a padded batch."""
 
     def __init__(self, lengths: list[int], device: torch.device):
-        self.shape = len(lengths), max(lengths)
-        self.places: torch.Tensor | None = None
+        self.shape = (len(lengths), max(lengths))
+        self.positions: torch.Tensor | None = None
         if sum(lengths) != self.shape[0] * self.shape[1]:
             sizes = torch.tensor(lengths, device=device)
-            self.places = (torch.arange(self.shape[1], device=device) < sizes[:, None]).flatten().nonzero()[:, 0]
+            self.positions = (torch.arange(self.shape[1], device=device) < sizes[:, None]).flatten().nonzero()[:, 0]
 
-    def lay(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [sequences, longest, ...], zeros in the padding."""
-        if self.places is not None:
-            whole = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
-            x = whole.index_copy(0, self.places, x)
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Unpacks [T, ...] -> [sequences, longest, ...], zeros in the padding."""
+        if self.positions is not None:
+            padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+            x = padded.index_copy(0, self.positions, x)
         return x.view(*self.shape, *x.shape[1:])
 
-    def collect(self, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, longest, n] -> [T, n]."""
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Packs [sequences, longest, n] -> [T, n]."""
         x = x.flatten(0, 1)
-        return x if self.places is None else x[self.places]
+        return x if self.positions is None else x[self.positions]

@@ -1,7 +1,7 @@
-"""The arithmetic of trainer and engines, as `numerics.mode` names it: stock kernels, or those of an extra.
+"""The arithmetic of trainer and engines, as selected by `numerics.mode`: stock kernels, or those of an extra.
 
-A mode is a class derived from `NumericsMode`, and an entry point of the group `slimx.numerics`. Methods import what
-they need: drivers and the actors of engines do without torch.
+A mode is a class derived from `NumericsMode`, and an entry point of the group `slimx.numerics`. Methods import heavy
+packages lazily: drivers and the actors of engines run without torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from slimx import entry_points
+from slimx.json_types import Json
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from slimx.config.schema import Config
 
@@ -21,26 +23,27 @@ GROUP = "slimx.numerics"
 
 
 class Head(Protocol):
-    """The arithmetic of an output layer whose vocabulary tensor-parallel ranks share."""
+    """The arithmetic of an output layer whose vocabulary is split over tensor-parallel ranks."""
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V / TP] of hidden [T, h] and weight [V / TP, h]."""
+        """Computes logits [T, V / TP] of hidden [T, h] and weight [V / TP, h]."""
         ...
 
-    def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
-        """Log-probs [T] of labels [T] from scaled fp32 logits [T, V / TP] of the ranks of `group` (None: one rank)."""
+    def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Computes log-probs [T] of labels [T] from scaled fp32 logits [T, V / TP] of the ranks of `group` (None: one
+        rank)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NumericsMode:
-    """Stock kernels on both sides: the mode fast."""
+    """The mode fast: stock kernels on both sides."""
 
     OPTION: ClassVar[str | None] = None
-    """The option of a server's command line, with one argument, by which the server computes in this mode."""
+    """The command-line option of a server, with one argument, that selects this mode."""
     replaces_layers: ClassVar[bool] = False
-    """True if the mode brings the layers of trainers, in the place of plain torch's, and the operations of engines:
-    both multiply by merged weights, and compute a row alike in any batch."""
+    """True if the mode replaces the plain torch layers of trainers and the operations of engines: both multiply by
+    merged weights, and a row's result does not depend on its batch."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
@@ -53,18 +56,18 @@ class NumericsMode:
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
-        """Returns what both sides attest about their arithmetic, and must have in common; None: nothing."""
+        """Returns the attestation of the arithmetic, which both sides must share; None if there is none."""
         return None
 
     # Trainer
 
-    def exchange_layers(self, block: Any, transformer: Any, gpt: dict[str, Any]) -> dict[str, Any]:
-        """Exchanges the modules in a decoder's spec (TransformerBlockSubmodules); returns the arguments of GPTModel
-        instead of `gpt`."""
+    def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
+        """Replaces modules in a decoder's spec (TransformerBlockSubmodules) for a TransformerConfig; returns the
+        arguments of GPTModel that replace `gpt`."""
         return gpt
 
     def prepare_weights(self, weights: Any, config: Config) -> None:
-        """Called with a trainer's `Weights` before they are loaded."""
+        """Prepares a trainer's `Weights` before they are loaded."""
 
     def head(self) -> Head | None:
         """Returns the arithmetic of the output layer; None: torch's, with sums over ranks."""
@@ -72,7 +75,7 @@ class NumericsMode:
 
     # Engines
 
-    def server_arguments(self, device: str) -> dict[str, Any]:
+    def server_arguments(self, device: str) -> Json:
         """Returns SGLang's arguments for a server on `device`."""
         # Without the radix cache, as in SGLang's deterministic mode with this attention.
         return {"attention_backend": "torch_native", "disable_radix_cache": True} if device == "cpu" else {}
@@ -82,13 +85,13 @@ class NumericsMode:
         return []
 
     def open_choices(self) -> None:
-        """Has SGLang's arguments accept those of the mode: called in each process of a server."""
+        """Makes SGLang's arguments accept this mode's choices; called in each process of a server."""
 
-    def register(self, registry: Any, kinds: Any) -> None:
+    def register(self, registry: object, kinds: object) -> None:
         """Registers operations with SGLang's HookRegistry (`kinds`: its HookType)."""
 
-    def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns for each operation whether the server computes with it."""
+    def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
+        """Returns for each operation whether the server uses this mode's version."""
         return {}
 
 
@@ -98,6 +101,6 @@ def mode_of(config: Config) -> NumericsMode:
 
 
 def server_mode(argv: Sequence[str]) -> NumericsMode:
-    """Returns the mode that the command line of `slimx.engines.server.launch` has. Children of a server have the same
-    `sys.argv`."""
+    """Returns the mode selected by the command line of `slimx.engines.server.launch`. Children of a server have the
+    same `sys.argv`."""
     return entry_points.by_option(GROUP, argv) or NumericsMode()

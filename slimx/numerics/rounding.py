@@ -1,7 +1,7 @@
-"""The rounding of what a trainer multiplies (`trainer.fp8`, `trainer.qat`): none, or that of an extra.
+"""The rounding of a trainer's matrix products (`trainer.fp8`, `trainer.qat`): none, or that of an extra.
 
-A rounding is an object of a class derived from `Rounding`, and an entry point of the group `slimx.roundings` with the
-value of its key as its name. Methods import what they need: drivers do without torch.
+A rounding is an object of a class derived from `Rounding`, and an entry point of the group `slimx.roundings` named by
+the value of its key. Methods import heavy packages lazily: drivers run without torch.
 """
 
 from __future__ import annotations
@@ -10,41 +10,44 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx import entry_points
+from slimx.json_types import Json
 
 if TYPE_CHECKING:
+    import torch
+
     from slimx.config.sections.trainer import Trainer
 
 GROUP = "slimx.roundings"
 
 
 class Rounding:
-    """Products of weights and activations as they are."""
+    """No rounding: products of weights and activations as they are."""
 
     TOKENS: ClassVar[int] = 1
-    """Divisor of the number of tokens of each rank."""
+    """Divisor of the number of tokens on each rank."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
-    """Variables of a trainer's process on a GPU, set before torch is imported."""
+    """Environment variables of a trainer's process on a GPU, set before torch is imported."""
 
-    def fields(self) -> dict[str, Any]:
-        """Returns fields of megatron-core's TransformerConfig by which Transformer Engine's layers round."""
+    def fields(self) -> Json:
+        """Returns fields of megatron-core's TransformerConfig for rounding in Transformer Engine's layers."""
         return {}
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
-        """Returns how layers on `device` round, in words; `engine`: they are Transformer Engine's. Raises SlimxError
-        where they cannot."""
+        """Describes how layers on `device` round; `engine`: they are Transformer Engine's. Raises SlimxError if they
+        cannot round."""
         return ()
 
-    def exchange_layers(self, block: Any) -> None:
-        """Exchanges plain torch's layers in a decoder's spec (TransformerBlockSubmodules)."""
+    def exchange_layers(self, block: object) -> None:
+        """Replaces plain torch layers in a decoder's spec (TransformerBlockSubmodules)."""
 
     def prepare_weights(self, weights: Any) -> None:
-        """Called with a trainer's `Weights` when the optimizer has copied them in fp32."""
+        """Prepares a trainer's `Weights` after the optimizer has copied them to fp32."""
 
-    def release(self, chunks: Iterable[Any]) -> None:
-        """Gives back what the modules `chunks` keep of weights from one micro-batch to the next."""
+    def release(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Frees the caches of weights that the modules `chunks` keep between micro-batches."""
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns bytes of what a GPU's modules keep so of `elements` weights."""
+        """Returns the bytes of these caches on a GPU for `elements` weights."""
         return 0
 
 

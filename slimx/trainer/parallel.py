@@ -1,4 +1,4 @@
-"""A trainer rank among the others: its place in every parallel dimension, and its process groups."""
+"""A trainer rank's coordinate in every parallel dimension, and its process groups."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from slimx.runtime.ports import meet
 
 
 class ParallelState:
-    """This rank's place in every parallel dimension, and the process groups behind it: made here, destroyed here."""
+    """This rank's coordinate in every parallel dimension, and its process groups, created and destroyed here."""
 
     def __init__(
         self, sizes: Sizes, *, rank: int, init_method: str, device: torch.device, deadline_s: float, seed: int
     ):
-        self.sizes, self.rank, self.device = sizes, rank, device
-        self.place: Coordinates = coordinates(rank, sizes)
+        self.sizes = sizes
+        self.rank = rank
+        self.device = device
+        self.coordinates: Coordinates = coordinates(rank, sizes)
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=deadline_s)
-        where = urlsplit(init_method)
-        store = meet(where.hostname or "", where.port or 0, rank=rank, size=sizes.world, timeout=timeout)
+        url = urlsplit(init_method)
+        store = meet(url.hostname or "", url.port or 0, rank=rank, size=sizes.world, timeout=timeout)
         dist.init_process_group(backend, store=store, world_size=sizes.world, rank=rank, timeout=timeout)
         # Weights that leave through host memory are gathered by gloo on every device.
-        self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(host_group, dist.ProcessGroup)
+        self.host_group = host_group
         if backend == "nccl":
             self._check_devices()
         parallel_state.initialize_model_parallel(
@@ -44,21 +48,21 @@ class ParallelState:
         model_parallel_cuda_manual_seed(seed)
 
     def _check_devices(self) -> None:
-        """Refuse two ranks on one GPU before NCCL's first collective, which would fail without saying which."""
-        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        """Refuses two ranks on one GPU before NCCL's first collective, which would fail without naming them."""
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         devices: list[str] = [""] * self.sizes.world
-        dist.all_gather_object(devices, mine, group=self.host_group)
-        first = devices.index(mine)
+        dist.all_gather_object(devices, uuid, group=self.host_group)
+        first = devices.index(uuid)
         if first != self.rank:
             raise SlimxError(
-                f"trainer ranks {first} and {self.rank} were given the same GPU ({mine}), and NCCL wants one for each; "
+                f"trainer ranks {first} and {self.rank} have the same GPU ({uuid}), and NCCL requires one per rank; "
                 "lower trainer.world_size to the number of GPUs",
             )
 
     @property
     def last_stage(self) -> bool:
         """True on the ranks of the last pipeline stage, which compute logits."""
-        return self.place.pipeline == self.sizes.pipeline - 1
+        return self.coordinates.pipeline == self.sizes.pipeline - 1
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -78,7 +82,7 @@ class ParallelState:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def destroy(self) -> None:
-        """Leave every group. Other ranks are not waited for."""
+        """Leaves every group, without waiting for other ranks."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The process of a trainer rank before torch and megatron-core are imported: its variables, its adapters, its log."""
+"""The process of a trainer rank before the import of torch and megatron-core: its environment, adapters and log."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def prepare_process(
     deep_ep: bool = False,
     waiting: bool = False,
 ) -> None:
-    """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
+    """Sets the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
-    `variables`: more of them, for a GPU; `deep_ep`: for a flex dispatcher; `waiting`: for
+    `variables`: additional ones, for a GPU; `deep_ep`: for a flex dispatcher; `waiting`: for
     trainer.offload_activations."""
     clean_environment(os.environ)
     if local:
-        # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
+        # gloo would resolve the host name, which may be impossible, and listen at an address that other hosts reach.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
+        # The adapters depend on what torch sees: a rank configured for the CPU must not see the host's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    # Packs of many lengths would leave the GPU's memory in pieces: reserved, and of no use to the next allocation.
+    # Packs of many lengths would fragment the GPU's memory: reserved, but unusable for the next allocation.
     set_expandable_segments(os.environ)
     if not waiting:
         set_pinned_sizes(os.environ)
@@ -44,15 +44,15 @@ def prepare_process(
         for name, value in NVSHMEM.items():
             os.environ.setdefault(name, value)
     if shares_layers:
-        # One hardware queue: a layer's collective is then launched before the product that should hide it, as
-        # megatron-core's overlap of the two assumes (it warns otherwise).
+        # One hardware queue: a layer's collective is then launched before the product that should hide it, which
+        # megatron-core's overlap of the two requires (it warns otherwise).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]:
-    """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
+    """Prepares this process for megatron.core, before its first import; returns the names of the active adapters.
 
-    `plain`: the layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
+    `plain`: use plain torch layers on a GPU too; `deep_ep`: for a flex dispatcher."""
     import torch
 
     device = device_named("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,11 +63,13 @@ def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]
         from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += device.change_megatron()
-    return adapters + (["torch_layers"] if megatron_layers.install(always=plain) else [])
+    if megatron_layers.install(always=plain):
+        adapters.append("torch_layers")
+    return adapters
 
 
 def redirect_output(path: str) -> None:
-    """Have this process, and what it starts, write all that it prints behind what is in the file `path`."""
+    """Redirects all output of this process and its children to the end of the file `path`."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,9 +1,9 @@
-"""One trainer rank: its process groups, its GPU, and the roles that it has in training.
+"""One trainer rank: its process groups, its GPU, and its roles in training.
 
 worker.call("model.train_updates", ...) --> TrainerRank.perform --> PolicyTrainer.train_updates
-                                                                    (phase "train", all of it on the device)
+                                                                    (phase "train", everything on the device)
 
-model     PolicyTrainer, or that of a learner
+model     PolicyTrainer, or a learner's trainer
 weights   WeightExport: the model's, to engines and files
 rank      the methods below
 others    entry points of `slimx.roles`
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,10 +25,10 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
 from slimx.trainer.device.gpu import MemoryGuard, check_health, gpu_of, set_affinity
-from slimx.trainer.device.memory import PhaseMemory, meter_of
+from slimx.trainer.device.memory import PhasePeaks, meter_of
 from slimx.trainer.operation import Operation, operation
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.trained import TrainedModel
+from slimx.trainer.trained_model import TrainedModel
 from slimx.trainer.trainer import PolicyTrainer
 from slimx.trainer.weight_export import WeightExport
 
@@ -37,29 +37,37 @@ class Role(Protocol):
     """A part of a rank that has operations."""
 
     def reload(self, *, training: bool = True) -> None:
-        """Bring the model to the device: its weights, and with `training` gradients and optimizer state."""
+        """Moves the model to the device: its weights, and with `training` gradients and optimizer state."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Give the device's memory back, that of the weights only with `weights`."""
+        """Releases device memory, that of the weights only if `weights`."""
 
 
 class TrainerRank:
-    """Roles of one rank. Every operation is called on all ranks together."""
+    """The roles of one rank. Every operation is called on all ranks together."""
 
     def __init__(self, config: Config, number: int, device: str):
-        """On CUDA: refuse a broken GPU, run on the CPUs near it, and guard its memory."""
+        """Sets up the device: on CUDA refuses a broken GPU, uses only the CPUs near it, and guards its memory."""
         torch.set_num_threads(config.trainer.threads)
-        self.config, self.number, self.device = config, number, torch.device(device)
+        self.config = config
+        self.number = number
+        self.device = torch.device(device)
         self.roles: dict[str, Role] = {}
-        self.parallel: ParallelState | None = None
+        self._parallel: ParallelState | None = None
         self.guard: MemoryGuard | None = None
-        self.place: dict[str, Any] = {}
-        """UUID of the GPU and number of the CPUs, on CUDA."""
+        self.hardware: dict[str, str | int] = {}
+        """UUID of the GPU and number of CPUs, on CUDA."""
         if self.device.type == "cuda":
-            self._look_at_gpu()
-        self._memory = PhaseMemory(meter_of(self.device), "generate" if config.rollout.policy_engines else "wait")
+            self._inspect_gpu()
+        self._memory = PhasePeaks(meter_of(self.device), "generate" if config.rollout.policy_engines else "wait")
 
-    def _look_at_gpu(self) -> None:
+    @property
+    def parallel(self) -> ParallelState:
+        """This rank's parallel coordinates and process groups, after `meet`."""
+        assert self._parallel is not None
+        return self._parallel
+
+    def _inspect_gpu(self) -> None:
         gpu = gpu_of(self.device)
         warnings = check_health(gpu)
         cpus = set_affinity(gpu) if self.config.cluster.cpu_affinity == "auto" else os.sched_getaffinity(0)
@@ -67,11 +75,11 @@ class TrainerRank:
             print(f"slimx: {line}", flush=True)
         margin = self.config.trainer.memory_margin_mib * 2**20
         self.guard = MemoryGuard(gpu, margin, free_caches=torch.cuda.empty_cache)
-        self.place = {"gpu": gpu.uuid, "cpus": len(cpus)}
+        self.hardware = {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def meet(self, init_method: str) -> None:
-        """Join the other ranks."""
-        self.parallel = ParallelState(
+        """Joins the other ranks."""
+        self._parallel = ParallelState(
             sizes_of(self.config.trainer),
             rank=self.number,
             init_method=init_method,
@@ -81,32 +89,32 @@ class TrainerRank:
         )
 
     def build(self, roles: Collection[str]) -> None:
-        """Build `roles`; with the "model" come its "weights"."""
+        """Builds `roles`; "model" includes its "weights"."""
         if "model" in roles:
             learner = learner_of(self.config.algorithm)
             trainer = PolicyTrainer if learner is None else learner.trainer()
             model = trainer(self.config, configured_model(self.config), self.parallel)
-            # First: its buffers go before the weights that they were filled from.
+            # First, so that its buffers are released before the weights that filled them.
             self.roles["weights"] = WeightExport(model, self._memory)
             self.roles["model"] = model
         for name in roles:
             self._role(name)
 
-    def perform(self, name: str, /, *arguments: Any, **named: Any) -> Any:
-        """Do the operation `name`, "role.method", under its conditions."""
-        role, _, method = name.partition(".")
-        target = self if role == "rank" else self._role(role)
-        function = getattr(target, method)
+    def perform(self, name: str, /, *arguments: object, **named: object) -> object:
+        """Runs the operation `name`, "role.method", under its conditions."""
+        role_name, _, method = name.partition(".")
+        role = None if role_name == "rank" else self._role(role_name)
+        function = getattr(self if role is None else role, method)
         conditions: Operation = function.operation
         with nullcontext() if conditions.phase is None else self._memory.phase(conditions.phase):
-            if conditions.needs is not None:
-                target.reload(training=conditions.needs == "training")
-            if self.guard is not None and conditions.phase == "train":
-                self.guard.check(target.holds())
+            if conditions.needs is not None and role is not None:
+                role.reload(training=conditions.needs == "training")
+            if self.guard is not None and conditions.phase == "train" and isinstance(role, TrainedModel):
+                self.guard.check(role.device_bytes())
             return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
-        """The role `name`; one that this rank was not built with is an entry point of `slimx.roles`."""
+        """Returns the role `name`; a role that this rank was not built with is an entry point of `slimx.roles`."""
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
@@ -116,29 +124,29 @@ class TrainerRank:
         return self.roles[name]
 
     def check_saves(self) -> None:
-        """Raise the error of a save in the background that could not be reported in the checkpoint's directory."""
+        """Raises the error of a background save that could not be reported in the checkpoint directory."""
         for role in self.roles.values():
             if isinstance(role, TrainedModel) and role.saver.failure is not None:
                 raise role.saver.failure
 
     @operation()
     def offload(self, *, weights: bool = True) -> None:
-        """Give the device's memory back to engines on it; `weights`: those of the model, too."""
+        """Releases device memory for engines on it; `weights`: also the model's."""
         for role in self.roles.values():
             role.offload(weights=weights)
 
     @operation()
     def reload(self) -> None:
-        """Take back all that `offload` gave."""
+        """Reverts `offload`."""
         for role in self.roles.values():
             role.reload()
 
     @operation()
     def memory(self) -> dict[str, float]:
-        """Return `memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
+        """Returns `memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
         return self._memory.take()
 
     def leave(self) -> None:
-        """Leave the process groups."""
-        if self.parallel is not None:
-            self.parallel.destroy()
+        """Leaves the process groups."""
+        if self._parallel is not None:
+            self._parallel.destroy()

@@ -1,15 +1,15 @@
-"""One trainer rank: its model, and what it can be asked to do. Every method is called on all ranks together."""
+"""The policy's model on one trainer rank, and its operations. Every method is called on all ranks together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.router_terms import Totals
@@ -28,11 +28,11 @@ from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.step.forward_backward import Pipeline
-from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
+from slimx.trainer.step.forward_backward import Pipeline, Trained
+from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, quotient, reduce, summed
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
 from slimx.trainer.step.passes import ForwardPasses, Holder
-from slimx.trainer.trained import TrainedModel
+from slimx.trainer.trained_model import TrainedModel
 
 
 class PolicyTrainer(TrainedModel):
@@ -70,33 +70,36 @@ class PolicyTrainer(TrainedModel):
             config.algorithm,
             config.trainer.moe.routing_replay,
             recorder=spec.layer_kind.recorder(config.trainer),
-            known=config.samples_known,
+            samples_known=config.samples_known,
         )
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
-        """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches of this
-        data-parallel rank; returns the metrics of them all, on the ranks of the last pipeline stage (elsewhere only the
-        optimizer's).
+        """Runs all updates of step `step` (from 0), one optimizer step per list of this data-parallel rank's
+        micro-batches; returns the metrics of all updates on the ranks of the last pipeline stage, elsewhere only the
+        optimizer's.
 
-        `version` is the weight version that the engines hold now. The log-prob gap is measured on its tokens in the
-        first update: at the others these weights are no longer the engines'."""
+        `version` is the weight version of the engines. The log-prob gap is measured on its tokens in the first update:
+        in later ones the weights differ from the engines'."""
         totals = [self.routing.totals(batches) for batches in updates]
-        local, done = [self._local(batches) for batches in updates], step * len(updates)
-        # All of them before the first update: other weights come once, and recomputed log-probs are of the old policy.
-        known = self.passes.before_updates([batch for batches in local for batch in batches])
-        others, routes, packings = iter(known.fields), iter(known.routes or ()), iter(known.packings or ())
-        metrics, self._trained = [], []
-        for number, batches in enumerate(local):
+        local = [self._local(batches) for batches in updates]
+        # All of them before the first update: weights are switched once, and recomputed log-probs are the old policy's.
+        prior = self.passes.before_updates(list(chain(*local)))
+        others = iter(prior.fields)
+        routes = iter(prior.routes or ())
+        packings = iter(prior.packings or ())
+        metrics = []
+        self._trained = []
+        for index, batches in enumerate(local):
             metrics.append(
                 self._update(
                     batches,
                     list(islice(others, len(batches))),
                     replay=list(islice(routes, len(batches))) or None,
                     packings=list(islice(packings, len(batches))) or None,
-                    totals=totals[number],
-                    step=done + number,
-                    version=None if number else version,
+                    totals=totals[index],
+                    step=step * len(updates) + index,
+                    version=None if index else version,
                 )
             )
         self._gather()
@@ -104,23 +107,27 @@ class PolicyTrainer(TrainedModel):
 
     @operation()
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
-        """By update and micro-batch of the last step `logprobs` float32 [T], each label's under the weights that it was
-        trained with, and `other_experts` bool [T], true where a router chose otherwise than the engine's (last stage
-        only). They are told once. Collective over context-parallel ranks."""
-        trained, self._trained = self._trained, []
-        return [
-            [
-                {
-                    "logprobs": self.context.whole(logprobs, lengths).cpu().numpy(),
-                    "other_experts": self.context.whole(differs.to(torch.uint8), lengths).cpu().numpy().astype(bool),
-                }
-                for logprobs, differs, lengths in update
-            ]
-            for update in trained
-        ]
+        """Returns by update and micro-batch of the last step `logprobs` float32 [T], each label's under the weights
+        that it was trained with, and `other_experts` bool [T], true where a router chose other experts than the
+        engine's (last stage only). Each result is returned once. Collective over context-parallel ranks."""
+        trained = self._trained
+        self._trained = []
+        out = []
+        for update in trained:
+            batches = []
+            for logprobs, differs, lengths in update:
+                differs = self.context.gather(differs.to(torch.uint8), lengths)
+                batches.append(
+                    {
+                        "logprobs": self.context.gather(logprobs, lengths).cpu().numpy(),
+                        "other_experts": differs.cpu().numpy().astype(bool),
+                    }
+                )
+            out.append(batches)
+        return out
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
-        """A step of one update."""
+        """Runs a step of one update."""
         return self.train_updates([batches], step=step, version=version)
 
     def _update(
@@ -134,12 +141,12 @@ class PolicyTrainer(TrainedModel):
         step: int,
         version: int | None,
     ) -> dict[str, float]:
-        """Run forward, backward and one optimizer step.
+        """Runs forward, backward and one optimizer step.
 
-        `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
-        each router's own choice; `packings`: choices of other layers, likewise. `totals`: denominators of the routers'
-        terms. `step`: optimizer steps done so far, which the learning rate follows. `version` None: these weights are
-        no engine's."""
+        `batches`: this rank's tokens; `others`: results of other forward passes. `replay`: experts to use, None for
+        each router's choice; `packings`: choices of other layers, likewise. `totals`: denominators of the routers'
+        terms. `step`: number of earlier optimizer steps, for the learning rate. `version` None: no engine has these
+        weights."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -148,12 +155,10 @@ class PolicyTrainer(TrainedModel):
         metrics = self._metrics(batches, results, version, differs)
         if self.parallel.last_stage:
             metrics |= self.routing.metrics()
-            self._trained.append(
-                [
-                    (logprobs.detach(), marks, batch.lengths)
-                    for (_, logprobs), marks, batch in zip(results, _by_batch(differs, batches), batches, strict=True)
-                ]
-            )
+            trained = []
+            for (_, logprobs), marks, batch in zip(results, _by_batch(differs, batches), batches, strict=True):
+                trained.append((logprobs.detach(), marks, batch.lengths))
+            self._trained.append(trained)
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
         stepped = self.optimizer_step(rate)
         if not stepped["optim/skipped"]:
@@ -163,105 +168,104 @@ class PolicyTrainer(TrainedModel):
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
-        """Score every label under the present weights, or those of the reference or the teacher: `logprobs` and
+        """Scores every label under the current weights, or those of the reference or the teacher: `logprobs` and
         `entropy`, one dictionary of arrays [T] per micro-batch (last stage only)."""
         values = self.passes.scores(self._local(batches), under=under)
         if not self.parallel.last_stage:
             return []
-        return [
-            {name: self.context.whole(part, b.lengths).cpu().numpy() for name, part in scores._asdict().items()}
-            for scores, b in zip(values, batches, strict=True)
-        ]
+        out = []
+        for scores, batch in zip(values, batches, strict=True):
+            named = scores._asdict().items()
+            out.append({name: self.context.gather(part, batch.lengths).cpu().numpy() for name, part in named})
+        return out
 
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
-        """Log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
+        """Returns the log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")
     def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
-        """The gap metrics of `batches` under the present weights, without training on them; with `mismatch` also those
-        of all their trained tokens, whatever their version."""
+        """Returns the gap metrics of `batches` under the current weights, without training on them; with `mismatch`
+        also those of all their trained tokens, of any version."""
         batches = self._local(batches)
         replay = self.routing.from_engine(batches) if self.config.trainer.moe.routing_replay == "R3" else None
         with self.routing.forward(batches, replay=replay):
             scores = self.pipeline.scores(batches)
-        found = [({}, each.logprobs) for each in scores]
-        return self._metrics(batches, found, version, self._differing(batches), mismatch=mismatch)
+        results: list[Trained] = [({}, score.logprobs) for score in scores]
+        return self._metrics(batches, results, version, self._differing(batches), mismatch=mismatch)
 
     @operation(needs="weights")
     def refresh_reference(self, *, path: str | None = None) -> None:
-        """Make the weights in the Hugging Face directory `path`, or the present ones, the reference."""
+        """Makes the weights in the Hugging Face directory `path`, or the current ones, the reference."""
         if path is None:
             self.passes.refresh_reference()
         else:
             self.passes.load_reference(path)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Mark this rank's tokens that differ, or follow one of their sequence that does."""
-        whole = self.context.whole(differs.to(torch.uint8), lengths)
-        return self.context.part(within_sequence(whole, lengths), lengths)
+        """Marks this rank's tokens that differ, or follow a differing one in their sequence."""
+        full = self.context.gather(differs.to(torch.uint8), lengths)
+        return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Mark this rank's tokens, bool [sum of T], for which a layer of any pipeline stage took other experts than the
-        engine. Collective over tensor-parallel ranks and stages."""
+        """Marks this rank's tokens, bool [sum of T], for which a layer of any pipeline stage used other experts than
+        the engine. Collective over tensor-parallel ranks and stages."""
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
-            seen = differs.to(torch.uint8)
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.parallel.pipeline_group)
-            differs = seen.bool()
+            marks = differs.to(torch.uint8)
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.parallel.pipeline_group)
+            differs = marks.bool()
         return differs
 
     def _metrics(
         self,
         batches: list[MicroBatch],
-        results: list,
+        results: list[Trained],
         version: int | None,
         differs: torch.Tensor,
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Sums over micro-batches and ranks. `differs`: see `_differing`. `mismatch`: not where the gap alone is
+        """Sums metrics over micro-batches and ranks. `differs`: see `_differing`. `mismatch`: false if only the gap is
         measured, on other tokens than a step's."""
-        device = self.parallel.device
         if not self.parallel.last_stage:
             return {}
-        values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
+        values = summed([metrics for metrics, _ in results])
         if not self.config.rollout.sampled:
             return reduce(values, self.parallel.token_group)
-        weight, versions, rollout = (
-            torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
-            for name in ("weight", "versions", "rollout_logprobs")
-        )
+        weight = self._concatenated([batch.weight for batch in batches])
+        versions = self._concatenated([batch.versions for batch in batches])
+        rollout = self._concatenated([batch.rollout_logprobs for batch in batches])
         logprobs = torch.cat([logprobs for _, logprobs in results])
         if mismatch:
             values |= mismatch_sums(logprobs, rollout, weight > 0)
         if version is None:
             return mismatch_metrics(reduce(values, self.parallel.token_group))
-        before = torch.cat(
-            [
-                self._before(part, batch.lengths)
-                for part, batch in zip(_by_batch(differs, batches), batches, strict=True)
-            ]
-        )
+        before = []
+        for part, batch in zip(_by_batch(differs, batches), batches, strict=True):
+            before.append(self._before(part, batch.lengths))
         measured = (weight > 0) & (versions == version)
         comparable = torch.cat([self.routing.comparable(batch) for batch in batches])
-        values |= gap_metrics(logprobs, rollout, measured, differs, before, comparable)
+        values |= gap_metrics(logprobs, rollout, measured, differs, torch.cat(before), comparable)
         metrics = mismatch_metrics(reduce(values, self.parallel.token_group))
-        tokens = metrics["gap/tokens"]
-        metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
+        metrics["gap/mean"] = quotient(metrics.pop("gap/sum"), metrics["gap/tokens"])
         return metrics
+
+    def _concatenated(self, arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(self.parallel.device)
 
 
 def _by_batch(values: torch.Tensor, batches: list[MicroBatch]) -> Sequence[torch.Tensor]:
-    """Each micro-batch's part of `values` [sum of T]."""
+    """Splits `values` [sum of T] by micro-batch."""
     return values.split([len(batch.tokens) for batch in batches])
 
 
-def _load(weights: Weights, path: Path, chunks: list[Any]) -> None:
-    """Fill the model from a Hugging Face directory, or from a checkpoint of another form."""
-    if (found := format_of(path)) is not None:
-        found.load(path, weights.spec, chunks)
+def _load(weights: Weights, path: Path, chunks: list[DistributedDataParallel]) -> None:
+    """Fills the model from a Hugging Face directory, or from a checkpoint of another format."""
+    checkpoint_format = format_of(path)
+    if checkpoint_format is not None:
+        checkpoint_format.load(path, weights.spec, chunks)
         weights.check_finite(path)
         weights.changed()
     else:

@@ -1,7 +1,6 @@
 """The process entry of one trainer rank: adapters first, then torch.distributed, then the rank's roles.
 
-Imported by Ray's worker process and by the driver; torch and megatron-core are imported by `start` only, after the
-adapters.
+Imported by Ray's worker process and by the driver; only `start` imports torch and megatron-core, after the adapters.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ import os
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slimx.config.schema import CHECKED, Config
 from slimx.config.sections.run import Cluster
+from slimx.json_types import Json
 from slimx.numerics.mode import mode_of
 from slimx.numerics.rounding import rounding_of
 from slimx.runtime.logs import marked
@@ -28,33 +28,35 @@ if TYPE_CHECKING:
 class TrainerWorker:
     """One rank as a Ray actor."""
 
-    def __init__(self, number: int, config: dict[str, Any], log_path: str, device: str, roles: Sequence[str]):
-        """`number`: of the rank. `config`: a dumped `Config`. `roles`: see `TrainerRank.build`. Everything that the
-        process prints goes to `log_path`."""
+    def __init__(self, number: int, config: Json, log_path: str, device: str, roles: Sequence[str]):
+        """Takes `number`: of the rank. `config`: a dumped `Config`. `roles`: see `TrainerRank.build`. All output of the
+        process goes to `log_path`."""
         redirect_output(log_path)
-        self.number, self.device, self.roles = number, device, roles
+        self.number = number
+        self.device = device
+        self.roles = roles
         self._values = config
         self.rank: TrainerRank | None = None
 
     def ping(self) -> None:
-        """Answer when all earlier calls are done. Raises the error of a save in the background."""
+        """Returns when all earlier calls are done. Raises the error of a background save."""
         if self.rank is not None:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Write into the log what the lines that follow belong to."""
+        """Writes a separator to the log that names the following lines."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:
-        """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""
+        """Returns an address on this rank's node for all ranks to meet: an init_method for torch.distributed."""
         host = local_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"
 
-    def start(self, init_method: str) -> dict[str, Any]:
-        """Join the other ranks, build the model, load the weights.
+    def start(self, init_method: str) -> Json:
+        """Joins the other ranks, builds the model, loads the weights.
 
-        Returns this rank's pid, its machine, adapters in force, `NumericsMode.contract`, seconds of imports,
-        meeting and model; on CUDA the UUID of its GPU and the number of its CPUs."""
+        Returns this rank's pid, its host, active adapters, `NumericsMode.contract`, seconds of imports, rendezvous and
+        model; on CUDA the UUID of its GPU and the number of its CPUs."""
         clock = [time.perf_counter()]
         config = Config.model_validate(self._values, context=CHECKED)
         deep_ep = config.trainer.moe.dispatcher == "flex"
@@ -70,27 +72,29 @@ class TrainerWorker:
         adapters = install_adapters(plain=mode.replaces_layers, deep_ep=deep_ep)
         from slimx.trainer.rank import TrainerRank
 
-        self.rank = rank = TrainerRank(config, self.number, self.device)
+        rank = TrainerRank(config, self.number, self.device)
+        self.rank = rank
         clock.append(time.perf_counter())
         rank.meet(init_method)
         clock.append(time.perf_counter())
         rank.build(self.roles)
         clock.append(time.perf_counter())
-        took = [late - early for early, late in pairwise(clock)]
+        durations = [late - early for early, late in pairwise(clock)]
         return {
             "pid": os.getpid(),
-            "seconds": dict(zip(("imports", "meeting", "model"), took, strict=True)),
+            "seconds": dict(zip(("imports", "meeting", "model"), durations, strict=True)),
             "machine": machine(),
             "adapters": adapters,
             "numerics": mode.contract(config.numerics.dtype, self.device),
-            **rank.place,
+            **rank.hardware,
         }
 
-    def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
-        """Do the operation `name`, "role.method", of the started rank."""
+    def call(self, name: str, /, *arguments: object, **named: object) -> object:
+        """Runs the operation `name`, "role.method", of the started rank."""
+        assert self.rank is not None
         return self.rank.perform(name, *arguments, **named)
 
     def stop(self) -> None:
-        """Leave the process groups."""
+        """Leaves the process groups."""
         if self.rank is not None:
             self.rank.leave()

@@ -75,7 +75,7 @@ def _run(job: dict[str, Any], way: dict[str, Any], parallel: Any) -> dict[str, A
 
     settings = config(job, job["model"], job["case"] | {"trainer": way})
     trainer = PolicyTrainer(settings, read_model(settings.model.path), parallel)
-    batches = micro_batches(settings, parallel.sizes, parallel.place.data)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
     assert len(batches) == max(STEPS)
     digests, peaks, moved = [], [], []
     trainer.logprobs(batches)  # before the first step, as evaluations and old log-probs come

@@ -70,7 +70,7 @@ class Rank:
             multiple_of=sizes.tensor * sizes.context,
             sequence_multiple=2 * sizes.context,
         )
-        return batch.shards[self.parallel.place.data]
+        return batch.shards[self.parallel.coordinates.data]
 
     def steps(self, trainer: Any, first: int, count: int) -> list[dict[str, float]]:
         return [trainer.train_step(self.batches(s), step=s, version=0) for s in range(first, first + count)]
@@ -129,12 +129,12 @@ class Rank:
         """Two steps of `trainer`, and of a new one that began from its bytes."""
         from slimx.extras.recovery.mirror import Mirror, read_back
         from slimx.trainer.checkpoint.load import take_state
-        from slimx.trainer.checkpoint.state import own_state
+        from slimx.trainer.checkpoint.state import local_state
 
-        state = own_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False)
+        state = local_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False)
         data = Mirror(self.rank, 60).copied(state)
         expected, new = self.steps(trainer, 6, 2), self.trainer()
-        empty = own_state(new.chunks, new.optimizer, loading=True, frozen=False)
+        empty = local_state(new.chunks, new.optimizer, loading=True, frozen=False)
         take_state(read_back(data, empty), new.chunks, new.optimizer)
         new.weights.changed()
         return {"expected": expected, "restored": self.steps(new, 6, 2)}

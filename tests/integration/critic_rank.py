@@ -105,7 +105,7 @@ class CriticRank(Rank):
             sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
         )
         assert len(batch.shards[0]) > 1
-        return batch.shards[self.parallel.place.data]
+        return batch.shards[self.parallel.coordinates.data]
 
     def first_step(self) -> Any:
         """Values and one step."""

@@ -147,7 +147,7 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
                 weight.copy_(torch.nextafter(weight, weight + 1))
         weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in known]
         rows = make_rows(known, [0.0] * len(known), weights)
-        batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
+        batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
         if "logprobs" not in group["completions"][0]:
             for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
                 for row, part in zip(batch.rows, np.split(values, np.cumsum(batch.lengths)[:-1]), strict=False):
@@ -184,7 +184,7 @@ def follows(
         said["others"] = fresh() and not torch.equal(copy[name], first[name])
     said["back"] = fresh()
     rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
-    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
+    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
     trainer.train_step(batches, step=0, version=VERSION)
     said["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
     path, trained = out / "checkpoint", weights.snapshot()
@@ -215,7 +215,7 @@ def write_gradients(
     settings, spec = config(group, case, path.parent, case["gradients"]), read_model(group["model"])
     trainer = PolicyTrainer(settings, spec, parallel)
     rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
-    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
+    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
     trainer.train_step(batches, step=0, version=VERSION)
     gradients = {
         name: getattr(parameter, "main_grad", torch.zeros_like(parameter))  # the selection bias has none

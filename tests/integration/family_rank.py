@@ -78,7 +78,7 @@ class Rank:
             multiple_of=sizes.tensor * sizes.context,
             sequence_multiple=sizes.sequence_multiple,
         )
-        batches = packed.shards[self.parallel.place.data]
+        batches = packed.shards[self.parallel.coordinates.data]
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline * sizes.context == 1:
             self.write_prediction(trainer, batches[0])
@@ -114,9 +114,9 @@ class Rank:
         if batches[0].routed_experts is not None:
             differs = trainer.routing.differing(local).split([len(batch.tokens) for batch in local])
             for number, (values, batch) in enumerate(zip(differs, batches, strict=True)):
-                arrays[f"differs.{number}"] = trainer.context.whole(values, batch.lengths).numpy()
+                arrays[f"differs.{number}"] = trainer.context.gather(values, batch.lengths).numpy()
         for number, (values, batch) in enumerate(zip(logits, batches, strict=False)):  # only on the last stage
-            arrays[f"logits.{number}"] = trainer.context.whole(values, batch.lengths).numpy()
+            arrays[f"logits.{number}"] = trainer.context.gather(values, batch.lengths).numpy()
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
 
     def write_prediction(self, trainer: Any, batch: MicroBatch) -> None:

@@ -88,7 +88,7 @@ class Rank:
         advantages = [value for group in groups for value in group_advantages(self.config.algorithm, group)]
         rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
         batch = make_packer(self.config, self.spec, self.sizes)(rows)
-        return batch.shards[self.parallel.place.data]
+        return batch.shards[self.parallel.coordinates.data]
 
     def passes(self, trainer: Any, batches: list[MicroBatch]) -> None:
         """Scores under all weights, twice; what is there before is there afterwards, the optimizer's state too."""

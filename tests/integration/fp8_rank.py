@@ -35,7 +35,7 @@ class Fp8Rank(OptimizerRank):
         trajectories = demonstrations(step)[: self.job["sequences"]]
         rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
         pack = make_packer(self.config(), self.spec, self.sizes)
-        return pack(rows).shards[self.parallel.place.data]
+        return pack(rows).shards[self.parallel.coordinates.data]
 
     def gradients_of(self, name: str, **options: Any) -> None:
         """Log-probs and gradients of one step."""
@@ -120,7 +120,7 @@ class Fp8Rank(OptimizerRank):
             trainer.logprobs(self.demonstrated(1))
         trainer.logprobs(self.demonstrated(2))
         held = {number: set(each) for number, each in enumerate(copies) if each}
-        weights = sum(part.quantised for part in trainer.weights.held)
+        weights = sum(part.quantised for part in trainer.weights.parts)
         self.said["a_copy_of_each"] = sum(map(len, held.values())) == weights
         trainer.offload()
         self.said["copies_leave"] = not any(copies)

@@ -62,7 +62,7 @@ def main() -> None:
         multiple_of=sizes.tensor * sizes.context,
         sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
     )
-    batches = packed.shards[parallel.place.data]
+    batches = packed.shards[parallel.coordinates.data]
     trainer.train_step(batches, step=0, version=0)
     write("gradients", {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()})
     write("after", trainer.weights.parameters)

@@ -63,7 +63,7 @@ def run(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> None:
     rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
     sizes = parallel.sizes
     batch = make_packer(settings, spec, sizes)(rows)
-    shard = batch.shards[parallel.place.data]
+    shard = batch.shards[parallel.coordinates.data]
     metrics = trainer.train_step(shard, step=0, version=VERSION)
     out, name = Path(job["out"]), model["name"]
     if parallel.rank == sizes.world - 1:

@@ -116,7 +116,7 @@ class LoraRank(Rank):
         if not self.parallel.last_stage:
             return
         parts = [each["reference_logprobs"] for each in given]
-        whole = [trainer.context.whole(part, b.lengths).numpy() for part, b in zip(parts, batches, strict=True)]
+        whole = [trainer.context.gather(part, b.lengths).numpy() for part, b in zip(parts, batches, strict=True)]
         self.said["reference"] = {
             "is_base": same(base, first),
             "is_given": same(whole, first),

@@ -91,7 +91,7 @@ def measure(settings: Config, parallel: Any) -> dict[str, int]:
 
     spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
     trainer = PolicyTrainer(settings, spec, parallel)
-    batches = micro_batches(settings, parallel.sizes, parallel.place.data)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
     trainer.train_step(batches, step=0, version=1)
     with LiveMemory() as live:
         trainer.train_step(batches, step=1, version=1)
@@ -102,7 +102,7 @@ def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
     from slimx.extras.token_level.critic import CriticTrainer
 
     critic = CriticTrainer(settings, parallel)
-    batches = micro_batches(settings, parallel.sizes, parallel.place.data)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
     for batch in batches:
         batch.values = np.zeros(len(batch.tokens), np.float32)
         batch.returns = np.ones(len(batch.tokens), np.float32)  # without a gradient the optimizer takes no step

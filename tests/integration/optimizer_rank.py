@@ -119,7 +119,7 @@ class OptimizerRank(Rank):
                 " + ".join(part.sources) in trainable,
                 getattr(trainer.weights.parameters[part.name], "main_grad", None) is not None,
             ]
-            for part in trainer.weights.held
+            for part in trainer.weights.parts
         }
         # Of the distributed optimizer each rank has a share.
         self.said["state_elements"] = sum(
@@ -141,7 +141,7 @@ class OptimizerRank(Rank):
         self.steps(trainer, 2)
         weights, moments = self.held(trainer), self.moments(trainer)
         poisoned = self.demonstrated(2)
-        if self.parallel.place.data == 0:  # one token of one data-parallel rank
+        if self.parallel.coordinates.data == 0:  # one token of one data-parallel rank
             poisoned[0].weight[int(np.flatnonzero(poisoned[0].weight)[0])] = math.nan
         first = trainer.train_step(poisoned, step=2, version=0)
         self.said["skipped"] = first["optim/skipped"]

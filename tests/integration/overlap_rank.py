@@ -82,7 +82,7 @@ class OverlapRank(Rank):
     def gathered(self) -> None:
         """Steps of two updates, after which the weights are read on each rank."""
         at_once, beside = self.built(overlap=True), self.built(overlap=True, overlap_param_gather=True)
-        self.said["gathered"], self.said["order"], self.said["stage"] = [], [], self.parallel.place.pipeline
+        self.said["gathered"], self.said["order"], self.said["stage"] = [], [], self.parallel.coordinates.pipeline
         events = self.reading(beside)
         for step in range(2):
             events.clear()

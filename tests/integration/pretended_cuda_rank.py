@@ -51,7 +51,7 @@ def _steps_with_host_moments(out: Path) -> None:
         generator = torch.Generator().manual_seed(1)
         drawn = [torch.randn(size, generator=generator) for size in (7, 300, 5, 40)]
         parameters = [torch.nn.Parameter(each.to(device)) for each in drawn]
-        optimizer = HostMoments(Adam(parameters, lr=0.01), share=1.0, piece_bytes=1)
+        optimizer = HostMoments(Adam(parameters, lr=0.01), fraction=1.0, piece_bytes=1)
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)

@@ -60,9 +60,9 @@ def run(job: dict[str, Any], case: dict[str, Any], parallel: Any) -> None:
     (group,) = load_groups(case["groups"])
     trajectories = group.trajectories
     rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
-    shard = make_packer(settings, spec, sizes)(rows).shards[parallel.place.data]
+    shard = make_packer(settings, spec, sizes)(rows).shards[parallel.coordinates.data]
     # As the orchestrator does.
-    shard = for_stage(shard, stage_layers(sizes, spec.table.layers)[parallel.place.pipeline])
+    shard = for_stage(shard, stage_layers(sizes, spec.table.layers)[parallel.coordinates.pipeline])
     if case["later"]:
         move_before_the_update(trainer, case["later"])
     said = trainer.train_step(shard, step=0, version=0)

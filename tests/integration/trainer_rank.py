@@ -132,7 +132,7 @@ class Rank:
             count_multiple=self.sizes.pipeline if self.sizes.virtual > 1 else 1,
         )
         assert len(batch.shards[0]) > 1
-        return batch.shards[self.parallel.place.data]
+        return batch.shards[self.parallel.coordinates.data]
 
     def demonstrated(self, step: int) -> list[MicroBatch]:
         trajectories = demonstrations(step)

@@ -1,5 +1,5 @@
-"""Imports of megatron-core 0.19.2: without packages that a process of slimx does not use, and with the names that it
-expects of DeepEP."""
+"""Imports of megatron-core 0.19.2: without packages that a slimx process does not use, and with the names that it
+expects from DeepEP."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ import torch
 from slimx.errors import SlimxError
 
 TRACKERS = ("wandb", "torch.utils.tensorboard")
-"""megatron-core's timers write to them if they can be imported: a second for each process where wandb is installed."""
+"""megatron-core's timers write to them if they are importable: a second per process if wandb is installed."""
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leave functions that are decorated inside the block uncompiled.
+    """Leaves functions decorated inside the block uncompiled.
 
-    megatron.core decorates some with torch.compile while it is imported, which imports the compiler at once: two
-    seconds, for functions that a process without a model never calls.
+    megatron.core decorates some with torch.compile at import, which imports the compiler at once: two seconds, for
+    functions that a process without a model never calls.
     """
     compiler = torch.compile
-    torch.compile = lambda model=None, **options: model or (lambda function: function)
+    torch.compile = _uncompiled  # type: ignore[assignment]  # replaces its overloads
     try:
         yield
     finally:
         torch.compile = compiler
 
 
+def _uncompiled(model: object = None, **options: object) -> object:
+    return model or (lambda function: function)
+
+
 @contextlib.contextmanager
 def untracked() -> Iterator[None]:
-    """Hide from imports inside the block the trackers that are not imported yet: the driver alone writes metrics."""
+    """Hides trackers that are not imported yet from imports inside the block: only the driver writes metrics."""
     hidden = [name for name in TRACKERS if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: an import of it raises ImportError
     try:
         yield
     finally:
@@ -45,29 +49,31 @@ def untracked() -> Iterator[None]:
 
 
 def prepare_deep_ep(*, needed: bool) -> list[str]:
-    """Prepare the import of DeepEP; call before megatron.core is imported. `needed`: whether the trainer dispatches by
-    it.
+    """Prepares the import of DeepEP; call before megatron.core is imported. `needed`: whether the trainer dispatches
+    with it.
 
-    `megatron.core.transformer.moe.fused_a2a` takes EventHandle and EventOverlap from deep_ep.utils and, where that is
-    no ImportError, lives without DeepEP. sgl-deep-ep 0.1.2.post1 has only the first of them there, so that every flex
-    dispatcher would be refused; and it fails an assertion where it finds no CUDA toolkit.
+    `megatron.core.transformer.moe.fused_a2a` imports EventHandle and EventOverlap from deep_ep.utils and works without
+    DeepEP if that raises ImportError. In sgl-deep-ep 0.1.2.post1 that module lacks EventOverlap, so every flex
+    dispatcher would be refused; and its import fails an assertion without a CUDA toolkit.
 
-    Returns the names of what was done. Raises SlimxError if DeepEP is needed and cannot be imported."""
+    Returns the names of the changes. Raises SlimxError if DeepEP is needed and cannot be imported."""
     if importlib.util.find_spec("deep_ep") is None:
         return []
     try:
-        package, utils = importlib.import_module("deep_ep"), importlib.import_module("deep_ep.utils")
+        package = importlib.import_module("deep_ep")
+        utils = importlib.import_module("deep_ep.utils")
     except (ImportError, AssertionError) as error:
         if needed:
             raise SlimxError(
-                f"trainer.moe.dispatcher=flex needs deep_ep, whose import fails ({type(error).__name__}: {error}); ask "
-                "`slimx doctor` on this machine, or set trainer.moe.dispatcher=alltoall",
+                f"trainer.moe.dispatcher=flex needs deep_ep, whose import fails ({type(error).__name__}: {error}); run "
+                "`slimx doctor` on this host, or set trainer.moe.dispatcher=alltoall",
                 code="trainer.deep_ep",
                 about="trainer.moe.dispatcher",
             ) from error
-        sys.modules["deep_ep"] = None  # an import of it is now an ImportError, which megatron-core expects
+        # An import of it now raises ImportError, which megatron-core expects.
+        sys.modules["deep_ep"] = None  # type: ignore[assignment]  # documented by Python, missing in typeshed
         return ["no_deep_ep"]
     if hasattr(utils, "EventOverlap"):  # other builds of DeepEP have it
         return []
-    utils.EventOverlap = package.EventOverlap
+    vars(utils)["EventOverlap"] = package.EventOverlap
     return ["deep_ep_events"]

@@ -1,27 +1,29 @@
-"""Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU)
-and for what a mode of numerics exchanges.
+"""Layers shaped like Transformer Engine's in plain torch, for hosts without Transformer Engine (CPU, or a bare GPU) and
+for layers that a numerics mode replaces.
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
-`get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight
-table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.19.2.
+`get_gpt_decoder_block_spec(config, use_transformer_engine=True)` selects, so one model definition, one weight table and
+one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.19.2.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 from megatron.core import optimizer
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import mla_qk_norm_config
+from megatron.core.transformer import TransformerConfig, mla_qk_norm_config
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -30,26 +32,29 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
-    """Give megatron.core these layers, and a fused-shape Adam unless apex has one, where there is no CUDA or no
-    Transformer Engine, or `always`; says whether it did."""
+    """Makes megatron.core use these layers, and an Adam shaped like FusedAdam unless apex provides one, if there is no
+    CUDA or no Transformer Engine, or if `always`; returns whether it did."""
     if torch.cuda.is_available() and HAVE_TE and not always:
         return False
     repair_upstream()
-    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
-    # Of sparse attention, whose spec and whose norms are resolved in files of their own.
+    gpt_layer_specs.TESpecProvider = TorchSpecProvider
+    gpt_layer_specs.TENorm = Norm
+    # For sparse attention, whose spec and norms are resolved in separate files.
     experimental_attention_variant_module_specs.TESpecProvider = TorchSpecProvider
     mla_qk_norm_config.get_backend = lambda _: TorchSpecProvider()
     if optimizer.USING_PYTORCH_OPTIMIZER or not torch.cuda.is_available():
-        # torch's AdamW keeps a step per parameter; the distributed optimizer can save such a state but not load it.
-        optimizer.Adam = optimizer.distrib_optimizer.Adam = Adam
+        # torch's AdamW keeps a step per parameter; the distributed optimizer can save such state but not load it.
+        optimizer.Adam = Adam
+        optimizer.distrib_optimizer.Adam = Adam
         optimizer.USING_PYTORCH_OPTIMIZER = False
-        optimizer.distrib_optimizer.HAVE_APEX_OR_TE = optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
+        optimizer.distrib_optimizer.HAVE_APEX_OR_TE = True
+        optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
     return True
 
 
 def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
-    """Have the layers that ask `served` multiply by what `value` returns [as parameter] in the place of `parameter`."""
-    parameter.served = value
+    """Makes layers that call `served` multiply by the result of `value` [as parameter] instead of `parameter`."""
+    parameter.__dict__["served"] = value
 
 
 def served(parameter: torch.Tensor) -> torch.Tensor:
@@ -58,17 +63,23 @@ def served(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if value is None else value()
 
 
+def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
+    """Creates a norm's weight, marked for megatron-core's sum of gradients under sequence parallelism."""
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight.__dict__["sequence_parallel"] = config.sequence_parallel
+    return weight
+
+
 class Norm(torch.nn.Module):
     """RMSNorm with a `weight` [hidden], or one centred on zero (`layernorm_zero_centered_gamma`)."""
 
     norm = staticmethod(rms_norm)
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__()
         if config.normalization != "RMSNorm":
             raise NotImplementedError(f"normalization {config.normalization} has no plain-torch layer; use RMSNorm")
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight = _norm_weight(hidden_size, config)
         self.eps = eps
         if config.layernorm_zero_centered_gamma:
             self.norm = zero_centred_rms_norm
@@ -78,28 +89,28 @@ class Norm(torch.nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and a column-parallel product in one module, with `layer_norm_weight` [hidden] beside `weight`."""
+    """RMSNorm and a column-parallel product in one module, with `layer_norm_weight` [hidden] and `weight`."""
 
     norm = staticmethod(rms_norm)
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object):
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight = _norm_weight(input_size, config)
         if config.layernorm_zero_centered_gamma:
             self.norm = zero_centred_rms_norm
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(self.norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and `bias0`, ... as Transformer
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and `bias0`, ... like Transformer
     Engine's GroupedLinear."""
 
-    layer: type[torch.nn.Module]
-    axis: int
-    options: dict[str, Any]
+    layer: type[ColumnParallelLinear | RowParallelLinear]
+    axis: ClassVar[int]
+    options: ClassVar[dict[str, bool]]
+    experts: list[ColumnParallelLinear | RowParallelLinear]
 
     def __init__(
         self,
@@ -107,15 +118,16 @@ class GroupedLinear(torch.nn.Module):
         input_size: int,
         output_size: int,
         *,
-        config: Any,
-        init_method: Any,
-        pg_collection: Any,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], object],
+        pg_collection: ProcessGroupCollection,
         bias: bool = False,
         skip_bias_add: bool = True,
-        **_: Any,
+        **_: object,
     ):
         super().__init__()
-        self.groups, self.skip_bias_add = pg_collection, skip_bias_add
+        self.groups = pg_collection
+        self.skip_bias_add = skip_bias_add
         experts = [
             self.layer(
                 input_size,
@@ -130,23 +142,24 @@ class GroupedLinear(torch.nn.Module):
             )
             for _ in range(num_gemms)
         ]
-        self.__dict__["experts"] = (
-            experts  # not registered as submodules: the parameters' names are weight0, weight1, ...
-        )
+        # Not registered as submodules: the parameters' names are weight0, weight1, ...
+        self.__dict__["experts"] = experts
         for index, expert in enumerate(experts):
             self.register_parameter(f"weight{index}", expert.weight)
             if bias:
-                # RowParallelLinear would have it summed over the ranks of TP, which hold other experts.
+                # RowParallelLinear would sum it over the TP ranks, which have other experts.
                 expert.bias.sequence_parallel = False
                 if self.axis == 1:
-                    # The gradient norm counts a tensor that is not split on the first rank of TP only, but here each
-                    # rank of TP may hold experts of its own: it counts on the first rank that shares an expert.
+                    # The gradient norm counts unsplit tensors on the first TP rank only, but TP ranks may have
+                    # different experts: it is counted on the first rank that shares an expert.
                     expert.bias.tensor_model_parallel = pg_collection.expt_tp.rank() == 0
                 self.register_parameter(f"bias{index}", expert.bias)
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """One product per expert of x [tokens sorted by expert, input]. The biases come beside it if they are not to be
-        added here."""
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: Iterable[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Computes one product per expert of x [tokens sorted by expert, input]. Biases are returned separately if they
+        are not added."""
         parts = x.split(list(tokens_per_expert))
         pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
         if pairs[0][1] is None:
@@ -155,24 +168,34 @@ class GroupedLinear(torch.nn.Module):
             return torch.cat([out for out, _ in pairs]), [bias for _, bias in pairs]
         return torch.cat([out + bias for out, bias in pairs]), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis, or
-        (`singleton_local_shards`) one per expert."""
-        count, expert_group, out = len(self.experts), self.groups.ep, {}
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
+    ) -> ShardedStateDict:
+        """Returns checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis,
+        or (`singleton_local_shards`) one per expert."""
+        assert metadata is not None
+        count = len(self.experts)
+        expert_group = self.groups.ep
+        out: ShardedStateDict = {}
         for index, expert in enumerate(self.experts):
-            number = expert_group.rank() * count + index
-            place: tuple = ((len(sharded_offsets), number, expert_group.size() * count),)
-            key = prefix
+            global_index = expert_group.rank() * count + index
             if metadata.get("singleton_local_shards"):
-                place, key = (), f"{number}.{prefix}"
+                offsets = sharded_offsets
+                key = f"{global_index}.{prefix}"
+            else:
+                offsets = (*sharded_offsets, (len(sharded_offsets), global_index, expert_group.size() * count))
+                key = prefix
             state = {f"{index}.weight": expert.weight}
+            split_axes = {f"{index}.weight": self.axis}
+            if self.axis == 0:
+                split_axes[f"{index}.bias"] = 0
             if expert.bias is not None:
                 state[f"{index}.bias"] = expert.bias
             shards = make_sharded_tensors_for_checkpoint(
                 state,
                 "",
-                {f"{index}.weight": self.axis, **({f"{index}.bias": 0} if self.axis == 0 else {})},
-                (*sharded_offsets, *place),
+                split_axes,
+                offsets,
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
@@ -185,15 +208,19 @@ class GroupedLinear(torch.nn.Module):
 
 
 class ColumnGroupedLinear(GroupedLinear):
-    layer, axis, options = ColumnParallelLinear, 0, {"gather_output": False}
+    layer = ColumnParallelLinear
+    axis = 0
+    options = {"gather_output": False}
 
 
 class RowGroupedLinear(GroupedLinear):
-    layer, axis, options = RowParallelLinear, 1, {"input_is_parallel": True}
+    layer = RowParallelLinear
+    axis = 1
+    options = {"input_is_parallel": True}
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Tells megatron-core the class that builds each part of a layer."""
+    """The class that builds each part of a layer, for megatron-core."""
 
     def linear(self) -> type:
         return Linear
@@ -225,25 +252,25 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW whose state has the shape of apex's and Transformer Engine's FusedAdam: a step per group, two moments
-    each."""
+    """AdamW with state shaped like apex's and Transformer Engine's FusedAdam: one step per group, two moments per
+    parameter."""
 
     def __init__(
         self,
-        params: Any,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, object]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        **_: Any,
+        **_: object,
     ):
         if not adam_w_mode:
             raise NotImplementedError("this Adam decouples the weight decay (adam_w_mode=True) only")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # megatron-core passes no closure
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -252,7 +279,8 @@ class Adam(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for p in parameters:
                 if not self.state[p]:
-                    self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             grads = [p.grad for p in parameters]
             mean = [self.state[p]["exp_avg"] for p in parameters]
             square = [self.state[p]["exp_avg_sq"] for p in parameters]
@@ -268,43 +296,47 @@ class Adam(torch.optim.Optimizer):
 
 
 def repair_upstream() -> None:
-    """Bind names that fallbacks of megatron-core 0.19.2 leave unbound where Transformer Engine is absent. Each entry
-    names the line of upstream that needs it."""
-    for entry in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
-        entry()
+    """Binds names that fallbacks of megatron-core 0.19.2 leave unbound without Transformer Engine. Each entry names the
+    line of upstream that needs it."""
+    for repair in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
+        repair()
 
 
 def _router() -> None:
-    """moe_utils.router_gating_linear takes te_general_gemm where Transformer Engine is installed; it has no CPU."""
+    """Repairs moe_utils.router_gating_linear: it uses te_general_gemm if Transformer Engine is installed, even on a
+    CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
 
 def _latent_attention() -> None:
-    """MLASelfAttention and its absorbed form know the duplicated Linear, which the down projections are, only beside
-    Transformer Engine."""
+    """Repairs MLASelfAttention and its absorbed form: they know the duplicated Linear, the class of the down
+    projections, only with Transformer Engine."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    multi_latent_attention.Linear = absorbed_mla.Linear = Linear
+    multi_latent_attention.Linear = Linear
+    absorbed_mla.Linear = Linear
 
 
 def _output_discarding_recomputation() -> None:
-    """CheckpointWithoutOutput, the recomputation of norms, activations and MLA's up-projection, takes its default
-    fp8=False for a yes and asks Transformer Engine whether fp8 is on."""
+    """Repairs CheckpointWithoutOutput, the recomputation of norms, activations and MLA's up-projection: it treats its
+    default fp8=False as true and asks Transformer Engine whether fp8 is on."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)
 
 
 def _gradient_norm() -> None:
-    """clip_grads falls back to a norm that reads every parameter's part back from the GPU: a wait for each of them."""
+    """Repairs clip_grads: its fallback norm reads every parameter's part back from the GPU, with a wait for each."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
-    def norm(chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+    def norm(
+        chunk_size: int, overflow: object, lists: list[list[torch.Tensor]], *_: object
+    ) -> tuple[torch.Tensor, None]:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:  # else it is apex's

@@ -1,49 +1,63 @@
-"""This adapter gathers updated weights from data-parallel ranks beside the forward pass that is the first to read them.
+"""Gathers updated weights from data-parallel ranks during the forward pass that first reads them.
 
-    update   every rank has new values of its share of each bucket
-    pass     layer 1 waits for its buckets | layer 1, bucket of layer 2 under way | layer 2, ...
+    update   every rank has new values of its shard of each bucket
+    pass     layer 1 waits for its buckets | layer 1, bucket of layer 2 in flight | layer 2, ...
 
-megatron-core 0.19.2 waits in every module for the parameters of this module alone, before its forward method. It misses
-weights that something else reads: the output layer's, of which slimx makes log-probs itself, or those of a Mamba-2
-layer's convolution. Here a layer waits for all that is in it, and what follows the decoder for all that is there.
+megatron-core 0.19.2 waits in every module for this module's parameters, before its forward method. It misses weights
+that other code reads: the output layer's, from which slimx computes log-probs itself, or those of a Mamba-2 layer's
+convolution. Here a layer waits for all its weights, and the parts after the decoder for all remaining ones.
 
-Nothing but a forward pass may read weights before `gather`. Every rank of a pipeline stage takes the same passes.
+Only a forward pass may read weights before `gather`. All ranks of a pipeline stage run the same passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 
-def wait_by_layer(chunk: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Have the parts of `model`, which `chunk` wraps, wait for their weights in place of megatron-core's hooks."""
+def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
+    """Makes the parts of `model`, wrapped by `chunk`, wait for their weights, instead of megatron-core's hooks."""
     chunk.disable_forward_pre_hook(param_sync=False)
     decoder = model.decoder
 
-    def waiting(parts: list[torch.nn.Module]) -> Any:
-        groups = {chunk.param_to_bucket_group[p]: None for part in parts for p in part.parameters() if p.requires_grad}
+    def waiting(parts: list[torch.nn.Module]) -> Callable[..., None]:
+        groups: dict[_ParamAndGradBucketGroup, None] = {}
+        for part in parts:
+            for parameter in part.parameters():
+                if parameter.requires_grad:
+                    groups[chunk.param_to_bucket_group[parameter]] = None
 
-        def wait(*_: Any) -> None:
+        def wait(*_: object) -> None:
             for group in groups:
                 group.finish_param_sync()
 
         return wait
 
-    others = [part for name, part in decoder.named_children() if name != "layers"]
-    before = [part for name, part in model.named_children() if name == "embedding"]
-    for part in (*before, *decoder.layers, *others):
+    after = []
+    for name, part in model.named_children():
+        if name == "embedding":
+            part.register_forward_pre_hook(waiting([part]))
+        elif name != "decoder":
+            after.append(part)
+    for part in decoder.layers:
         part.register_forward_pre_hook(waiting([part]))
-    behind = [part for name, part in model.named_children() if name not in ("embedding", "decoder")]
-    decoder.register_forward_hook(waiting(behind))
+    for name, part in decoder.named_children():
+        if name != "layers":
+            part.register_forward_pre_hook(waiting([part]))
+    decoder.register_forward_hook(waiting(after))
 
 
 @torch.no_grad()
 def gather(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Make the weights whole on every rank, where passes wait for them. Collective."""
+    """Completes the weights on every rank, which passes wait for. Collective."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

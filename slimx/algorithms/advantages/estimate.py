@@ -1,14 +1,15 @@
-"""Advantages of a step by the configured algorithm: from its groups' rewards, and from the rows of the whole step."""
+"""Advantages of a step by the configured algorithm: from its groups' rewards, and from the rows of the full step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from slimx import entry_points
-from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, rloo, standardise
+from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, reward_of, rloo, standardise
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import ADVANTAGES, Gdpo
@@ -26,38 +27,38 @@ class Step:
 
     groups: Sequence[Group]
     updates: Sequence[Sequence[TrainingRow]]
-    """Rows of the groups' trajectories, in order, with `all_advantages` of them."""
+    """Rows of the groups' trajectories, in order, with the result of `all_advantages`."""
     policy: Sequence[np.ndarray] | None = None
-    """Log-probs [n] of each row under the present weights, where the algorithm needs them."""
+    """Log-probs [n] of each row under the current weights, if the algorithm needs them."""
     reference: Sequence[np.ndarray] | None = None
     """Log-probs [n] of each row under the reference, likewise."""
     values: Sequence[np.ndarray] | None = None
-    """A critic's values [n] of each row, likewise."""
+    """The critic's values [n] of each row, likewise."""
     seed: Sequence[int]
 
     @property
     def rows(self) -> list[TrainingRow]:
-        return [row for update in self.updates for row in update]
+        return list(chain(*self.updates))
 
 
 class Estimator:
-    """Advantages of a kind that `group_advantages` does not have, or columns that a kind of loss computes from them."""
+    """Advantages of a kind that `group_advantages` lacks, or columns that a kind of loss computes from them."""
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
 
-    def estimate(self, groups: Sequence[Group]) -> list[float | np.ndarray]:
-        """Return the advantages of every trajectory, group after group: one number, or one per predicted token [L-1].
-        Where they are known only from the whole step (`finish`), what they begin with."""
-        return [0.0 for group in groups for _ in group.trajectories]
+    def estimate(self, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
+        """Returns the advantages of every trajectory, group after group: one number, or one per predicted token [L-1];
+        initial values if they depend on the full step (`finish`)."""
+        return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Fill columns of the step's rows that depend on all of them; return metrics of the step."""
+        """Fills columns of the step's rows that depend on all of them; returns metrics of the step."""
         return {}
 
 
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
-    """The advantage of each trajectory of `group`, in order.
+    """Returns the advantage of each trajectory of `group`, in order.
 
     A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
     advantage."""
@@ -76,8 +77,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
         case "rloo":
             values = rloo(rewards)
         case "opo":
-            trained = [sum(int(each.loss_mask.sum()) for each in members) for members in rollouts.values()]
-            values = opo(rewards, trained)
+            values = opo(rewards, [_trained_tokens(members) for members in rollouts.values()])
         case "remax":
             if group.baseline is None:
                 raise SlimxError(
@@ -90,36 +90,41 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
             values = gdpo(_parts(rollouts), estimator.weights, eps=estimator.eps)
         case _:
             raise SlimxError(
-                f"algorithm.advantages={estimator} has no estimator, neither here nor among entry points of {GROUP}: "
-                "slimx was installed before it had them; run make build",
+                f"algorithm.advantages={estimator} has no estimator, neither built in nor among entry points of "
+                f"{GROUP}: the installed slimx is older than it; run make build",
             )
     advantage = dict(zip(rollouts, values.tolist(), strict=True))
     return [advantage[trajectory.rollout_id] for trajectory in group.trajectories]
 
 
-def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float | np.ndarray]:
-    """Advantages of every trajectory of a step, group after group, by `group_advantages`, an `Estimator` or the user's
-    hook; GDPO's are normalised over the step's rollouts, GPG's scaled by how many of these have a gradient."""
+def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
+    """Returns advantages of every trajectory of a step, group after group, by `group_advantages`, an `Estimator` or the
+    user's hook; GDPO's are normalised over the step's rollouts, GPG's scaled by the fraction of these with a
+    gradient."""
     estimator = algorithm.advantages
     if estimator.kind not in ADVANTAGES:
         return load_advantages(estimator.kind)(groups)
     if estimator.kind in entry_points.find(GROUP):
         return entry_points.load(GROUP, estimator.kind)(algorithm).estimate(groups)
-    values = [value for group in groups for value in group_advantages(algorithm, group)]
+    values: list[float] = []
+    for group in groups:
+        values += group_advantages(algorithm, group)
     if estimator.kind == "gpg":
-        share = gradient_share([rollout_rewards(by_rollout(group)) for group in groups])
-        return [value / share for value in values]
+        fraction = gradient_share([rollout_rewards(by_rollout(group)) for group in groups])
+        return [value / fraction for value in values]
     if not isinstance(estimator, Gdpo) or not estimator.whiten:
         return values
-    names = [(group.id, trajectory.rollout_id) for group in groups for trajectory in group.trajectories]
-    advantage = dict(zip(names, values, strict=True))
+    rollouts = []
+    for group in groups:
+        rollouts += [(group.id, trajectory.rollout_id) for trajectory in group.trajectories]
+    advantage = dict(zip(rollouts, values, strict=True))
     normal = dict(zip(advantage, standardise(np.array(list(advantage.values()))).tolist(), strict=True))
-    return [normal[name] for name in names]
+    return [normal[rollout] for rollout in rollouts]
 
 
 def finish_advantages(algorithm: Algorithm, step: Step) -> dict[str, float]:
-    """Fill the columns of a step's rows that depend on all of them: advantages token by token or from pairs, and those
-    that the loss computes from advantages; metrics of the step."""
+    """Fills the columns of a step's rows that depend on all of them: advantages token by token or from pairs, and
+    columns that the loss computes from advantages; returns metrics of the step."""
     metrics: dict[str, float] = {}
     for kind in (algorithm.advantages.kind, algorithm.loss.kind):
         if kind in entry_points.find(GROUP):
@@ -128,7 +133,7 @@ def finish_advantages(algorithm: Algorithm, step: Step) -> dict[str, float]:
 
 
 def by_rollout(group: Group) -> dict[str, list[Trajectory]]:
-    """Return the trajectories of each rollout by its id."""
+    """Returns the trajectories of each rollout by its id."""
     rollouts: dict[str, list[Trajectory]] = {}
     for trajectory in group.trajectories:
         rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -136,22 +141,30 @@ def by_rollout(group: Group) -> dict[str, list[Trajectory]]:
 
 
 def rollout_rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
-    """Reward of each rollout: the mean of its trajectories' rewards."""
-    return [mean([each.reward for each in members]) for members in rollouts.values()]
+    """Returns the reward of each rollout: the mean of its trajectories' rewards."""
+    return [mean([reward_of(trajectory) for trajectory in members]) for members in rollouts.values()]
+
+
+def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
-    """Reward parts by name, one value per rollout. Raises SlimxError where a trajectory lacks one."""
-    names = dict.fromkeys(name for members in rollouts.values() for each in members for name in each.reward_parts)
+    """Returns reward parts by name, one value per rollout. Raises SlimxError if a trajectory lacks one."""
+    trajectories = list(chain(*rollouts.values()))
+    names = dict.fromkeys(chain(*(trajectory.reward_parts for trajectory in trajectories)))
+    for trajectory in trajectories:
+        missing = sorted(names.keys() - trajectory.reward_parts.keys())
+        if missing or not names:
+            raise SlimxError(
+                f"trajectory {trajectory.id} has no reward part{' ' + missing[0] if missing else 's'}, and "
+                "algorithm.advantages=gdpo normalises each part separately; return a dict from the reward hook, "
+                "with the same names for every trajectory of a prompt",
+                code="advantages.reward_part",
+                about=str(trajectory.id),
+            )
+    out: dict[str, list[float]] = {name: [] for name in names}
     for members in rollouts.values():
-        for each in members:
-            if not names or names.keys() - each.reward_parts.keys():
-                lacking = sorted(names.keys() - each.reward_parts.keys())
-                raise SlimxError(
-                    f"trajectory {each.id} has no reward part{' ' + lacking[0] if lacking else 's'}, and "
-                    "algorithm.advantages=gdpo normalises each part on its own; return a dict from the reward hook, "
-                    "with the same names for every trajectory of a prompt",
-                    code="advantages.reward_part",
-                    about=str(each.id),
-                )
-    return {name: [mean([each.reward_parts[name] for each in m]) for m in rollouts.values()] for name in names}
+        for name, values in out.items():
+            values.append(mean([trajectory.reward_parts[name] for trajectory in members]))
+    return out

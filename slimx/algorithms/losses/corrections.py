@@ -1,15 +1,15 @@
-"""Weights and rejection for the gap between trainer and engine: tokens were sampled by the engine's policy, and the
-ratio of the loss begins at the trainer's own log-probs of the same weights (`algorithm.old_logprobs: recompute`).
+"""Weights and rejection for the gap between trainer and engine: the engine's policy sampled the tokens, but the loss
+ratio starts from the trainer's log-probs of the same weights (`algorithm.old_logprobs: recompute`).
 
 With w = trainer / engine, per token or per sequence, the objective of each token is multiplied by
 
 - truncate: w, within [low, high] (truncated importance sampling, fengyao.notion.site/off-policy-rl);
 - icepop: w where low <= w <= high, else 0 (IcePop, 2510.18855; masked importance sampling elsewhere).
 
-Rejection decides beside that which tokens count at all. Denominators stay those of all trained tokens, as in slime.
+In addition, rejection excludes tokens. Denominators stay those of all trained tokens, as in slime.
 
-As a behaviour policy that is several versions old is a larger gap of the same kind, these are also the weights of
-decoupled PPO (AReaL, 2505.24298): there the old log-probs are those of the proximal policy.
+Since a behaviour policy that is several versions old is a larger gap of the same kind, these are also the weights of
+decoupled PPO (AReaL, 2505.24298), where the old log-probs are those of the proximal policy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Level = Literal["token", "sequence", "geometric"]
 Correction = Callable[[torch.Tensor, torch.Tensor, SequenceSum], tuple[torch.Tensor, torch.Tensor]]
 """(log w per token [T], trained bool [T], sums over sequences) -> (weights [T], bool [T]: w outside the bounds)."""
 Rejection = Callable[[torch.Tensor, torch.Tensor, SequenceSum], torch.Tensor]
-"""(log w per token [T], trained bool [T], sums over sequences) -> bool [T]: trained tokens that do not count."""
+"""(log w per token [T], trained bool [T], sums over sequences) -> bool [T]: excluded trained tokens."""
 
 
 def correction(
@@ -40,14 +40,15 @@ def correction(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights by the rule `kind`, without a gradient (`Correction`).
+    """Computes importance weights by the rule `kind`, without a gradient (`Correction`).
 
-    `level`: whose w it is: each token's own, its sequence's (the product over trained tokens), or the geometric mean
-    of them."""
+    `level`: unit of w: the token, its sequence (the product over trained tokens), or the geometric mean over it."""
     log_weight = _log_weight(log_gap, trained, sequence_sum, level)
-    ratio, outside = bounded_ratio(log_weight), _outside(log_weight, low, high)
-    value = ratio.clamp(low, high) if kind == "truncate" else torch.where(outside, 0.0, ratio)
-    return value, trained & outside
+    ratio = bounded_ratio(log_weight)
+    outside = _outside(log_weight, low, high)
+    if kind == "truncate":
+        return ratio.clamp(low, high), trained & outside
+    return torch.where(outside, 0.0, ratio), trained & outside
 
 
 def rejection(
@@ -60,8 +61,8 @@ def rejection(
     high: float,
     veto: float,
 ) -> torch.Tensor:
-    """Rejection (`Rejection`) of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of
-    sequences in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
+    """Marks rejected tokens (`Rejection`): those with w, at the levels of a correction, outside [low, high], and all
+    tokens of sequences in which a single token's w is below `veto` (slime: 1e-4; 0: off)."""
     out = torch.zeros_like(trained)
     if level != "none":
         out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)
@@ -79,10 +80,10 @@ def off_policy_sequences(
     *,
     delta: float,
 ) -> torch.Tensor:
-    """Mark the tokens that off-policy sequence masking leaves out, bool [T]: those with a negative advantage in a
+    """Marks the tokens that off-policy sequence masking excludes, bool [T]: those with a negative advantage in a
     sequence whose mean of log(engine / policy) is above `delta` (DeepSeek-V3.2, 2512.02556).
 
-    `log_gap`: log(policy / engine) [T]. A mistake that the present policy would hardly make teaches it nothing."""
+    `log_gap`: log(policy / engine) [T]. A mistake that the current policy is unlikely to make teaches it nothing."""
     log_gap = torch.where(trained, log_gap.detach(), 0.0)
     count = sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
     return trained & (advantages < 0) & (-sequence_sum(log_gap) / count > delta)
@@ -92,12 +93,15 @@ def _log_weight(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: Sequ
     log_gap = torch.where(trained, log_gap.detach(), 0.0)
     if level == "token":
         return log_gap
-    whole = sequence_sum(log_gap)
-    return whole if level == "sequence" else whole / sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
+    total = sequence_sum(log_gap)
+    if level == "sequence":
+        return total
+    return total / sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
 
 
 def _outside(log_weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Mark weights outside [low, high], compared as logarithms: the weight of a long sequence may be smaller than any
-    ratio that is formed."""
+    """Marks weights outside [low, high], compared as logarithms: a long sequence's weight may underflow as a ratio."""
     inside = log_weight <= math.log(high)
-    return ~(inside & (log_weight >= math.log(low)) if low else inside)
+    if low:
+        inside = inside & (log_weight >= math.log(low))
+    return ~inside

@@ -1,9 +1,9 @@
 """Objectives that a policy gradient maximises, token by token: one function per published objective.
 
-Each function takes `LossTokens` and the objective's own numbers, and gives the objective [T], whose gradient is with
-respect to `logprobs`, and where it was held back [T]: there the token's gradient is not that of ratio x advantage.
-Objectives over whole sequences (GSPO, TOPR) need sums that no single rank may have, and get them without gradient; a
-term of value 0 carries it instead, so that every token adds its own part wherever it is.
+Each function takes `LossTokens` and the objective's parameters, and returns the objective [T], with gradient with
+respect to `logprobs`, and where it was clipped [T]: those tokens' gradient is not that of ratio x advantage.
+Objectives over full sequences (GSPO, TOPR) need sums that no single rank may have, and receive them without gradient; a
+term of value 0 carries the gradient instead, so every token adds its part on its own rank.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ class LossTokens:
     """Per-token tensors, each [T]."""
 
     logprobs: torch.Tensor
-    """The policy's, with gradient; 0 where not trained."""
+    """Log-probs of the policy, with gradient; 0 where not trained."""
     log_ratio: torch.Tensor
     """log(policy / old), with gradient; 0 where not trained."""
     advantages: torch.Tensor
     trained: torch.Tensor
     """bool."""
     columns: LossColumns[torch.Tensor]
-    """The micro-batch's, which may have any value where not trained."""
+    """Columns of the micro-batch, with arbitrary values where not trained."""
     sequence_sum: SequenceSum
 
 
 Objective = tuple[torch.Tensor, torch.Tensor]
-"""The objective [T], and bool [T]: where it was held back."""
+"""The objective [T], and bool [T]: where it was clipped."""
 Surrogate = Callable[[LossTokens], Objective]
 
 
 def clip(tokens: LossTokens, *, low: float, high: float, dual: float | None = None) -> Objective:
-    """The clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A).
+    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A).
 
-    The source is PPO (1707.06347); with `high` > `low` it is that of DAPO (2503.14476).
+    The source is PPO (1707.06347), with `high` > `low` DAPO (2503.14476).
 
-    `dual`: with a negative advantage the objective is at least `dual` x A, so that a ratio beyond `dual` pushes no
-    further (dual-clip PPO, 1912.09729)."""
+    `dual`: with a negative advantage the objective is at least `dual` x A, so a ratio beyond `dual` has no further
+    effect (dual-clip PPO, 1912.09729)."""
     return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
 
 
 def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """The clipped objective with one ratio per sequence, the geometric mean of its tokens' (GSPO, 2507.18071).
+    """Computes the clipped objective with one ratio per sequence, the geometric mean of its tokens' (GSPO, 2507.18071).
 
-    In the form that the paper calls GSPO-token: the sequence's ratio is a number, multiplied by each token's
-    policy / stop-gradient(policy) = 1. Value and gradient are GSPO's where all tokens of a sequence share their
-    advantage and their weight; else each token's advantage counts for itself."""
+    Uses the paper's GSPO-token form: the sequence's ratio is a number, multiplied by each token's
+    policy / stop-gradient(policy) = 1. Value and gradient are GSPO's if all tokens of a sequence share advantage and
+    weight; else each token's advantage applies to itself."""
     constant = tokens.log_ratio.detach()
     count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
     mean = tokens.sequence_sum(constant) / count
@@ -61,7 +61,7 @@ def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """A clipped weight, and no token without a gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
+    """Clips the weight but keeps every token's gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
     (CISPO, MiniMax-M1, 2506.13585)."""
     ratio = bounded_ratio(tokens.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
@@ -69,16 +69,16 @@ def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def topr(tokens: LossTokens) -> Objective:
-    """A log policy for positive advantages; for negative ones times the sequence's ratio, at most 1 (TOPR, 2503.14286):
-    what was bad and has become unlikely is pushed no further."""
-    whole = tokens.sequence_sum(tokens.log_ratio.detach())
+    """Computes A log policy, for negative advantages times the sequence's ratio, at most 1 (TOPR, 2503.14286): bad
+    sequences that have become unlikely are not suppressed further."""
+    total = tokens.sequence_sum(tokens.log_ratio.detach())
     negative = tokens.advantages < 0
-    weight = torch.where(negative, whole.clamp(max=0).exp(), 1.0)
-    return weight * tokens.advantages * tokens.logprobs, negative & (whole > 0)
+    weight = torch.where(negative, total.clamp(max=0).exp(), 1.0)
+    return weight * tokens.advantages * tokens.logprobs, negative & (total > 0)
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Objective:
-    """(4 / tau) sigmoid(tau (ratio - 1)) A with a temperature per sign of A (SAPO, 2511.20347): the clip made smooth,
+    """Computes (4 / tau) sigmoid(tau (ratio - 1)) A with a temperature per sign of A (SAPO, 2511.20347): a smooth clip,
     with the gradient of ratio x A at ratio 1."""
     positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
     tau = tau_negative + (tau_positive - tau_negative) * positive
@@ -88,22 +88,28 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Obj
 
 
 def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float) -> Objective:
-    """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: parameters by which they
-    were selected."""
-    value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
-    selected = tokens.columns.selected > 0
-    return torch.where(selected, 0.0, value), held | selected
+    """Computes the clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: unused
+    parameters of the selection."""
+    value, clipped = _clipped(tokens.log_ratio, tokens.advantages, low, high)
+    selected = _selected(tokens)
+    return torch.where(selected, 0.0, value), clipped | selected
 
 
 def kl_cov(tokens: LossTokens, *, coef: float, **selection: float) -> Objective:
-    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617). `selection`: as of
+    """Computes ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617). `selection`: see
     `clip_cov`."""
-    value, selected = bounded_ratio(tokens.log_ratio) * tokens.advantages, tokens.columns.selected > 0
+    value = bounded_ratio(tokens.log_ratio) * tokens.advantages
+    selected = _selected(tokens)
     return value - coef * torch.where(selected, tokens.log_ratio.abs(), 0.0), selected
 
 
+def _selected(tokens: LossTokens) -> torch.Tensor:
+    assert tokens.columns.selected is not None
+    return tokens.columns.selected > 0
+
+
 def plain(tokens: LossTokens) -> Objective:
-    """A log policy (REINFORCE): for advantages that say by themselves how far to go."""
+    """Computes A log policy (REINFORCE): for advantages that already limit the step."""
     return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 
 

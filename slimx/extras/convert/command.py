@@ -1,4 +1,4 @@
-"""`slimx convert`, and the same as scripts in tools/convert/."""
+"""`slimx convert`, also available as scripts in tools/convert/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -21,31 +22,32 @@ from rich.progress import (
 
 from slimx.commands.usage import CommandGroup
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
-if TYPE_CHECKING:  # torch takes seconds to import, --help must not
+if TYPE_CHECKING:  # torch takes seconds to import, too long for --help
     from slimx.extras.convert.work import Conversion
 
 app = typer.Typer(
     cls=CommandGroup,
     add_completion=False,
-    help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
-    "killed goes on where it was when it is started again; the output appears when it is complete.",
+    help="Convert checkpoints, slice by slice: memory stays below 2 GB for any size. A conversion that was killed "
+    "continues when it is started again; the output appears when it is complete.",
 )
 Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
-Out = Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")]
+Out = Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")]
 Dtype = Annotated[
     Literal["stored", "bfloat16", "float32"],
-    typer.Option(help="Of the model; stored: as the source has it, fp8 as bf16."),
+    typer.Option(help="Dtype of the model; stored: that of the source, fp8 as bf16."),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Read the output again: its checksums, and its values with the source's.")
+    bool, typer.Option("--verify", help="Read the output again: verify checksums, and values against the source.")
 ]
 Threads = Annotated[
-    int, typer.Option(min=1, max=1024, help="Files written at once; each needs about 250 MB of memory.")
+    int, typer.Option(min=1, max=1024, help="Number of files written at once; each needs about 250 MB of memory.")
 ]
-FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="About the size of a file in GB.")]
+FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Approximate size of a file in GB.")]
 FamilyOption = Annotated[
-    str, typer.Option("--family", help="Module of a family that slimx does not bring: docs/models.md.")
+    str, typer.Option("--family", help="Module of a family that slimx does not include: docs/models.md.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 THREADS = min(4, os.cpu_count() or 1)
@@ -59,15 +61,15 @@ def hf_to_megatron(
     layout: Annotated[
         str,
         typer.Option(
-            help="Parallel sizes that will read it, such as tensor=8,pipeline=2,expert=8: each rank then reads files "
-            "of its own. Any other layout can load it too."
+            help="Parallel sizes that will read it, such as tensor=8,pipeline=2,expert=8: each rank then reads "
+            "separate files. Any other layout can load it too."
         ),
     ] = "",
     layers: Annotated[
         Literal["auto", "numbered", "stacked"],
         typer.Option(
-            help="Keys of its layers: numbered (slime and Miles want it of models with experts), or stacked under one "
-            "key; auto: numbered with experts, else stacked."
+            help="Keys of its layers: numbered (required by slime and Miles for models with experts), or stacked under "
+            "one key; auto: numbered with experts, else stacked."
         ),
     ] = "auto",
     file_size: FileSize = 0.5,
@@ -76,10 +78,10 @@ def hf_to_megatron(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system loads
-    which family)."""
+    """Convert Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system
+    loads which family)."""
     _work(
-        lambda run, given: run.hf_to_megatron(source, layout=layout, layers=layers, **given),
+        lambda run, options: run.hf_to_megatron(source, layout=layout, layers=layers, **options),
         out,
         dtype,
         file_size,
@@ -103,9 +105,15 @@ def megatron_to_hf(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
+    """Convert Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
     _work(
-        lambda run, given: run.megatron_to_hf(source, original, **given), out, dtype, file_size, family, threads, verify
+        lambda run, options: run.megatron_to_hf(source, original, **options),
+        out,
+        dtype,
+        file_size,
+        family,
+        threads,
+        verify,
     )
 
 
@@ -124,8 +132,16 @@ def hf_to_fp8(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
-    _work(lambda run, given: run.hf_to_fp8(source, rule=rule, **given), out, dtype, file_size, family, threads, verify)
+    """Convert Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
+    _work(
+        lambda run, options: run.hf_to_fp8(source, rule=rule, **options),
+        out,
+        dtype,
+        file_size,
+        family,
+        threads,
+        verify,
+    )
 
 
 @app.command()
@@ -139,8 +155,8 @@ def hf_to_int4(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, as compressed-tensors stores them."""
-    _work(lambda run, given: run.hf_to_int4(source, **given), out, dtype, file_size, family, threads, verify)
+    """Convert Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, in compressed-tensors' format."""
+    _work(lambda run, options: run.hf_to_int4(source, **options), out, dtype, file_size, family, threads, verify)
 
 
 @app.command()
@@ -150,7 +166,7 @@ def adapters_to_peft(
     original: Annotated[Path, typer.Option(help="Hugging Face directory of the base.")],
     debug: Debug = False,
 ) -> None:
-    """Low-rank adapters of SOURCE to OUT, a directory that the package peft loads beside the base."""
+    """Convert low-rank adapters of SOURCE to OUT, a directory that the package peft loads on top of the base."""
     from slimx.config.sections.policies import ACTOR
     from slimx.extras.convert.formats.peft import export_adapters
     from slimx.extras.megatron_files.directory import find_checkpoint
@@ -159,7 +175,7 @@ def adapters_to_peft(
     lora = read_state(find_checkpoint(source)).policies[ACTOR]["lora"]
     if lora is None:
         raise SlimxError(
-            f"{source} is of a run without trainer.lora and holds no adapters; take its weights by `slimx convert "
+            f"{source} is of a run without trainer.lora and has no adapters; convert its weights with `slimx convert "
             "megatron-to-hf`",
             code="convert.no_adapters",
             about=str(source),
@@ -169,50 +185,58 @@ def adapters_to_peft(
 
 
 def _work(
-    plan: Callable[..., Conversion], out: Path, dtype: str, file_size: float, family: str, threads: int, verify: bool
+    plan: Callable[[ModuleType, Json], Conversion],
+    out: Path,
+    dtype: str,
+    file_size: float,
+    family: str,
+    threads: int,
+    verify: bool,
 ) -> None:
-    """Plan and run a conversion; `plan` gets the module `run`, and the options that all have. What the system refuses
-    of its input is said in one sentence, as of its output."""
+    """Plans and runs a conversion; `plan` receives the module `run` and the common options. OS errors on input or
+    output become one-sentence refusals."""
     import torch
 
     from slimx.extras.convert import run
     from slimx.extras.convert.work import convert
     from slimx.models.families import load_family
 
-    given = {
+    options = {
         "dtype": None if dtype == "stored" else getattr(torch, dtype),
         "file_bytes": int(file_size * 1e9),
         "family": load_family(family, "--family") if family else None,
     }
-    torch.set_num_threads(1)  # files are written by threads of our own
+    torch.set_num_threads(1)  # files are written by several threads here
     try:
-        conversion = plan(run, given)
+        conversion = plan(run, options)
     except OSError as error:
         raise SlimxError(
             f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
         ) from error
-    begin, console = time.monotonic(), Console(soft_wrap=True)
+    begin = time.monotonic()
+    console = Console(soft_wrap=True)
     with Bar(console) as bar:
         files = convert(conversion, out, threads=threads, verify=verify, progress=bar)
-    size, seconds = sum(one.size for one in files.values()), time.monotonic() - begin
-    checked = ", verified" if verify else ""
+    size = sum(file.size for file in files.values())
+    seconds = time.monotonic() - begin
+    suffix = ", verified" if verify else ""
     console.print(
-        f"{out}: {len(files)} files, {size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2f} GB/s{checked})",
+        f"{out}: {len(files)} files, {size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2f} GB/s{suffix})",
         highlight=False,
         soft_wrap=True,
     )
 
 
 class Bar(Progress):
-    """A `slimx.extras.convert.work.Account` on a console; silent where that is no terminal."""
+    """A `slimx.extras.convert.work.ProgressListener` on a console; silent if that is not a terminal."""
 
     def __init__(self, console: Console):
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         super().__init__(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
 
-    def begin(self, what: str, total: int, done: int) -> None:
-        """Begin; what an earlier try has done counts as done, not as fast."""
-        self._part = self.add_task(what, total=total)
+    def begin(self, label: str, total: int, done: int) -> None:
+        """Starts a part; bytes of an earlier attempt count as done but not towards the speed."""
+        self._part = self.add_task(label, total=total)
         if done:
             self.update(self._part, completed=done)
             self.reset(self._part, completed=done)

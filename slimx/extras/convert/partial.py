@@ -1,13 +1,13 @@
-"""The directory that a conversion is written into, and what in it is the conversion's own.
+"""The directory that a conversion is written to, and which of its files belong to the conversion.
 
-    OUT.partial/                 while it is written; becomes OUT at the end
-        FILE.writing             a file that is being written; begun anew after a kill
+    OUT.partial/                 during the conversion; becomes OUT at the end
+        FILE.writing             a file that is being written; restarted after a kill
         FILE                     a finished file, on disk
-        .conversion/plan         what is converted into what: another conversion must not go on here
-        .conversion/done/FILE    size and XXH3 of a finished file, and what its writer noted
+        .conversion/plan         identity of the conversion: another one must not continue here
+        .conversion/done/FILE    size and XXH3 of a finished file, and its writer's notes
 
-Nothing else is ever written, taken over or deleted: a directory without a plan, or with a file that the plan does not
-know, is somebody else's.
+No other file is ever written, reused or deleted: a directory without a plan, or with a file that is not in the plan,
+belongs to someone else.
 """
 
 from __future__ import annotations
@@ -37,43 +37,50 @@ class Done(msgspec.Struct, frozen=True):
 
     record: FileRecord
     notes: Any
-    """Notes of the file's writer, handed back at the end of the conversion."""
+    """Notes of the file's writer, returned at the end of the conversion."""
 
 
 class Partial:
-    """OUT.partial of a conversion."""
+    """The directory OUT.partial of a conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
-        """`planned`, `small`: names of the files that the conversion writes, and of those that complete them.
+        """Takes `planned` and `small`: names of the files that the conversion writes, and of those that complete it.
 
-        Raises SlimxError if something has the name `out` already."""
+        Raises SlimxError if `out` exists."""
         if os.path.lexists(out) or out.name in ("", ".."):
             raise SlimxError(
-                f"{out} is there already; remove it or choose another directory", code="convert.exists", about=str(out)
+                f"{out} exists already; remove it or choose another directory", code="convert.exists", about=str(out)
             )
-        self.out, self.path = out, out.with_name(out.name + ".partial")
+        self.out = out
+        self.path = out.with_name(out.name + ".partial")
         self._state = self.path / _STATE
-        written = {self.path / name for name in (*planned, *small)} | {self.told(name) for name in planned}
+        written = {self.path / name for name in (*planned, *small)}
+        written |= {self.record_path(name) for name in planned}
         self._files = written | {self.writing(file) for file in written} | {self._plan}
-        self._folders = {folder for file in self._files for folder in file.parents if self.path in folder.parents}
+        self._folders: set[Path] = set()
+        for file in self._files:
+            folder = file.parent
+            while folder != self.path:
+                self._folders.add(folder)
+                folder = folder.parent
 
     @property
     def _plan(self) -> Path:
         return self._state / "plan"
 
-    def told(self, name: str) -> Path:
-        """The record of the finished file `name`."""
+    def record_path(self, name: str) -> Path:
+        """Returns the path of the record of the finished file `name`."""
         return self._state / "done" / name.replace("/", "-")
 
     def writing(self, file: Path) -> Path:
-        """The path at which `file` is written until it is whole."""
+        """Returns the path of `file` while it is being written."""
         return file.with_name(file.name + _WRITING)
 
     @contextlib.contextmanager
     def owned(self, fingerprint: str) -> Iterator[None]:
-        """Make the directory and hold it: one process at a time, and for the conversion with `fingerprint` only.
+        """Creates the directory and locks it: for one process at a time, and only for the conversion `fingerprint`.
 
-        Raises SlimxError, and leaves all as it is, for a directory that is not this conversion's."""
+        Raises SlimxError, without changes, for a directory of another conversion."""
         self._make()
         handle = os.open(self._state, os.O_RDONLY)
         try:
@@ -100,59 +107,66 @@ class Partial:
                 raise self._foreign(self.path) from None
 
     def _check(self, fingerprint: str) -> None:
-        for folder, folders, files in os.walk(self.path):
-            here = Path(folder)
-            odd = [here / name for name in folders if here / name not in self._folders]
-            odd += [here / name for name in files if here / name not in self._files]
-            if odd and not (self._plan.is_file() and self._plan.read_bytes() != fingerprint.encode()):
-                raise self._foreign(min(odd))
+        other = self._plan.is_file() and self._plan.read_bytes() != fingerprint.encode()
+        for root, folders, files in os.walk(self.path):
+            folder = Path(root)
+            unknown = {folder / name for name in folders} - self._folders
+            unknown |= {folder / name for name in files} - self._files
+            if unknown and not other:
+                raise self._foreign(min(unknown))
         if not self._plan.exists():
             if any(file.exists() for file in self._files):
                 raise self._foreign(self.path)
             self._state.joinpath("done").mkdir(exist_ok=True)
             write_synced(self._plan, fingerprint.encode())
-        elif self._plan.read_bytes() != fingerprint.encode():
+        elif other:
             raise SlimxError(
-                f"{self.path} was begun by a conversion of other files or with other options; remove it to begin anew",
+                f"{self.path} was started by a conversion of other files or with other options; remove it to start "
+                "anew",
                 code="convert.other",
                 about=str(self.path),
             )
 
     def _foreign(self, path: Path) -> SlimxError:
         return SlimxError(
-            f"{path}: was not made by this conversion, which writes into {self.path}; move it away, or choose another "
+            f"{path}: was not made by this conversion, which writes to {self.path}; move it away, or choose another "
             "directory",
             code="convert.foreign",
             about=str(path),
         )
 
     def finished(self, names: Collection[str], threads: int) -> dict[str, Done]:
-        """Complete files of an earlier try, by name: those whose bytes are still the ones that were written."""
+        """Returns finished files of an earlier attempt, by name, whose content is still what was written."""
         for name in names:
             self.writing(self.path / name).unlink(missing_ok=True)
         claimed: dict[str, Done] = {}
         for name in names:
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-                claimed[name] = msgspec.json.decode(self.told(name).read_bytes(), type=Done)
+                claimed[name] = msgspec.json.decode(self.record_path(name).read_bytes(), type=Done)
 
-        def whole(name: str) -> bool:
+        def intact(name: str) -> bool:
             file = self.path / name
-            return file.is_file() and file.stat().st_size == claimed[name].record.size and _same(file, claimed[name])
+            expected = claimed[name].record
+            return file.is_file() and file.stat().st_size == expected.size and record(file) == expected
 
         with ThreadPoolExecutor(threads) as pool:
-            return {name: claimed[name] for name, same in zip(claimed, pool.map(whole, claimed), strict=True) if same}
+            results = list(pool.map(intact, claimed))
+        for name, ok in zip(list(claimed), results, strict=True):
+            if not ok:
+                del claimed[name]
+        return claimed
 
-    def tell(self, name: str, done: Done) -> None:
-        """Record that file `name` is finished.
+    def mark_done(self, name: str, done: Done) -> None:
+        """Records that file `name` is finished.
 
-        The record is not brought to disk: where a crash of the machine leaves it damaged, or the file's name is lost,
-        that file is written again."""
-        told = self.told(name)
-        self.writing(told).write_bytes(msgspec.json.encode(done))
-        self.writing(told).rename(told)
+        The record is not synced to disk: if a crash of the host damages it, or loses the file's name, that file is
+        written again."""
+        path = self.record_path(name)
+        self.writing(path).write_bytes(msgspec.json.encode(done))
+        self.writing(path).rename(path)
 
     def discard(self) -> None:
-        """Remove what the conversion has made, and the directory if nothing else is in it."""
+        """Removes the conversion's files, and the directory if it contains nothing else."""
         for file in self._files:
             file.unlink(missing_ok=True)
         for folder in (*sorted(self._folders, key=lambda folder: -len(folder.parts)), self.path):
@@ -160,10 +174,10 @@ class Partial:
                 folder.rmdir()
 
     def publish(self) -> None:
-        """Give the complete directory its name, on disk."""
+        """Renames the complete directory to its final name, synced to disk."""
         if os.path.lexists(self.out):
             raise SlimxError(
-                f"{self.out} has come into being meanwhile; move it away and run the same command again",
+                f"{self.out} was created in the meantime; move it away and run the same command again",
                 code="convert.exists",
                 about=str(self.out),
             )
@@ -174,19 +188,15 @@ class Partial:
         sync_directory(self.out.parent)
 
     def refusal(self, error: OSError) -> SlimxError:
-        """The SlimxError that tells whoever gave the command what `error` means."""
+        """Builds the SlimxError that explains `error` to the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
-                f"{self.path}: no space is left on its disk; make room and run the same command again: it goes on "
-                "after the files that are finished",
+                f"{self.path}: no space is left on its disk; free space and run the same command again: it continues "
+                "after the finished files",
                 code="convert.space",
                 about=str(self.path),
             )
-        named = str(error.filename or self.path)
+        path = str(error.filename or self.path)
         return SlimxError(
-            f"{named}: cannot be written or read ({error.strerror or error})", code="convert.system", about=named
+            f"{path}: cannot be written or read ({error.strerror or error})", code="convert.system", about=path
         )
-
-
-def _same(file: Path, done: Done) -> bool:
-    return record(file) == done.record

@@ -1,7 +1,7 @@
-"""Parallel sizes that a Megatron directory is written for: where its tensors are cut, and which rank reads which file.
+"""Parallel sizes that a Megatron directory is written for: how its tensors are cut, and which rank reads which file.
 
-Any layout can load any torch_dist checkpoint, but a rank reads every piece that it needs a part of, whole. Cut where
-the ranks of a layout cut, each rank reads its own bytes only, from files of its own.
+Any layout can load any torch_dist checkpoint, but a rank reads complete pieces even if it needs only a part. If pieces
+are cut like the layout's shards, each rank reads only its bytes, from separate files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST = 65536
 _NAMES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual")
 
 
-class Box(NamedTuple):
-    """Rows and columns of a whole tensor that go to tensor-parallel rank `shard`."""
+class ShardBox(NamedTuple):
+    """Rows and columns of a full tensor that belong to tensor-parallel rank `shard`."""
 
     shard: int
     row: int
@@ -33,22 +33,33 @@ class Box(NamedTuple):
 
 
 def parse_layout(text: str) -> Sizes:
-    """Sizes of "tensor=8,pipeline=2,expert=8"; empty: one rank. Raises SlimxError for anything else."""
-    given: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
+    """Parses sizes like "tensor=8,pipeline=2,expert=8"; empty: one rank. Raises SlimxError for anything else."""
+    sizes: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        if not part:
+            continue
         name, _, size = part.partition("=")
-        if name not in _NAMES or name in given or not _is_size(size):
+        if name not in _NAMES or name in sizes or not _is_size(size):
             raise SlimxError(
-                f"--layout {text[:80]}: {part[:40]!r} is no parallel size; write {', '.join(_NAMES)} with a number "
+                f"--layout {text[:80]}: {part[:40]!r} is not a parallel size; write {', '.join(_NAMES)} with a number "
                 f"from 1 to {_MOST}, such as tensor=8,expert=8",
                 code="convert.layout",
                 about="--layout",
             )
-        given[name] = int(size)
-    # As megatron-core takes it: without a size of their own, experts are split like the rest.
-    own = {"expert_tensor": given.get("tensor", 1), **given}
-    experts = own["expert_tensor"] * own.get("expert", 1)
-    return Sizes(**own, data=experts // gcd(own.get("tensor", 1), experts))
+        sizes[name] = int(size)
+    # As in megatron-core: without a separate size, experts are split like the other layers.
+    tensor = sizes.get("tensor", 1)
+    expert = sizes.get("expert", 1)
+    expert_tensor = sizes.get("expert_tensor", tensor)
+    experts = expert_tensor * expert
+    return Sizes(
+        tensor=tensor,
+        pipeline=sizes.get("pipeline", 1),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        virtual=sizes.get("virtual", 1),
+        data=experts // gcd(tensor, experts),
+    )
 
 
 def _is_size(text: str) -> bool:
@@ -57,7 +68,7 @@ def _is_size(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model under parallel sizes. Raises SlimxError if they do not fit it."""
+    """A model under parallel sizes. Raises SlimxError if the model cannot be split so."""
 
     table: Table
     sizes: Sizes
@@ -73,21 +84,25 @@ class Target:
         for row in self.table.rows:
             cut(row, self._ways(row))
 
-    def boxes(self, entry: Entry) -> list[Box]:
-        """The boxes that the tensor of `entry` is cut into."""
+    def boxes(self, entry: Entry) -> list[ShardBox]:
+        """Returns the boxes that the tensor of `entry` is cut into."""
         return cut(entry.row, self._ways(entry.row))
 
     def rank(self, entry: Entry, shard: int) -> int:
-        """The first rank that holds shard `shard`."""
-        sizes, row = self.sizes, entry.row
+        """Returns the first rank that has shard `shard`."""
+        sizes = self.sizes
+        row = entry.row
         if row.stage == "layer":
-            place = next(p for p, held in enumerate(stage_layers(sizes, self.table.layers)) if entry.layer in held)
+            stage = 0
+            stages = stage_layers(sizes, self.table.layers)
+            while entry.layer not in stages[stage]:
+                stage += 1
         else:
-            place = 0 if row.stage == "first" else sizes.pipeline - 1
+            stage = 0 if row.stage == "first" else sizes.pipeline - 1
         if row.per_expert:
             owner = entry.expert // (self.table.experts // sizes.expert)
             shard += sizes.expert_tensor * owner
-        return place * sizes.stage + shard
+        return stage * sizes.stage + shard
 
     def _ways(self, row: Row) -> int:
         if row.axis is None:
@@ -95,31 +110,35 @@ class Target:
         return self.sizes.expert_tensor if row.per_expert else self.sizes.tensor
 
     def __str__(self) -> str:
-        return ",".join(f"{f.name}={getattr(self.sizes, f.name)}" for f in fields(self.sizes) if f.name in _NAMES)
+        parts = []
+        for field in fields(self.sizes):
+            if field.name in _NAMES:
+                parts.append(f"{field.name}={getattr(self.sizes, field.name)}")
+        return ",".join(parts)
 
 
-def cut(row: Row, ways: int) -> list[Box]:
-    """Cut `row`'s tensor between `ways` ranks. A rank's share of several sources (gate and up) is in several
-    boxes of the whole."""
+def cut(row: Row, ways: int) -> list[ShardBox]:
+    """Cuts `row`'s tensor between `ways` ranks. A rank's part of several sources (gate and up) is in several boxes of
+    the full tensor."""
     shapes = [matrix(shape) for _, shape in row.sources]
-    (rows, cols), whole = row.map.local(shapes, row.axis, 0, 1)
+    (rows, cols), full = row.map.local(shapes, row.axis, 0, 1)
     if ways == 1:
-        return [Box(0, 0, 0, rows, cols)]
+        return [ShardBox(0, 0, 0, rows, cols)]
     if row.axis == 1:
-        row.map.local(shapes, 1, 0, ways)  # refuses what cannot be split
-        return [Box(shard, 0, shard * cols // ways, rows, cols // ways) for shard in range(ways)]
-    out: list[Box] = []
+        row.map.local(shapes, 1, 0, ways)  # refuses tensors that cannot be split
+        return [ShardBox(shard, 0, shard * cols // ways, rows, cols // ways) for shard in range(ways)]
+    out: list[ShardBox] = []
     for shard in range(ways):
         _, rects = row.map.local(shapes, 0, shard, ways)
-        for first, count in _runs(rects, whole):
-            out.append(Box(shard, first, 0, count, cols))
+        for first, count in _runs(rects, full):
+            out.append(ShardBox(shard, first, 0, count, cols))
     return sorted(out, key=lambda box: box.row)
 
 
-def _runs(held: list[Rect], whole: list[Rect]) -> list[tuple[int, int]]:
-    """First row and number of the rows of a whole tensor that `held`, the rectangles of one rank, fill."""
+def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
+    """Returns first row and number of rows of the runs that `local`, one rank's rectangles, fill in a full tensor."""
     runs: list[tuple[int, int]] = []
-    for first, count in sorted(_rows(rect, whole) for rect in held):
+    for first, count in sorted(_rows(rect, full) for rect in local):
         if runs and sum(runs[-1]) == first:
             runs[-1] = (runs[-1][0], runs[-1][1] + count)
         else:
@@ -127,10 +146,10 @@ def _runs(held: list[Rect], whole: list[Rect]) -> list[tuple[int, int]]:
     return runs
 
 
-def _rows(held: Rect, whole: list[Rect]) -> tuple[int, int]:
-    """Rows of the whole tensor where the source rows of `held` stand."""
-    for rect in whole:
-        before, off = divmod(held.row - rect.row, rect.step)
-        if rect.source == held.source and not off and 0 <= before < rect.rows:
-            return rect.local_row + before, held.rows
-    raise AssertionError("a rank's rows are rows of the whole")
+def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
+    """Returns first row and number of the rows of the full tensor that have the source rows of `local`."""
+    for rect in full:
+        before, off = divmod(local.row - rect.row, rect.step)
+        if rect.source == local.source and not off and 0 <= before < rect.rows:
+            return rect.local_row + before, local.rows
+    raise AssertionError("a rank's rows are rows of the full tensor")

@@ -1,18 +1,18 @@
-"""Writes the files of a conversion: in parallel, resumable after a kill, checked, all or nothing.
+"""Writes the files of a conversion: in parallel, resumable after a kill, verified, all or nothing.
 
-A file is planned before anything is written, and its bytes depend on the plan alone. So a conversion that was killed
-gives the same bytes as one that was not. Where they are written: `slimx.extras.convert.partial`.
+Files are planned before any is written, and their content depends on the plan alone, so a resumed conversion gives the
+same bytes as an uninterrupted one. `slimx.extras.convert.partial` is the directory during the conversion.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import xxhash
 
@@ -20,9 +20,10 @@ from slimx.digest import FileRecord, record
 from slimx.errors import SlimxError
 from slimx.extras.convert.partial import Done, Partial
 from slimx.extras.convert.sources import Advance
+from slimx.json_types import Json
 
 _SPARE_BYTES = 64 * 2**20
-"""Beyond the planned tensors: headers, metadata, tokenizer."""
+"""Disk space in addition to the planned tensors: headers, metadata, tokenizer."""
 
 
 class PlannedFile(Protocol):
@@ -33,17 +34,17 @@ class PlannedFile(Protocol):
     nbytes: int
     """Bytes of its tensors."""
 
-    def write(self, stream: Stream) -> Any:
-        """Write it; what is returned goes, as JSON, to the conversion's `finish`."""
+    def write(self, stream: Stream) -> object:
+        """Writes the file; the result is passed, as JSON, to the conversion's `finish`."""
         ...
 
 
 class Conversion(Protocol):
-    """A planned conversion: the files that it writes, and how its output is compared with its source."""
+    """A planned conversion: the files that it writes, and the comparison of its output with its source."""
 
     files: Sequence[PlannedFile]
     fingerprint: str
-    """Differs between conversions whose files differ."""
+    """Identity of the conversion: differs if the files differ."""
 
     @property
     def small(self) -> Sequence[str]:
@@ -51,41 +52,44 @@ class Conversion(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Holds while files are written."""
+        """Returns a context that is active while files are written."""
         ...
 
-    def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
-        """Add the small files that complete the output; `notes` by file name."""
+    def finish(self, directory: Path, notes: Json) -> None:
+        """Adds the small files that complete the output; `notes` by file name."""
         ...
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Read the complete output and compare its values with the source's. Raises SlimxError naming a tensor that
+        """Reads the complete output and compares its values with the source's. Raises SlimxError naming a tensor that
         differs."""
         ...
 
 
 class _Stopped(Exception):
-    """Another file failed."""
+    """Raised in a writer because another file failed."""
 
 
 class Stream:
-    """A file that is written from front to back; it takes the digest on the way."""
+    """A file that is written sequentially and digested on the way."""
 
     def __init__(self, file: BinaryIO, advance: Advance, stop: threading.Event):
-        self._file, self._advance, self._stop = file, advance, stop
-        self._digest, self._size = xxhash.xxh3_128(), 0
+        self._file = file
+        self._advance = advance
+        self._stop = stop
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
         self.failure: BaseException | None = None
-        """Error of a failed write. `torch.save` passes that on as an error of its own, which does not say."""
+        """Error of a failed write. `torch.save` replaces it by an error without the cause."""
 
-    def write(self, data: Any) -> int:
-        """Write the bytes of `data`, anything with a buffer."""
+    def write(self, data: Buffer) -> int:
+        """Writes the bytes of `data`."""
         view = memoryview(data).cast("B")
         try:
             if self._stop.is_set():
                 raise _Stopped
-            at = 0
-            while at < len(view):
-                at += self._file.write(view[at:])
+            written = 0
+            while written < len(view):
+                written += self._file.write(view[written:])
         except BaseException as error:
             self.failure = error
             raise
@@ -95,11 +99,11 @@ class Stream:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Returns the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Do nothing: no byte is held back."""
+        """Does nothing: no byte is buffered."""
 
     @property
     def record(self) -> FileRecord:
@@ -107,34 +111,45 @@ class Stream:
         return FileRecord(self._size, self._digest.hexdigest())
 
 
-class Account:
-    """Hears how far the work is; this one tells nobody."""
+class ProgressListener(Protocol):
+    """Listener to the progress of a conversion."""
 
-    def begin(self, what: str, total: int, done: int) -> None:
-        """Begin a part of the work: `total` bytes, of which `done` were done before."""
+    def begin(self, label: str, total: int, done: int) -> None:
+        """Starts a part of the work: `total` bytes, of which an earlier attempt did `done`."""
 
     def add(self, nbytes: int) -> None:
-        """Say that so many more bytes are done."""
+        """Reports `nbytes` more bytes as done."""
+
+
+class _Silent:
+    """A listener that ignores progress."""
+
+    def begin(self, label: str, total: int, done: int) -> None:
+        pass
+
+    def add(self, nbytes: int) -> None:
+        pass
 
 
 def convert(
-    conversion: Conversion, out: Path, *, threads: int, verify: bool, progress: Account | None = None
+    conversion: Conversion, out: Path, *, threads: int, verify: bool, progress: ProgressListener | None = None
 ) -> dict[str, FileRecord]:
-    """Write `conversion` into the new directory `out`; returns its tensor files.
+    """Writes `conversion` to the new directory `out`; returns its tensor files.
 
-    `verify`: read them again, and compare their bytes with what was written and their values with the source's. Raises
-    SlimxError if it cannot; `out` is then not there, and finished files wait in OUT.partial for another try.
+    `verify`: reads them again, and compares their bytes with what was written and their values with the source's.
+    Raises SlimxError on failure; `out` then does not exist, and finished files stay in OUT.partial for a retry.
     """
     names = [file.name for file in conversion.files]
-    partial, progress = Partial(out, names, conversion.small), progress or Account()
+    partial = Partial(out, names, conversion.small)
+    listener = _Silent() if progress is None else progress
     try:
         with partial.owned(conversion.fingerprint):
             done: dict[str, Done] = {}
             try:
                 done |= partial.finished(names, threads)
-                _fill(conversion, partial, done, threads, progress)
+                _fill(conversion, partial, done, threads, listener)
                 if verify:
-                    _verify(conversion, partial, done, progress)
+                    _verify(conversion, partial, done, listener)
             except BaseException:
                 if not done:
                     partial.discard()
@@ -142,38 +157,45 @@ def convert(
             partial.publish()
     except OSError as error:
         raise partial.refusal(error) from error
-    return {name: one.record for name, one in done.items()}
+    return {name: file.record for name, file in done.items()}
 
 
-def _fill(conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: Account) -> None:
-    """Write what is not in `done`, add it there, and complete the output."""
-    total = sum(file.nbytes for file in conversion.files)
-    before = sum(file.nbytes for file in conversion.files if file.name in done)
+def _fill(
+    conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: ProgressListener
+) -> None:
+    """Writes the files missing in `done`, adds them to it, and completes the output."""
+    total = 0
+    before = 0
+    for file in conversion.files:
+        total += file.nbytes
+        if file.name in done:
+            before += file.nbytes
     _check_space(partial.path, total - before)
     progress.begin("converting", total, before)
     with conversion.writing():
         _write_all(conversion.files, partial, done, threads, progress)
-    conversion.finish(partial.path, {name: one.notes for name, one in done.items()})
+    conversion.finish(partial.path, {name: file.notes for name, file in done.items()})
 
 
-def _check_space(partial: Path, wanted: int) -> None:
+def _check_space(partial: Path, required: int) -> None:
     system = os.statvfs(partial)
     free = system.f_bavail * system.f_frsize
-    wanted += wanted // 100 + _SPARE_BYTES  # what stands around tensors grows with them
-    if wanted > free:
+    required += required // 100 + _SPARE_BYTES  # data around tensors grows with them
+    if required > free:
         raise SlimxError(
-            f"{partial}: its disk has {free / 1e9:.2f} GB free, {wanted / 1e9:.2f} GB are needed; "
-            "make room or choose a directory on another disk",
+            f"{partial}: its disk has {free / 1e9:.2f} GB free, {required / 1e9:.2f} GB are needed; "
+            "free space or choose a directory on another disk",
             code="convert.space",
             about=str(partial),
         )
 
 
 def _write_all(
-    files: Sequence[PlannedFile], partial: Partial, done: dict[str, Done], threads: int, progress: Account
+    files: Sequence[PlannedFile], partial: Partial, done: dict[str, Done], threads: int, progress: ProgressListener
 ) -> None:
-    """Write the files that are not in `done`, largest first, and add them to it."""
-    stop, lock = threading.Event(), threading.Lock()
+    """Writes the files that are not in `done`, largest first, and adds them to it."""
+    stop = threading.Event()
+    lock = threading.Lock()
 
     def advance(nbytes: int) -> None:
         with lock:
@@ -189,20 +211,23 @@ def _write_all(
             stop.set()
             pool.shutdown(cancel_futures=True)
             _collect(running, done)
-            if isinstance(error, _Stopped):  # by a file that failed, and may come to its end later
-                error = next(cause for future in running if (cause := _failure(future)) is not None)
+            if isinstance(error, _Stopped):  # because of a file that failed and whose future may end later
+                for future in running:
+                    failure = _failure(future)
+                    if failure is not None:
+                        raise failure from None
             raise error
 
 
-def _collect(running: Mapping[Any, PlannedFile], done: dict[str, Done]) -> None:
-    """Add what was finished while another file failed."""
+def _collect(running: Mapping[Future[Done], PlannedFile], done: dict[str, Done]) -> None:
+    """Adds files that were finished while another file failed."""
     for future, file in running.items():
         if not future.cancelled() and future.exception() is None:
             done[file.name] = future.result()
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """The error that ended a file by itself, not because another one failed."""
+    """Returns the error of a file that failed by itself, not because another one failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 
@@ -225,25 +250,25 @@ def _write_one(file: PlannedFile, partial: Partial, advance: Advance, stop: thre
             os.fsync(handle.fileno())
         writing.rename(path)
     except BaseException:
-        stop.set()  # here: this thread would take the next file before anybody else hears of it
+        stop.set()  # before this thread takes the next file, earlier than other threads learn of the failure
         writing.unlink(missing_ok=True)
         raise
     done = Done(stream.record, notes)
-    partial.tell(file.name, done)
+    partial.mark_done(file.name, done)
     return done
 
 
-def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], progress: Account) -> None:
-    progress.begin("verifying bytes", sum(one.record.size for one in done.values()), 0)
-    for name, one in sorted(done.items()):
-        if record(partial.path / name) != one.record:
-            partial.told(name).unlink()
+def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], progress: ProgressListener) -> None:
+    progress.begin("verifying bytes", sum(file.record.size for file in done.values()), 0)
+    for name, file in sorted(done.items()):
+        if record(partial.path / name) != file.record:
+            partial.record_path(name).unlink()
             raise SlimxError(
-                f"{partial.path / name}: has other bytes than were written; run the same command again to write it "
-                "anew, and look at the disk",
+                f"{partial.path / name}: has other bytes than were written; run the same command again to rewrite it, "
+                "and check the disk",
                 code="convert.bytes",
                 about=name,
             )
-        progress.add(one.record.size)
+        progress.add(file.record.size)
     progress.begin("verifying values", sum(file.nbytes for file in conversion.files), 0)
     conversion.compare(partial.path, progress.add)

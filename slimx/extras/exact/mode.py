@@ -57,7 +57,7 @@ class Exact(NumericsMode):
             from slimx.layout.number_formats import published_format
 
             rule = published_format(config.publish.quantise).quantisation(config.publish.quantise)
-            served = ServedWeights(weights.held, weights.parameters, rule, config.numerics.dtype)
+            served = ServedWeights(weights.parts, weights.parameters, rule, config.numerics.dtype)
             weights.derived.append(served.refresh)
             for name, value in served.values.items():
                 compute_with(weights.parameters[name], value)

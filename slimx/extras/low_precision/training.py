@@ -73,7 +73,7 @@ class Int4Experts(Rounding):
         from slimx.extras.low_precision.int4 import rounded_parts
         from slimx.extras.low_precision.int4_kernel import round_
 
-        names = [part.name for part in rounded_parts(weights.spec.table, weights.held)]
+        names = [part.name for part in rounded_parts(weights.spec.table, weights.parts)]
 
         def round_experts() -> None:
             for name in names:

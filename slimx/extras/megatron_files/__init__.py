@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM as the start of a run."""
+"""Checkpoints of Megatron-LM as initial weights of a run."""

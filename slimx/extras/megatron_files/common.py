@@ -1,44 +1,44 @@
-"""Arguments and iteration in a torch_dist checkpoint: `common.pt`, or since megatron-core 0.19 an object among the
-tensors."""
+"""Arguments and iteration of a torch_dist checkpoint: in `common.pt`, or since megatron-core 0.19 in an object
+among the tensors."""
 
 from __future__ import annotations
 
 import argparse
 import io
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from slimx.json_types import Json
 from slimx.models.files import torch_dist
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 
 _OBJECT = "common_state/shard_0_1"
-"""Key of the object: a list whose only element is what `common.pt` would hold."""
+"""Key of the object: a list whose only element is the content of `common.pt`."""
 
 
-def read_common(path: Path) -> dict[str, Any]:
-    """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
-    inside = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
-    if inside is None:
+def read_common(path: Path) -> Json:
+    """Reads arguments and iteration of the torch_dist checkpoint `path`; the only permitted class is the arguments'."""
+    data = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
+    if data is None:
         return torch_dist.read_common(path)
     with safe_classes(argparse.Namespace):
-        return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)[0]
 
 
 def saved_vocabulary(path: Path) -> int | None:
-    """Tokens of the model in the torch_dist checkpoint `path`, without padding, by Megatron-LM's `args.vocab_size`;
-    None where its arguments do not say, or hold classes that are not let in."""
+    """Reads the model's vocabulary size without padding, `args.vocab_size`, from the torch_dist checkpoint `path`; None
+    if its arguments lack it, or contain classes that are not permitted."""
     try:
         vocabulary = getattr(read_common(path)["args"], "vocab_size", None)
-    # The arguments of other systems hold nearly any class, and a damaged file raises nearly anything.
+    # The arguments of other systems may contain any class, and a damaged file raises nearly any error.
     except Exception:
         return None
     return vocabulary if isinstance(vocabulary, int) else None
 
 
 def read_object(directory: Path, key: str) -> bytes | None:
-    """The bytes of the object `key` of a torch_dist checkpoint, as torch.save wrote them; None if it has no such."""
+    """Returns the bytes of the object `key` of a torch_dist checkpoint, as torch.save wrote them; None if missing."""
     for index, place in read_metadata(directory / ".metadata").storage_data.items():
         if index.fqn == key:
             with (directory / place.relative_path).open("rb") as file:

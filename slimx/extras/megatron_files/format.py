@@ -1,16 +1,19 @@
-"""Megatron-LM's checkpoints as a form of initial weights."""
+"""Megatron-LM's checkpoints as a format of initial weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slimx.extras.megatron_files.directory import check_fit, is_megatron
 from slimx.models.families import ModelSpec
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
 
 class MegatronFormat:
-    """A `slimx.models.files.formats.CheckpointFormat`."""
+    """The `slimx.models.files.formats.CheckpointFormat` of Megatron-LM."""
 
     name = "Megatron-LM"
 
@@ -20,7 +23,7 @@ class MegatronFormat:
     def check(self, directory: Path, spec: ModelSpec) -> None:
         check_fit(directory, spec.table, prediction=spec.prediction_layers)
 
-    def load(self, directory: Path, spec: ModelSpec, chunks: list[Any]) -> None:
+    def load(self, directory: Path, spec: ModelSpec, chunks: list[DistributedDataParallel]) -> None:
         from slimx.extras.megatron_files.load import load_weights  # imports megatron-core
 
         load_weights(check_fit(directory, spec.table, prediction=spec.prediction_layers), chunks)

@@ -1,14 +1,13 @@
-"""Loading of weights from a checkpoint of Megatron-LM into the model of trainer ranks."""
+"""Loads weights from a checkpoint of Megatron-LM into the model of trainer ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slimx.extras.megatron_files.directory import Fit
@@ -16,8 +15,8 @@ from slimx.trainer.checkpoint import state as states
 from slimx.trainer.checkpoint.load import fill, load_sharded, unusable
 
 
-def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
-    """Fill the model from the checkpoint of `fit`, whoever wrote it; collective, before the optimizer is built."""
+def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
+    """Fills the model from the checkpoint of `fit`, by any writer; collective, before the optimizer is built."""
     try:
         state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
         for value in nested_values(state):
@@ -32,9 +31,9 @@ def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
         raise unusable(fit.path, error) from error
 
 
-def _centred(state: dict[str, Any], fit: Fit) -> list[tuple[str, str]]:
-    """Keys of the chunks and names of the norms in `state` that the checkpoint keeps less 1; they get fp32 of their own
-    to read into."""
+def _centred(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
+    """Returns chunk keys and names of the norms in `state` that the checkpoint stores minus 1, and gives each a
+    separate fp32 buffer to read into."""
     out = []
     for key, model in state.items():
         for name, tensor in model.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimx.extras.recovery.mirror import Mirror, read_back
 from slimx.trainer.checkpoint.load import take_state
-from slimx.trainer.checkpoint.state import own_state
+from slimx.trainer.checkpoint.state import local_state
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
 
@@ -43,4 +43,4 @@ class MirrorRole:
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
         frozen = bool(self.model.config.trainer.frozen)
-        return own_state(self.model.chunks, self.model.optimizer, loading=loading, frozen=frozen)
+        return local_state(self.model.chunks, self.model.optimizer, loading=loading, frozen=frozen)

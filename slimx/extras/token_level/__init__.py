@@ -1,1 +1,1 @@
-"""Algorithms whose advantages differ from token to token."""
+"""Algorithms whose advantages or losses differ from token to token."""

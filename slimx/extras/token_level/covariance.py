@@ -1,5 +1,5 @@
-"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) hold back: those whose log-prob and advantage vary
-together, which make a policy's entropy collapse."""
+"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) restrain: those whose log-prob and advantage covary
+most, which makes a policy's entropy collapse."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ from slimx.data.batch import TrainingRow
 
 
 class Selection(Estimator):
-    """The tokens that a loss treats in another way, chosen by their advantages."""
+    """Tokens that a loss treats differently, selected by their advantages."""
 
     def finish(self, step: Step) -> dict[str, float]:
         loss = self.algorithm.loss
-        chosen = [select_tokens(loss, update, (*step.seed, number)) for number, update in enumerate(step.updates)]
-        return {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
+        metrics: dict[str, list[float]] = {}
+        for index, update in enumerate(step.updates):
+            for name, value in select_tokens(loss, update, (*step.seed, index)).items():
+                metrics.setdefault(name, []).append(value)
+        return {name: float(np.mean(values)) for name, values in metrics.items()}
 
 
 def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
-    """Give the rows of one update their `selected`; metrics.
+    """Fills `selected` of the rows of one update; returns metrics.
 
     A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
-    update and the log-probs of the engine that sampled: known before anything is packed, so that the choice does not
-    depend on packing or layout (the paper's code takes the present policy's, micro-batch by micro-batch). Of n trained
-    tokens max(1, `share` x n) are selected: the highest (kl_cov), or at random between `covariance_low` and
+    update and the log-probs of the engine that sampled: known before packing, so the choice does not depend on packing
+    or layout (the paper's code uses the current policy's, micro-batch by micro-batch). Selects
+    max(1, `share` x n) of n trained tokens: the highest (kl_cov), or at random between `covariance_low` and
     `covariance_high` (clip_cov), where there may be fewer."""
     masks = [row.weight > 0 for row in rows]
-    logprobs, advantages = (
-        np.concatenate([getattr(row, name)[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
-        for name in ("rollout_logprobs", "advantages")
-    )
+    logprobs = _joined([row.rollout_logprobs for row in rows], masks)
+    advantages = _joined([row.advantages for row in rows], masks)
     covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
     count = max(1, int(loss.share * len(covariance)))
     if isinstance(loss, KlCov):
-        chosen = np.argsort(-covariance, kind="stable")[:count]
+        indices = np.argsort(-covariance, kind="stable")[:count]
     else:
         within = np.flatnonzero((covariance > loss.covariance_low) & (covariance < loss.covariance_high))
-        # Raw output of PCG64: NumPy keeps it the same in every release.
+        # Raw output of PCG64: NumPy guarantees the same values in every release.
         keys = np.random.PCG64(list(seed)).random_raw(len(within))
-        chosen = within[np.argsort(keys, kind="stable")[:count]]
+        indices = within[np.argsort(keys, kind="stable")[:count]]
     selected = np.zeros(len(covariance), np.float32)
-    selected[chosen] = 1
+    selected[indices] = 1
     ends = np.cumsum([mask.sum() for mask in masks])
     for row, mask, part in zip(rows, masks, np.split(selected, ends[:-1]), strict=True):
         row.selected = np.zeros(len(row), np.float32)
         row.selected[mask] = part
     return {
-        "covariance/selected": len(chosen) / len(covariance),
+        "covariance/selected": len(indices) / len(covariance),
         "covariance/mean": float(covariance.mean()),
         "covariance/max": float(covariance.max()),
     }
+
+
+def _joined(columns: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenates the masked entries of `columns`, float64."""
+    return np.concatenate([column[mask] for column, mask in zip(columns, masks, strict=True)]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""One rank's part of the critic, whose ranks may be those of the policy's trainer."""
+"""One rank's part of the critic, which may share ranks with the policy's trainer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class CriticTrainer(ValueTrainer):
     """The value model of PPO."""
 
     def __init__(self, config: Config, parallel: ParallelState):
-        """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
+        """Takes `config`: the run's; `parallel`: this rank's coordinates among the critic's ranks."""
         critic = config.critic
+        assert critic is not None
         super().__init__(
             config.as_critic(),
             read_trunk(config.model),
@@ -30,10 +31,10 @@ class CriticTrainer(ValueTrainer):
         )
 
     def offload(self, *, weights: bool = True) -> None:
-        """Give all of the critic's memory back: nothing is published from its weights."""
+        """Releases all of the critic's memory: its weights are never published."""
         super().offload()
 
 
 def make_critic(rank: TrainerRank) -> CriticTrainer:
-    """Build the critic of a rank (role "critic")."""
+    """Builds the critic of a rank (role "critic")."""
     return CriticTrainer(rank.config, rank.parallel)

@@ -1,8 +1,8 @@
-"""Rules about the critic: the algorithm that has one, its ranks and its weights."""
+"""Rules about the critic: its algorithm, its ranks and its weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, refuse, rule
 from slimx.config.sections.algorithm import Algorithm
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 UNPROVEN = {"critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype")}
-"""As `slimx.rules.unproven.UNPROVEN`."""
+"""Keys without proof, like `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "critic", facts=sections_in(UNPROVEN))
-def unproven(**sections: Any) -> Problems:
+def unproven(**sections: object) -> Problems:
     yield from found_in(UNPROVEN, sections)
 
 
@@ -59,7 +59,7 @@ def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | Non
 def critic_splits(
     critic: Critic | None, critic_view: Trainer | None, critic_spec: ModelSpec | None, critic_sizes: Sizes | None
 ) -> Problems:
-    if critic is None:
+    if critic is None or critic_view is None or critic_spec is None or critic_sizes is None:
         return
     try:
         with critic_keys(critic):
@@ -71,14 +71,15 @@ def critic_splits(
 @rule("weights.critic_tensors", "critic.load")
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
     from slimx.models.files.formats import format_of
-    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+    from slimx.models.files.reader import CheckpointReader  # imports torch, which a plan does not need
 
     if critic_spec is None or critic_weights is None:
         return
-    if (found := format_of(critic_weights)) is not None:
+    checkpoint_format = format_of(critic_weights)
+    if checkpoint_format is not None:
         yield (
-            f"the critic cannot start from {critic_weights}, a checkpoint of {found.name}; give a Hugging Face "
-            "directory (slimx convert)"
+            f"the critic cannot start from {critic_weights}, a checkpoint of {checkpoint_format.name}; give a Hugging "
+            "Face directory (slimx convert)"
         )
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

@@ -1,9 +1,9 @@
-"""Advantages from a reward for every token: PPO's with a critic's values, REINFORCE++'s without.
+"""Advantages from per-token rewards: PPO's with a critic's values, REINFORCE++'s without.
 
 All tensors are [B, L], one row per trajectory; `mask` is True at the positions whose label was sampled and is trained.
 Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so a value at t is
-that of the state before the prediction. Other positions may lie between trained ones (a tool's answer): the policy does
-nothing there, so to the estimator the next trained position follows at once.
+that of the state before the prediction. Other positions may be between trained ones (a tool's response): the policy
+does not act there, so for the estimator the next trained position follows directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slimx.algorithms.advantages.estimate import Estimator, Step, by_rollout, rollout_rewards
-from slimx.algorithms.advantages.group import mean
+from slimx.algorithms.advantages.group import mean, reward_of
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import Gae
@@ -23,8 +23,8 @@ from slimx.data.records import Group
 
 
 class TokenAdvantages(Estimator):
-    """Advantages of PPO and REINFORCE++. They begin as the trajectory's reward, or what it is above the group's mean,
-    which falls on its last trained token."""
+    """Advantages of PPO and REINFORCE++. Their initial values are the trajectory's reward, or its difference to the
+    group's mean, which is assigned to the last trained token."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float]:
         above_mean = self.algorithm.advantages.kind == "reinforce_baseline"
@@ -33,7 +33,7 @@ class TokenAdvantages(Estimator):
             baseline = 0.0
             if above_mean and group.trajectories:
                 baseline = mean(rollout_rewards(by_rollout(group)))
-            out += [trajectory.reward - baseline for trajectory in group.trajectories]
+            out += [reward_of(trajectory) - baseline for trajectory in group.trajectories]
         return out
 
     def finish(self, step: Step) -> dict[str, float]:
@@ -45,25 +45,26 @@ class TokenAdvantages(Estimator):
 def token_rewards(
     scores: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
 ) -> torch.Tensor:
-    """Reward of each token: the trajectory's score [B] at its last trained token, minus `kl_coef` * `kl` [B, L] at all
-    trained ones (InstructGPT, 2203.02155, where kl is log policy - log reference). 0 elsewhere, and in rows without
-    a trained token."""
+    """Returns the reward of each token: the trajectory's score [B] at its last trained token, minus `kl_coef` * `kl`
+    [B, L] at all trained ones (InstructGPT, 2203.02155, where kl is log policy - log reference). 0 elsewhere, and in
+    rows without a trained token."""
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     if kl is not None:
         rewards = torch.where(mask, -kl_coef * kl.to(scores.dtype), rewards)
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last = (places * mask).argmax(1, keepdim=True)
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (positions * mask).argmax(1, keepdim=True)
     return rewards.scatter_add(1, last, (scores * mask.any(1)).unsqueeze(1))
 
 
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not trained.
+    """Computes generalised advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not
+    trained.
 
     delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1} over the trained positions i of a row; V
-    and A are 0 beyond the last: a trajectory ends there, also one that was cut off at its length."""
-    # Trained positions to the front, in their order; what is behind them is masked to 0 and so ends the recursion.
+    and A are 0 after the last: a trajectory ends there, even one that was truncated at the maximum length."""
+    # Trained positions move to the front, in order; later positions are masked to 0, which ends the recursion.
     order = torch.argsort(~mask, dim=1, stable=True)
     trained = mask.gather(1, order)
     reward = torch.where(trained, rewards.gather(1, order), 0)
@@ -79,18 +80,18 @@ def gae(
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over all trained tokens of the batch; 0 elsewhere."""
-    chosen = advantages[mask]
-    centred = chosen - chosen.mean()
+    """Scales to mean 0 and standard deviation 1 over all trained tokens of the batch; 0 elsewhere."""
+    trained = advantages[mask]
+    centred = trained - trained.mean()
     return torch.zeros_like(advantages).masked_scatter(mask, centred / (centred.square().mean() + eps).sqrt())
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for a constant one; NaN
-    where all returns are equal."""
-    wanted = returns[mask]
-    spread = wanted.var(correction=0)
-    return (1 - (wanted - values[mask]).var(correction=0) / spread).item() if spread > 0 else float("nan")
+    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for a constant
+    one; NaN if all returns are equal."""
+    targets = returns[mask]
+    spread = targets.var(correction=0)
+    return (1 - (targets - values[mask]).var(correction=0) / spread).item() if spread > 0 else float("nan")
 
 
 def assign_advantages(
@@ -100,13 +101,13 @@ def assign_advantages(
     values: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None,
 ) -> dict[str, float]:
-    """Give every row of a step its `advantages`, with a critic its `values` and `returns` too; the metrics of the whole
+    """Fills `advantages` of every row of a step, with a critic also `values` and `returns`; returns metrics of the full
     step.
 
-    Per row: its trajectory's score, the critic's values [n] and, where rewards are penalised, the reference's log-probs
-    [n]. The policy's log-probs are the engine's: the penalty belongs to the distribution that was sampled from. Without
-    a critic an advantage is the discounted sum of the rewards from its token on (REINFORCE++, 2501.03262).
-    Advantages are whitened here, over all updates of the step, and the metrics of them are from before."""
+    Per row: its trajectory's score, the critic's values [n] and, if rewards are penalised, the reference's log-probs
+    [n]. The policy's log-probs are the engine's: the penalty applies to the distribution that was sampled from. Without
+    a critic an advantage is the discounted sum of rewards from its token on (REINFORCE++, 2501.03262). Advantages are
+    whitened over all updates of the step; their metrics are those before whitening."""
     mask = _padded([row.weight > 0 for row in rows]).bool()
     kl = None
     if reference is not None:
@@ -126,18 +127,18 @@ def assign_advantages(
         metrics["kl/reward"] = kl[mask].mean().item()
     if values is not None:
         metrics["value/explained_variance"] = explained_variance(value, returns, mask)
-        for row, v, r in zip(rows, values, returns, strict=True):
-            row.values = np.asarray(v, np.float32)
-            row.returns = r[: len(row)].numpy().astype(np.float32)
+        for row, row_values, row_returns in zip(rows, values, returns, strict=True):
+            row.values = np.asarray(row_values, np.float32)
+            row.returns = row_returns[: len(row)].numpy().astype(np.float32)
     if estimator.whiten:
         advantages = whiten(advantages, mask)
-    for row, a in zip(rows, advantages, strict=True):
-        row.advantages = a[: len(row)].numpy().astype(np.float32)
+    for row, row_advantages in zip(rows, advantages, strict=True):
+        row.advantages = row_advantages[: len(row)].numpy().astype(np.float32)
     return metrics
 
 
 def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """float64 [B, L]: rows of different lengths side by side, zeros behind them."""
+    """Stacks rows of different lengths to float64 [B, L], padded with zeros."""
     out = np.zeros((len(rows), max(map(len, rows))))
     for target, row in zip(out, rows, strict=True):
         target[: len(row)] = row

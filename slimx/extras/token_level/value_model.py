@@ -1,10 +1,11 @@
-"""The GPT model whose output is one value per token: a policy's trunk with the head of a critic or a reward model."""
+"""The GPT model that outputs one value per token: a policy's trunk with the head of a critic or a reward model."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -12,66 +13,66 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map from a hidden state to a number, in fp32 whatever the trunk is, whole on every tensor-parallel
-    rank: `weight` [1, hidden], `bias` [1] or None."""
+    """A linear map from a hidden state to a number, in fp32 for any trunk, replicated on every tensor-parallel rank:
+    `weight` [1, hidden], `bias` [1] or None."""
 
     IN_FP32 = True
-    """`slimx.trainer.model.build` keeps it in fp32 in a model of half precision."""
+    """`slimx.trainer.model.build` keeps it in fp32 in a half-precision model."""
 
     def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32)) if bias else None
         for parameter in self.parameters():
-            # Each rank sees its own slice of the tokens, so that megatron has to sum the gradients over them.
-            parameter.sequence_parallel = config.sequence_parallel
+            # Each rank sees its slice of the tokens, so megatron-core must sum the gradients over them.
+            parameter.__dict__["sequence_parallel"] = config.sequence_parallel
 
     @torch.no_grad()
     def reset(self, start: Literal["zero", "normal"], seed: int) -> None:
-        """Values of the first step, equal on all ranks. normal: deviation 1 / sqrt(hidden + 1) (2009.01325)."""
+        """Sets the initial weights, equal on all ranks. normal: deviation 1 / sqrt(hidden + 1) (2009.01325)."""
         hidden = self.weight.shape[1]
-        drawn = torch.zeros(1, hidden)
+        initial = torch.zeros(1, hidden)
         if start == "normal":
-            drawn.normal_(0.0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
-        self.weight.copy_(drawn)
+            initial.normal_(0.0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
+        self.weight.copy_(initial)
         if self.bias is not None:
             self.bias.zero_()
 
     @torch.no_grad()
     def load(self, weight: torch.Tensor) -> None:
-        """Begin with the head `weight` [1, hidden] of a reward model."""
+        """Loads the head `weight` [1, hidden] of a reward model."""
         self.weight.copy_(weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Values, fp32 [...], of hidden states [..., hidden]."""
+        """Computes values, fp32 [...], of hidden states [..., hidden]."""
         values = hidden.float() @ self.weight[0]
         return values if self.bias is None else values + self.bias
 
 
 class ValueModel(GPTModel):
-    """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.19.2."""
+    """megatron-core's GPTModel with a `value_head` instead of its output layer, written for megatron-core 0.19.2."""
 
     BIAS = True
     """True if the head has a bias."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)
         if self.post_process:
-            # Upstream always makes one; it goes before gradient buffers or an optimizer know it.
+            # Upstream always creates one; it is removed before gradient buffers or an optimizer refer to it.
             del self.output_layer
             self.value_head = ValueHead(config, bias=self.BIAS)
 
-    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Compute values [1, T] from hidden states [T, 1, hidden], or from each rank's part of them under sequence
+    def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Computes values [1, T] from hidden states [T, 1, hidden], or from each rank's part of them under sequence
         parallelism."""
         if not self.post_process:
             return hidden_states
         values = self.value_head(hidden_states)
         if self.config.sequence_parallel:
-            # The loss is the same on all ranks, so backward each takes the gradient of its own tokens.
+            # The loss is the same on all ranks, so in backward each takes the gradient of its local tokens.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values.transpose(0, 1).contiguous()
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Sharded state of the modules. GPTModel's own method looks for an output layer, which is not here."""
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
+        """Returns the modules' sharded state. GPTModel's method expects an output layer, which this model lacks."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)

@@ -1,5 +1,5 @@
-"""One rank's part of a model with values: what a critic and a reward model have in common. Every method is called on
-all of the model's ranks together."""
+"""One rank's part of a model with values: the common part of critic and reward model. Every method is called on all of
+the model's ranks together."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from slimx.trainer.model.weights import Weights
 from slimx.trainer.operation import operation
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline
-from slimx.trainer.step.metrics import combine, reduce
+from slimx.trainer.step.metrics import combine, reduce, summed
 from slimx.trainer.step.optimizer import OptimizerStep, build_optimizer, learning_rate
-from slimx.trainer.trained import TrainedModel
+from slimx.trainer.trained_model import TrainedModel
 
 
 class ValuePipeline(Pipeline):
-    """A value model's forward and backward over a list of micro-batches."""
+    """Forward and backward passes of a value model over a list of micro-batches."""
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Value at every position, one [T] per micro-batch; empty except on the last pipeline stage."""
+        """Returns values at every position, one [T] per micro-batch; empty except on the last pipeline stage."""
 
         def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             values = output[0].float()
@@ -41,7 +41,7 @@ class ValuePipeline(Pipeline):
             return self._schedule(batches, collect, forward_only=True)
 
     def train_values(self, batches: list[MicroBatch], loss: ValueLoss) -> list[dict[str, torch.Tensor]]:
-        """Accumulate gradients; per micro-batch the loss's metrics (last stage only)."""
+        """Accumulates gradients; returns the loss's metrics per micro-batch (last stage only)."""
 
         def compute(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             total, metrics = loss(ValueInputs(predicted=output[0].float(), **self._columns(batch)))
@@ -66,27 +66,30 @@ class ValueTrainer(TrainedModel):
         metrics: str,
         holder: str,
     ):
-        """`config`: its `trainer` section is the model's own; `spec`: without an output layer. `head`: how the head
-        begins, unless the initial weights have one. `key`: the section of the optimizer in messages; `metrics`: what
-        the names of its metrics begin with; `holder`: name of the ranks."""
+        """Takes `config`: its `trainer` section is this model's; `spec`: without an output layer. `head`: initial
+        values of the head, unless the initial weights have one. `key`: configuration key of the optimizer in messages;
+        `metrics`: prefix of its metrics' names; `holder`: name of the ranks."""
         trainer = config.trainer
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
-        """One on the last pipeline stage, none elsewhere."""
+        """One head on the last pipeline stage, none elsewhere."""
         layout = MegatronLayout(spec.table, parallel.sizes)
-        weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
+        weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)
-        trained_before = read_score(Path(config.initial_weights)) if self.heads else None
-        for each in self.heads:
-            each.reset(head, config.run.seed)
-            if trained_before is not None:
-                each.load(trained_before)
+        trained_head = read_score(Path(config.initial_weights)) if self.heads else None
+        for value_head in self.heads:
+            value_head.reset(head, config.run.seed)
+            if trained_head is not None:
+                value_head.load(trained_head)
         options = trainer.optimizer
         undecayed = weights.matching(options.no_weight_decay, f"{key}.no_weight_decay")
         super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), holder)
-        named = weights.trainable() | {f"value_head.{n}": p for each in self.heads for n, p in each.named_parameters()}
+        named = weights.trainable()
+        for value_head in self.heads:
+            for name, parameter in value_head.named_parameters():
+                named[f"value_head.{name}"] = parameter
         self.optimizer_step = OptimizerStep(
             self.optimizer, options, named, parallel.host_group, key=key, metrics=metrics
         )
@@ -95,30 +98,29 @@ class ValueTrainer(TrainedModel):
 
     @operation("values", needs="weights")
     def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
-        """Value at every position, float32, one array [T] per micro-batch (last stage only)."""
+        """Returns values at every position, float32, one array [T] per micro-batch (last stage only)."""
         parts = self.pipeline.values(self._local(batches))
         if not self.parallel.last_stage:
             return []
-        return [
-            self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(parts, batches, strict=True)
-        ]
+        pairs = zip(parts, batches, strict=True)
+        return [self.context.gather(part, batch.lengths).cpu().numpy() for part, batch in pairs]
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
-        """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
+        """Runs all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
 
-        Returns the metrics of them all."""
+        Returns the combined metrics."""
         done = step * len(updates)
-        metrics = [self.train_step(batches, step=done + number) for number, batches in enumerate(updates)]
+        metrics = [self.train_step(batches, step=done + index) for index, batches in enumerate(updates)]
         self._gather()
         return combine(metrics)
 
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
-        """Run forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry what the
-        loss reads.
+        """Runs forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry the
+        inputs of the loss.
 
-        `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
-        batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
+        `step`: number of earlier optimizer steps, for the learning rate. Metrics are those of the complete batch, on
+        the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
         batches = self._local(batches)
         self._zero_gradients()
         results = self.pipeline.train_values(batches, self.loss)
@@ -127,22 +129,22 @@ class ValueTrainer(TrainedModel):
             self.weights.changed()
         if not self.parallel.last_stage:
             return metrics
-        sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
-        return metrics | reduce(sums, self.parallel.token_group)
+        return metrics | reduce(summed(results), self.parallel.token_group)
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:
-    """Names of the value head's parameters on this rank, as `Weights` counts chunks."""
-    return {
-        f"{f'{chunk}.' if len(modules) > 1 else ''}value_head.{name}"
-        for chunk, module in enumerate(modules)
-        if module.post_process
-        for name, _ in module.value_head.named_parameters()
-    }
+    """Returns the names of the value head's parameters on this rank, with chunks numbered as by `Weights`."""
+    names = set()
+    for chunk, module in enumerate(modules):
+        if module.post_process:
+            prefix = f"{chunk}." if len(modules) > 1 else ""
+            for name, _ in module.value_head.named_parameters():
+                names.add(f"{prefix}value_head.{name}")
+    return names
 
 
 def read_score(directory: Path) -> torch.Tensor | None:
-    """The head in `directory`, [1, hidden]; None if it has none, such as a policy's."""
+    """Reads the head in `directory`, [1, hidden]; None if it has none, e.g. for a policy."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

@@ -1,5 +1,5 @@
 """Checkpoints of the trainer in Megatron's torch_dist format.
 
-`state` says what is in one, `save` takes a copy and writes it in the background, `load` reads it without running code
-from it, `files` knows which files belong to it. `files` needs neither torch nor megatron-core.
+`state` defines the content, `save` copies it and writes it in the background, `load` reads it without executing code
+from it, `files` lists the files of a checkpoint. `files` needs neither torch nor megatron-core.
 """

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what each rank reports as written, and the manifest by which a reader checks them.
+"""The files of a checkpoint: each rank's report of the files it wrote, and the manifest that readers verify against.
 
 iter_0000012/
     .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist, as Megatron-LM names them
@@ -27,7 +27,7 @@ ROOM = 1024
 
 
 class Damaged(SlimxError):
-    """A file of a checkpoint is not as it was written. `checkpoint` is the whole directory, `about` the file."""
+    """Error for a damaged checkpoint file. `checkpoint`: its directory, `about`: the file."""
 
     def __init__(self, checkpoint: Path, file: Path, problem: str):
         super().__init__(
@@ -35,19 +35,20 @@ class Damaged(SlimxError):
             code="checkpoint.damaged",
             about=str(file),
         )
-        self.checkpoint, self.problem = checkpoint, problem
+        self.checkpoint = checkpoint
+        self.problem = problem
 
     def __reduce__(self) -> tuple[type, tuple[Path, Path, str]]:
-        """Pickles by the arguments of `__init__`, as DeadlineError does: an exception's own way passes its sentence."""
+        """Pickles the arguments of `__init__`, as DeadlineError does: by default only the message would be passed."""
         return type(self), (self.checkpoint, Path(self.about), self.problem)
 
 
 class Item(msgspec.Struct, frozen=True):
-    """The place on disk of one shard or object."""
+    """Location on disk of one shard or object."""
 
     key: str
     offset: list[int] | None
-    """First element of the shard in its tensor; None: an object."""
+    """First element of the shard in its tensor; None for an object."""
     file: str
     position: int
     """First byte in the file."""
@@ -56,7 +57,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The files that one rank has brought to disk, and the shards in them."""
+    """The files that one rank has written to disk, and the shards in them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""
@@ -64,24 +65,25 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, data: bytes) -> FileRecord:
-    """Write `data` and bring it to disk."""
+    """Writes `data` and syncs it to disk."""
     write_synced(path, data)
     return record_bytes(data)
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
-    """Tell the others that this rank is done."""
+    """Writes the report that marks this rank as done."""
     replace_synced(_report(directory, rank), msgspec.json.encode(report))
 
 
 def reserve_failure(directory: Path, rank: int) -> None:
-    """Take the room that `write_failure` needs: a full disk is what it most often has to tell."""
+    """Reserves the disk space that `write_failure` needs, since a full disk is the most common failure."""
     write(_reserved(directory, rank), bytes(ROOM))
 
 
 def write_failure(directory: Path, rank: int, reason: str) -> None:
-    """Tell the others that this rank could not write its part, and why; in reserved room, if there is any."""
-    text, reserved = reason.encode()[:ROOM], _reserved(directory, rank)
+    """Reports to the other ranks that this rank could not write its part, and why; uses the reserved space if any."""
+    text = reason.encode()[:ROOM]
+    reserved = _reserved(directory, rank)
     with reserved.open("r+b" if reserved.exists() else "wb") as file:
         file.write(text.ljust(ROOM))
         file.flush()
@@ -90,10 +92,10 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
-    """List those of `ranks` (called `holder` ranks) that are still writing.
+    """Lists those of `ranks` that are still writing; messages call them `holder` ranks.
 
     Raises SlimxError with the reason of a rank that failed."""
-    # One look at the directory: a network file system remembers for a while that a single file was not there.
+    # One directory listing: a network file system may cache for a while that a single file did not exist.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
         if name.endswith(".failed"):
@@ -104,17 +106,17 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def unwritten(directory: Path, holder: str, reason: str) -> SlimxError:
-    """The error that ends a run when `holder` could not write its part of a checkpoint."""
+    """Builds the error that ends a run when `holder` could not write its part of a checkpoint."""
     return SlimxError(
         f"{directory}: {holder} could not write its part of the checkpoint ({reason}); free space or fix the disk, "
-        "then start again: the run goes on from the newest complete one",
+        "then start again: the run resumes from the newest complete checkpoint",
         code="checkpoint.write",
         about=str(directory),
     )
 
 
 def read_report(directory: Path, rank: int) -> Report:
-    """Read the report of `rank`."""
+    """Reads the report of `rank`."""
     return msgspec.json.decode(_report(directory, rank).read_bytes(), type=Report)
 
 
@@ -127,22 +129,22 @@ def _reserved(directory: Path, rank: int) -> Path:
 
 
 def encode_records(files: dict[str, FileRecord]) -> bytes:
-    """Records by name, as text."""
+    """Encodes records by name as JSON text."""
     return msgspec.json.format(msgspec.json.encode(files), indent=1)
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """Records by name from what `encode_records` wrote. Raises msgspec.DecodeError."""
+    """Decodes the output of `encode_records`. Raises msgspec.DecodeError."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 
 def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
-    """The mark of a complete checkpoint; `files` by path relative to `directory`."""
+    """Writes the manifest, which marks a checkpoint as complete; `files` by path relative to `directory`."""
     write(directory / MANIFEST, encode_records(files))
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint. Raises Damaged if the manifest is."""
+    """Returns the files of a checkpoint. Raises Damaged if the manifest cannot be read."""
     path = directory / MANIFEST
     try:
         return decode_records(path.read_bytes())
@@ -151,22 +153,22 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def check_sizes(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Raises Damaged naming the first file that is missing or has another size than when it was written."""
-    for name, wanted in sorted(files.items()):
+    """Raises Damaged naming the first file that is missing or whose size has changed since it was written."""
+    for name, expected in sorted(files.items()):
         try:
             size = (directory / name).stat().st_size
         except OSError:
             raise Damaged(directory, directory / name, "is missing") from None
-        if size != wanted.size:
-            raise Damaged(directory, directory / name, f"has {size} bytes, {wanted.size} were written")
+        if size != expected.size:
+            raise Damaged(directory, directory / name, f"has {size} bytes, {expected.size} were written")
 
 
 def check_digests(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Read the files whole; raises Damaged naming the first whose bytes are not those that were written."""
-    for name, wanted in sorted(files.items()):
+    """Reads all files completely. Raises Damaged naming the first whose content differs from what was written."""
+    for name, expected in sorted(files.items()):
         try:
-            found = record(directory / name)
+            actual = record(directory / name)
         except OSError as error:
             raise Damaged(directory, directory / name, f"cannot be read ({error.strerror})") from error
-        if found != wanted:
+        if actual != expected:
             raise Damaged(directory, directory / name, "has other bytes than were written")

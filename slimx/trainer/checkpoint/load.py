@@ -1,8 +1,8 @@
-"""Loading a torch_dist checkpoint under any layout. No byte of it is run as code.
+"""Loads torch_dist checkpoints under any layout, without executing code from them.
 
-Tensors are read by torch with `weights_only`; so are `common.pt` and the objects of a rank, whose classes are numbers,
-strings, tensors and `argparse.Namespace`. `.metadata` goes through `slimx.models.files.safe_pickle`. Of a checkpoint
-that is not the run's own only tensors are read.
+torch reads tensors with `weights_only`, and likewise `common.pt` and per-rank objects, which consist of numbers,
+strings, tensors and `argparse.Namespace`. `.metadata` is read by `slimx.models.files.safe_pickle`. From checkpoints of
+other runs only tensors are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import (
@@ -22,8 +22,10 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
+    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    StateDict,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -37,9 +39,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from slimx.errors import SlimxError
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
@@ -49,26 +53,26 @@ from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys of a group of parameters for megatron-core's scheduler; slimx sets rate and decay itself, before every step."""
+"""Keys of a parameter group for megatron-core's scheduler; slimx itself sets rate and decay before every step."""
 _EXTRA = "_extra_state"
-"""fp8 scales of Transformer Engine's layers; absent where these layers are absent."""
+"""Key part of the fp8 scales of Transformer Engine's layers; missing if the model has no such layers."""
 
 
 def restore(
     path: Path,
-    chunks: Sequence[Any],
-    optimizer: Any,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: ChainedOptimizer,
     *,
     same_layout: bool,
     load_optimizer: bool = True,
     frozen: bool = False,
 ) -> None:
-    """Read this rank's shards from `path`; collective. The random state belongs to a rank: it is read under the same
-    layout only. Without `load_optimizer` the moments begin anew from the weights.
+    """Reads this rank's shards from `path`; collective. Random state is per rank, so it is read under the same layout
+    only. Without `load_optimizer` the moments start anew from the weights.
 
     Raises SlimxError naming the directory if the checkpoint does not fit or is damaged.
     """
-    state: dict[str, Any] = states.model_state(chunks)
+    state: ShardedStateDict = states.model_state(chunks)
     models = [state[key] for key in states.chunk_keys(chunks)]
     if load_optimizer:
         state["optimizer"] = states.optimizer_state(optimizer, chunks, state, loading=True, frozen=frozen)
@@ -82,51 +86,53 @@ def restore(
             _fill_optimizer(optimizer, loaded["optimizer"])
         else:
             optimizer.reload_model_params()
-    # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; one is a BaseException.
+    # torch's reader raises many types, all of which mean that this checkpoint is unusable; one is a BaseException.
     except (Exception, CheckpointException) as error:
         raise unusable(path, error) from error
     if same_layout:
         states.set_random_state(loaded[states.RANDOM])
 
 
-def _find_factors(models: Sequence[dict[str, Any]], path: Path) -> None:
-    """Have norms read from slimx's own keys (`factor_key`) where the checkpoint in `path` has them: checkpoints of
-    before these keys hold them under the parameters'. After the optimizer's state has been named by the parameters'."""
-    known = read_metadata(path / ".metadata").state_dict_metadata
+def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
+    """Redirects norms to slimx's own keys (`factor_key`) if the checkpoint in `path` has them; older checkpoints store
+    norms under the parameters' keys. Must follow `optimizer_state`, which uses the parameters' keys."""
+    stored = read_metadata(path / ".metadata").state_dict_metadata
     for model in models:
         for name, tensor in model.items():
-            if (key := factor_key(tensor.key)) in known:
+            key = factor_key(tensor.key)
+            if key in stored:
                 model[name] = replace(tensor, key=key)
 
 
-def take_state(loaded: dict[str, Any], chunks: Sequence[Any], optimizer: Any) -> None:
-    """Take the state of a rank of the same layout, structured as `own_state`, whose tensors were read into place."""
+def take_state(loaded: StateDict, chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer) -> None:
+    """Restores a rank from the result of `local_state` under the same layout, whose tensors were read in place."""
     fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])
 
 
-def _fill_optimizer(optimizer: Any, loaded: Any) -> None:
+def _fill_optimizer(optimizer: ChainedOptimizer, loaded: StateDict) -> None:
     _take_rates(loaded, next(iter(optimizer.param_groups), {}))  # a frozen stage may have no group
     if in_pieces(optimizer):
-        load_groups(optimizer, loaded)  # the tensors were read into their places
+        load_groups(optimizer, loaded)  # the tensors were read in place
     else:
         optimizer.load_state_dict(loaded)
 
 
-def _take_rates(saved: Any, own: dict[str, Any]) -> None:
-    """Give the groups of `saved`, the state of an optimizer, the bounds of rates of `own`, a group of the present one,
-    by which megatron-core tells groups apart: a run may go on with another learning rate."""
+def _take_rates(saved: StateDict, current: StateDict) -> None:
+    """Copies the rate bounds of `current`, a parameter group of this run, into all groups of the optimizer state
+    `saved`: megatron-core matches groups by them, and a resumed run may use another learning rate."""
+    rates = {name: current[name] for name in _RATES if name in current}
     for key, value in saved.items():
         if key == "param_groups":
             for group in value:
-                group.update({name: own[name] for name in _RATES if name in own})
+                group.update(rates)
         elif isinstance(value, dict):
-            _take_rates(value, own)
+            _take_rates(value, current)
 
 
 def unusable(path: Path, error: BaseException) -> SlimxError:
-    """Returns the error for a checkpoint in `path` that `error` says cannot be loaded."""
+    """Returns the error for a checkpoint in `path` that `error` makes unusable."""
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
@@ -136,89 +142,95 @@ def unusable(path: Path, error: BaseException) -> SlimxError:
     )
 
 
-def fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
-    """Takes the weights of the model from `loaded`. Raises SlimxError for a tensor on one side alone."""
+def fill(chunks: Sequence[torch.nn.Module], loaded: StateDict) -> None:
+    """Takes the model's weights from `loaded`. Raises SlimxError for a tensor that only one side has."""
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
         # A stage without layers (trainer.layers_per_stage) may have no tensor at all, and then it has no key.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
-        if names := [name for name in (*odd.missing_keys, *odd.unexpected_keys) if _EXTRA not in name]:
-            raise SlimxError(
-                f"{names[0]} is in the model or in the checkpoint, but not in both",
-            )
+        for name in (*odd.missing_keys, *odd.unexpected_keys):
+            if _EXTRA not in name:
+                raise SlimxError(f"{name} is in the model or in the checkpoint, but not in both")
 
 
-def load_sharded(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
-    """Read what the sharded `state` describes, as megatron-core's `dist_checkpointing.load` does with a reader and a
-    planner that run code."""
+def load_sharded(state: ShardedStateDict, path: Path, *, tensors_only: bool) -> StateDict:
+    """Reads the tensors and objects that the sharded `state` describes, like megatron-core's `dist_checkpointing.load`,
+    whose reader and planner would execute code."""
     metadata = read_metadata(path / ".metadata")
     dict_list_map_inplace(_in_place, state)
-    wanted, loaded, factories = load_preprocess(state)
-    wanted, _ = extract_sharded_base(wanted)
-    validate_sharding_integrity(determine_global_metadata(wanted)[1])
+    sharded, loaded, factories = load_preprocess(state)
+    sharded, _ = extract_sharded_base(sharded)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
     if not tensors_only:
         merge(loaded, read_common(path))
-    merge(loaded, _read(wanted, path, metadata, tensors_only=tensors_only))
+    merge(loaded, _read(sharded, path, metadata, tensors_only=tensors_only))
     return apply_factory_merges(loaded, factories)
 
 
-def _in_place(factory: Any) -> Any:
-    """A factory that joins nothing where its parts were read right into the parameter: copies of all joined projections
-    would take most of the weights' memory once more."""
+def _in_place(value: object) -> object:
+    """Returns a factory that skips merging if its parts were read directly into the parameter; other values unchanged.
+    Merged copies of all joined projections would need most of the weights' memory again."""
 
-    if not isinstance(factory, ShardedTensorFactory):
-        return factory
-    whole = factory.data.detach()
+    if not isinstance(value, ShardedTensorFactory):
+        return value
+    full = value.data.detach()
 
-    def merge(parts: Any) -> torch.Tensor:
-        tensors = [part for part in nested_values({"parts": parts}) if isinstance(part, torch.Tensor)]
-        inside = (0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes for part in tensors)
-        return whole if all(inside) else factory.merge_fn(parts)
+    def merge(parts: StateDict) -> torch.Tensor:
+        for part in nested_values({"parts": parts}):
+            if isinstance(part, torch.Tensor) and not 0 <= part.data_ptr() - full.data_ptr() < full.nbytes:
+                return cast("torch.Tensor", value.merge_fn(parts))
+        return cast("torch.Tensor", full)
 
-    return replace(factory, merge_fn=merge)
+    return replace(value, merge_fn=merge)
 
 
-def _read(sharded: dict[str, Any], path: Path, metadata: Metadata, *, tensors_only: bool) -> dict[str, Any]:
-    """Read the tensors and objects of `sharded` that the checkpoint is asked for."""
+def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_only: bool) -> StateDict:
+    """Reads the tensors and objects of `sharded`, without extra state that the checkpoint lacks."""
 
-    def asked(value: Any) -> bool:
-        # Everything but extra state that the checkpoint does not have.
+    def readable(value: object) -> bool:
         if not isinstance(value, ShardedObject):
             return True
         return not tensors_only and (_EXTRA not in value.key or value.unique_key in metadata.state_dict_metadata)
 
-    wanted, _ = extract_matching_values(sharded, asked)
-    tensors = [value for value in nested_values(wanted) if isinstance(value, ShardedTensor)]
-    flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(wanted)
+    requested, _ = extract_matching_values(sharded, readable)
+    fixed = []
+    resizable = {}
+    for value in nested_values(requested):
+        if isinstance(value, ShardedTensor):
+            if value.allow_shape_mismatch:
+                resizable[value.key] = value
+            else:
+                fixed.append(value)
+    flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(requested)
     target = mcore_to_pyt_state_dict(flat, is_loading=True)
     torch_checkpoint.load(
         target,
         storage_reader=_Reader(path, metadata),
         planner=_Planner(
             flatten_state_dict=False,
-            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+            shapes_validation_sharded_tensors=fixed,
+            allow_shape_mismatch_sharded_tensors=resizable,
         ),
     )
-    found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
-    out = _replace_sharded_keys_with_state_dict_keys(found, flat_mapping, renamed)
-    _restore_dict_types(out, wanted)
+    loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
+    out = _replace_sharded_keys_with_state_dict_keys(loaded, flat_mapping, renamed)
+    _restore_dict_types(out, requested)
     return out
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """Reads files by metadata that has been read already."""
+    """Reader of files whose metadata has been read already."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)
-        self._known = metadata
+        self._metadata = metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._known
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self._metadata
 
 
 class _Planner(MCoreLoadPlanner):
-    """Objects hold plain values, tensors and, in extra state of Transformer Engine, streams."""
+    """Planner that reads objects of plain values, tensors and, in extra state of Transformer Engine, byte streams."""
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with safe_classes(io.BytesIO):
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

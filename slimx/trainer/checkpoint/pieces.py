@@ -1,43 +1,52 @@
-"""The distributed optimizer's state as pieces of the parameters that it belongs to, right where it lies.
+"""The distributed optimizer's state as pieces of the parameters, in the memory where it already is.
 
-    parameter [rows, cols]   ...#    a rank's share of the buffer ends or begins anywhere in a parameter: what it holds
-                             ####    of one is the end of a row, whole rows and the begin of a row
+    parameter [rows, cols]   ...#    a rank's shard of the buffer starts and ends anywhere within a parameter: its part
+                             ####    is the end of a row, complete rows, and the beginning of a row
                              ##..
 
-On disk it is what megatron-core calls fully_reshardable: a tensor for each parameter and kind of state, under the
-parameter's name and in its shape, which any layout can read. megatron-core gathers every buffer on all data-parallel
-ranks to write it, twice on the device and several times on the host. But torch's format takes any boxes that cover a
-tensor, so each rank writes its own pieces, and reads them back into the place of its state: nothing is gathered or
-copied, and no memory is needed beside the state.
+On disk this is megatron-core's fully_reshardable format: one tensor per parameter and kind of state, with the
+parameter's name and shape, which any layout can read. To write it, megatron-core gathers every buffer on all
+data-parallel ranks, with two copies on the device and several on the host. But torch's format accepts any boxes that
+cover a tensor, so each rank writes its own pieces and reads them back into the state in place: no gathering, no copies,
+no additional memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes by dimension."""
 
+type Sharded = ShardedTensor | ShardedTensorFactory
+
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The boxes that together are elements `start` to `end` of a row-major tensor, in their order: of d dimensions at
-    most 2 d - 1."""
+    """Splits the flat range [start, end) of a row-major d-dimensional tensor into at most 2d - 1 boxes, in order."""
     if start >= end:
         return
-    if len(shape) < 2:
-        yield ((start,), (end - start,)) if shape else ((), ())
+    if not shape:
+        yield (), ()
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row
+    first = -(-start // row)
+    last = end // row
     if first > last:  # within one row
         yield from _in_row(shape, last, start, end)
         return
@@ -47,54 +56,59 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     yield from _in_row(shape, last, last * row, end)
 
 
-def _in_row(shape: Sequence[int], number: int, start: int, end: int) -> Iterator[Box]:
-    before = number * prod(shape[1:])
+def _in_row(shape: Sequence[int], index: int, start: int, end: int) -> Iterator[Box]:
+    before = index * prod(shape[1:])
     for offsets, sizes in boxes(shape[1:], start - before, end - before):
-        yield (number, *offsets), (1, *sizes)
+        yield (index, *offsets), (1, *sizes)
 
 
 _PREFIX = "optimizer.state"
 
 
-def in_pieces(optimizer: Any) -> bool:
-    """Returns True if the state is that of distributed optimizers, which alone is split within parameters."""
+def in_pieces(optimizer: ChainedOptimizer) -> bool:
+    """Returns True if all parts are distributed optimizers, the only ones that split state within parameters."""
     return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
-def sharded_optimizer(optimizer: Any, model: dict[str, Any]) -> dict[Any, Any]:
-    """The state of a chained `optimizer` whose moments exist, as megatron-core's `sharded_state_dict` structures it.
-    `model`: the sharded state of its chunks. The tensors are views of the state: reading into them restores it."""
+def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> StateDict:
+    """Returns the state of a chained `optimizer` with existing moments, structured as megatron-core's
+    `sharded_state_dict`. `model`: the sharded state of its chunks. The tensors are views: reading into them restores
+    the state."""
     parts = optimizer.chained_optimizers
     if len(parts) > 1:
         optimizer._synchronize_steps()
-    of_parameter = {each.data: each for each in nested_values(model) if isinstance(each.data, torch.nn.Parameter)}
-    states = [_sharded_part(part, of_parameter) for part in parts]
+    by_parameter = {}
+    for sharded in nested_values(model):
+        if isinstance(sharded.data, torch.nn.Parameter):
+            by_parameter[sharded.data] = sharded
+    states = [_sharded_part(part, by_parameter) for part in parts]
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def load_groups(optimizer: Any, saved: dict[Any, Any]) -> None:
-    """Take the steps and rates of a checkpoint; `saved`: what it keeps beside tensors, as `sharded_optimizer` makes
-    it. The parts and groups of both must be the same."""
+def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
+    """Restores steps and rates from the non-tensor values of a checkpoint, structured as by `sharded_optimizer`. Both
+    must have the same parts and groups."""
     parts = optimizer.chained_optimizers
-    for number, part in enumerate(parts):
-        of_part = saved if len(parts) == 1 else saved[number]
-        known = {_identity(group): group for group in of_part["optimizer"]["param_groups"]}
+    for index, part in enumerate(parts):
+        saved_part = saved if len(parts) == 1 else saved[index]
+        saved_groups = {_identity(group): group for group in saved_part["optimizer"]["param_groups"]}
         for group in part.param_groups:
-            group.update({key: value for key, value in known[_identity(group)].items() if key != "params"})
+            for key, value in saved_groups[_identity(group)].items():
+                if key != "params":
+                    group[key] = value
     if len(parts) > 1:
         optimizer._synchronize_steps()
 
 
-def _sharded_part(part: DistributedOptimizer, of_parameter: dict[Any, Any]) -> dict[str, Any]:
-    pieces: list[dict[str, ShardedTensor]] = []
-    for parameter, start, end in _owned(part):
-        held = {
-            kind: tensor.detach()
-            for kind, tensor in part._get_main_param_and_optimizer_states(parameter).items()
-            if tensor.dim()  # a step is kept with its group
-        }
-        for whole, box in _regions(of_parameter[parameter], parameter):
-            pieces += _pieces(whole, box, tuple(parameter.shape), start, end, held)
+def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parameter, Sharded]) -> StateDict:
+    pieces: list[ShardedStateDict] = []
+    for parameter, start, end in _local_ranges(part):
+        flat_states = {}
+        for kind, tensor in part._get_main_param_and_optimizer_states(parameter).items():
+            if tensor.dim():  # a step is kept with its group
+                flat_states[kind] = tensor.detach()
+        for sharded, region in _regions(by_parameter[parameter], parameter):
+            pieces += _pieces(sharded, region, tuple(parameter.shape), start, end, flat_states)
     return {
         **part.state_dict(),
         "param_state": dict(enumerate(pieces)),
@@ -102,8 +116,8 @@ def _sharded_part(part: DistributedOptimizer, of_parameter: dict[Any, Any]) -> d
     }
 
 
-def _owned(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Parameters of which this rank holds state, and from which element to which."""
+def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+    """Yields each parameter with state on this rank, and the first and last (exclusive) element of that state."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -111,70 +125,73 @@ def _owned(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int
                     yield parameter, ranges["param"].start, ranges["param"].end
 
 
-def _regions(sharded: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor) -> Iterator[tuple[Any, Box]]:
-    """The checkpoint's tensors that a parameter is split into, and the box of the parameter that each is: most are one
-    tensor, the joined gate and up projections two."""
+def _regions(sharded: Sharded, parameter: torch.Tensor) -> Iterator[tuple[ShardedTensor, Box]]:
+    """Yields the checkpoint tensors of a parameter, each with its box in the parameter: usually one, two for the joined
+    gate and up projections."""
     if isinstance(sharded, ShardedTensor):
         yield sharded, ((0,) * parameter.dim(), tuple(parameter.shape))
         return
     shape = torch.empty_like(parameter, device="meta")
-    for part in _sharded_tensors(sharded.build_fn(sharded.key, shape, sharded.replica_id, None)):
-        offsets, rest = [], part.data.storage_offset()
+    built = sharded.build_fn(sharded.key, shape, sharded.replica_id, None)
+    for part in nested_values({"built": built}):
+        if not isinstance(part, ShardedTensor):
+            continue
+        offsets = []
+        rest = part.data.storage_offset()
         for stride in shape.stride():
             offsets.append(rest // stride)
             rest %= stride
         yield part, (tuple(offsets), tuple(part.data.shape))
 
 
-def _sharded_tensors(built: Any) -> Iterable[ShardedTensor]:
-    return [each for each in nested_values({"built": built}) if isinstance(each, ShardedTensor)]
-
-
 def _pieces(
-    whole: ShardedTensor,
+    sharded: ShardedTensor,
     region: Box,
     shape: tuple[int, ...],
     start: int,
     end: int,
-    held: dict[str, torch.Tensor],
-) -> Iterator[dict[str, ShardedTensor]]:
-    """Pieces that elements `start` to `end` of a parameter of `shape` share with `region`, which is `whole` in the
-    checkpoint. `held`: the state of these elements by kind, flat."""
-    at = start
+    states: dict[str, torch.Tensor],
+) -> Iterator[ShardedStateDict]:
+    """Yields the pieces of elements `start` to `end` of a parameter of `shape` within `region`, which the checkpoint
+    stores as `sharded`. `states`: the state of these elements by kind, flat."""
+    first = start
+    region_start, region_sizes = region
     for offsets, sizes in boxes(shape, start, end):
-        low = [max(a, b) for a, b in zip(offsets, region[0], strict=True)]
-        high = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, *region, strict=True)]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            inside = tuple(slice(a - offset, b - offset) for a, b, offset in zip(low, high, offsets, strict=True))
-            local = [a - b for a, b in zip(low, region[0], strict=True)]
-            yield {
-                kind: _piece(whole, kind, flat[at - start : at - start + prod(sizes)].view(sizes)[inside], local)
-                for kind, flat in held.items()
-            }
-        at += prod(sizes)
+        count = prod(sizes)
+        inside = []
+        local = []
+        for offset, size, low, length in zip(offsets, sizes, region_start, region_sizes, strict=True):
+            begin = max(offset, low)
+            inside.append(slice(begin - offset, min(offset + size, low + length) - offset))
+            local.append(begin - low)
+        if all(part.start < part.stop for part in inside):
+            piece = {}
+            for kind, flat in states.items():
+                box = flat[first - start : first - start + count].view(sizes)
+                piece[kind] = _piece(sharded, kind, box[tuple(inside)], local)
+            yield piece
+        first += count
 
 
-def _piece(whole: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[int]) -> ShardedTensor:
-    """The part `data` of the state of `whole` that begins at offsets `local` of its local shard."""
-    axes = whole.prepend_axis_num
+def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[int]) -> ShardedTensor:
+    """Returns the part `data` of the state of `sharded` that begins at offsets `local` of its local shard."""
+    axes = sharded.prepend_axis_num
     data = data[(None,) * axes]
+    inner = [start + offset for start, offset in zip(sharded.global_offset[axes:], local, strict=True)]
     return replace(
-        whole,
-        key=f"{_PREFIX}.{kind}.{whole.key}",
+        sharded,
+        key=f"{_PREFIX}.{kind}.{sharded.key}",
         data=data,
         dtype=data.dtype,
         local_shape=tuple(data.shape),
-        global_offset=(
-            *whole.global_offset[:axes],
-            *(a + b for a, b in zip(whole.global_offset[axes:], local, strict=True)),
-        ),
+        global_offset=(*sharded.global_offset[:axes], *inner),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        # Replicas of other pipeline or tensor-parallel ranks stay replicas; data-parallel ranks have nothing in common.
-        replica_id=(*whole.replica_id[:2], 0),
+        # Replicas on other pipeline or tensor-parallel ranks stay replicas; data-parallel ranks share nothing.
+        replica_id=(*sharded.replica_id[:2], 0),
     )
 
 
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Values that tell a group of parameters from the others, as megatron-core compares them."""
+def _identity(group: dict[str, object]) -> tuple[object, ...]:
+    """Returns the values that distinguish a parameter group from the others, as megatron-core compares them."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

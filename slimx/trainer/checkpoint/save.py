@@ -1,14 +1,14 @@
-"""Saving without stopping: the state is copied into host memory together, each rank writes its copy on its own.
+"""Saves without stopping training: all ranks copy their state to host memory together, each writes its copy alone.
 
     all ranks together                 each rank's background thread                   driver
     ------------------                 -----------------------------                   ------
     state -> plan -> host copies  -->  write files -> digests -> report
     (training goes on)                 rank 0: all reports -> .metadata -> its report  all reports -> commit
 
-What follows the copy uses no collective, so it cannot get between those of training; ranks hear of each other through
-the reports in the checkpoint's directory. The plan is compared between ranks once and kept while it stays the same.
+The steps after the copy use no collective, so they cannot interleave with those of training; ranks synchronise through
+the reports in the checkpoint directory. Ranks compare the plan once and reuse it while it stays the same.
 
-megatron-core's own asynchronous writer is not used: it starts a process that outlives a killed trainer.
+megatron-core's asynchronous writer is not used: it starts a process that outlives a killed trainer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
@@ -44,33 +45,39 @@ from torch.distributed.checkpoint.storage import WriteResult
 from slimx.errors import DeadlineError, SlimxError
 from slimx.trainer.checkpoint import files
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
 _POLL_S = 0.1
 _JOIN_S = 30.0
-"""Seconds in which the thread of a reported save must have ended."""
+"""Seconds that the thread of a reported save has to end."""
 
 Content = torch.Tensor | io.BytesIO
 
 
 class Saver:
-    """Writes this rank's part of one checkpoint after the other. `group`: all ranks, on the host; they are called
+    """Writer of this rank's part of successive checkpoints. `group`: all ranks, on the host; messages call them
     `holder` ranks."""
 
     def __init__(self, *, rank: int, world: int, group: dist.ProcessGroup, deadline_s: float, holder: str = "trainer"):
-        self.rank, self.world, self.group, self.deadline_s = rank, world, group, deadline_s
+        self.rank = rank
+        self.world = world
+        self.group = group
+        self.deadline_s = deadline_s
         self.holder = holder
-        self._distribution: Any = None
+        self._distribution: object = None
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
-        """Metadata of the whole checkpoint; on rank 0 only."""
+        """Metadata of the complete checkpoint; on rank 0 only."""
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self.failure: SlimxError | None = None
-        """Error of a save that could not even report it, for whoever asks this rank."""
+        """Error of a save that could not even write its report; the driver asks this rank for it."""
 
-    def begin(self, directory: Path, state: dict[str, Any]) -> None:
-        """Copy `state` and start writing it into `directory`; collective. Returns when the state may change again.
+    def begin(self, directory: Path, state: ShardedStateDict) -> None:
+        """Copies `state` and starts writing it to `directory`; collective. Returns once the state may change again.
 
-        What becomes of the writing stands in the reports (`files.read_reports`).
+        The result of the write is in the reports (`files.read_report`).
         """
         self._settle()
         sharded, common = save_preprocess(state, validate_access_integrity=self._plan is None)
@@ -88,7 +95,7 @@ class Saver:
         self._thread.start()
 
     def _settle(self) -> None:
-        """The thread of the save before has reported, so it is about to end."""
+        """Waits for the thread of the previous save, which has already reported."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
@@ -96,8 +103,8 @@ class Saver:
                     f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log",
                 )
 
-    def _planned(self, sharded: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
-        """This rank's plan, and what it writes by index. A plan that changed on any rank is gathered again."""
+    def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
+        """Returns this rank's plan, and the content to write by index. Plans are gathered again if one changed."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat), is_coordinator=self.rank == 0)
@@ -115,7 +122,7 @@ class Saver:
     # In the background ------------------------------------------------------------------------------------------------
 
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
-        """The thread's work; a failure is reported, not raised: nobody waits for a thread."""
+        """Runs in the thread: failures are reported instead of raised, since no caller waits for the thread."""
         try:
             files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)
@@ -131,26 +138,29 @@ class Saver:
                 self.failure = files.unwritten(directory, f"{self.holder} rank {self.rank}", reason)
 
     def _write_shards(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]) -> files.Report:
-        # Nothing is copied ahead: it is on the host already.
+        # No copy-ahead: the content is already on the host.
         writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(self.rank == 0, rank=self.rank, use_collectives=False)
-        results = writer.write_data(writer.prepare_local_plan(plan), _Contents(contents)).value()
+        source = cast("SavePlanner", _Contents(contents))  # the writer calls nothing else
+        results = writer.write_data(writer.prepare_local_plan(plan), source).value()
         items = [_item(result) for result in results]
-        return files.Report({name: files.record(directory / name) for name in sorted({i.file for i in items})}, items)
+        names = sorted({item.file for item in items})
+        return files.Report({name: files.record(directory / name) for name in names}, items)
 
-    def _complete(self, directory: Path, own: files.Report, common: bytes) -> files.Report:
-        """Add what rank 0 writes alone: all places in `.metadata`, the state that no rank splits, and the format."""
+    def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
+        """Adds the files that rank 0 writes alone: all locations in `.metadata`, the state common to all ranks, and the
+        format."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None
-        reports = [own, *(files.read_report(directory, rank) for rank in others)]
-        places = [[_result(item) for item in report.items] for report in reports]
-        # finish fills its argument in; the kept one must not change under a reader.
-        FileSystemWriter(directory, sync_files=True).finish(dataclasses.replace(self._metadata), places)
+        reports = [report, *(files.read_report(directory, rank) for rank in others)]
+        results = [[_result(item) for item in rank_report.items] for rank_report in reports]
+        # finish fills in its argument; the cached one must not change under a reader.
+        FileSystemWriter(directory, sync_files=True).finish(dataclasses.replace(self._metadata), results)
         files.write(directory / "common.pt", common)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
         added = {name: files.record(directory / name) for name in (".metadata", "common.pt", "metadata.json")}
-        return files.Report(own.files | added, own.items)
+        return files.Report(report.files | added, report.items)
 
     def _await(self, directory: Path, ranks: range) -> None:
         end = time.monotonic() + self.deadline_s
@@ -162,62 +172,71 @@ class Saver:
 
 
 class HostCopies:
-    """Copies that training cannot change. Those of device memory lie in pinned memory, which is kept from save to save:
-    taking it from the system takes longer than the copy."""
+    """Host copies that training cannot change. Copies of device memory use pinned memory that is reused by later saves,
+    because allocating it takes longer than copying."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, contents: Mapping[MetadataIndex, Content]) -> dict[MetadataIndex, Content]:
-        """Each tensor's copy under the same index; objects are serialized already and belong to nobody else."""
+        """Returns a copy of each tensor under its index; objects are already serialized and need no copy."""
         out: dict[MetadataIndex, Content] = {}
-        device = {index for index, value in contents.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+        on_device: dict[MetadataIndex, torch.Tensor] = {}
         for index, value in contents.items():
-            if index not in device:
-                out[index] = value.clone() if isinstance(value, torch.Tensor) else value
-        if device:
+            if not isinstance(value, torch.Tensor):
+                out[index] = value
+            elif value.is_cuda:
+                on_device[index] = value
+            else:
+                out[index] = value.clone()
+        if on_device:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for index in device:
-                    out[index] = self._buffer(index, contents[index]).copy_(contents[index], non_blocking=True)
+                for index, tensor in on_device.items():
+                    out[index] = self._buffer(index, tensor).copy_(tensor, non_blocking=True)
             self._stream.synchronize()
         return out
 
     def _buffer(self, index: MetadataIndex, like: torch.Tensor) -> torch.Tensor:
-        kept = self._pinned.get(index)
-        if kept is None or kept.shape != like.shape or kept.dtype != like.dtype:
-            kept = self._pinned[index] = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        return kept
+        buffer = self._pinned.get(index)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            self._pinned[index] = buffer
+        return buffer
 
 
 class _Contents:
-    """The one method of a planner that torch's writer calls."""
+    """A planner reduced to the one method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents
 
-    def resolve_data(self, item: Any) -> Content:
+    def resolve_data(self, item: WriteItem) -> Content:
         return self._contents[item.index]
 
 
 def _nbytes(contents: Mapping[MetadataIndex, Content]) -> int:
-    return sum(c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in contents.values())
+    total = 0
+    for content in contents.values():
+        total += content.nbytes if isinstance(content, torch.Tensor) else content.getbuffer().nbytes
+    return total
 
 
 def _item(result: WriteResult) -> files.Item:
-    place, offset = result.storage_data, result.index.offset
+    storage = result.storage_data
+    offset = result.index.offset
     return files.Item(
         result.index.fqn,
         None if offset is None else list(offset),
-        place.relative_path,
-        place.offset,
-        place.length,
+        storage.relative_path,
+        storage.offset,
+        storage.length,
     )
 
 
 def _result(item: files.Item) -> WriteResult:
     offset = None if item.offset is None else torch.Size(item.offset)
-    place = _StorageInfo(item.file, item.position, item.length)
-    return WriteResult(index=MetadataIndex(item.key, offset), size_in_bytes=item.length, storage_data=place)
+    storage = _StorageInfo(item.file, item.position, item.length)
+    return WriteResult(index=MetadataIndex(item.key, offset), size_in_bytes=item.length, storage_data=storage)

@@ -1,4 +1,4 @@
-"""Choice of the kernels that a trainer runs on, from what is asked for and what is installed, with reasons."""
+"""Chooses the trainer's kernels from the configuration and the installed packages, with reasons."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.numerics.rounding import rounding_of
 
 _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
-"""fla is flash-linear-attention, the last one apex's extension."""
+"""fla is flash-linear-attention; fused_weight_gradient_mlp_cuda is apex's extension."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Distributions by whose metadata Transformer Engine 2.20 finds FlashAttention. The module flash_attn says nothing:
-flash-attn-4, which SGLang installs, brings a part of it."""
+"""Distributions by whose metadata Transformer Engine 2.20 detects FlashAttention. Importing flash_attn proves nothing:
+flash-attn-4, which SGLang installs, contains part of that module."""
 HYBRID = "HybridEPBuffer"
-"""The class of DeepEP's branch hybrid-ep, which sgl-deep-ep 0.1.2 lacks on every architecture."""
+"""The class of DeepEP's branch hybrid-ep; sgl-deep-ep 0.1.2 lacks it on every architecture."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
@@ -34,33 +34,37 @@ class Backends:
     dispatcher: Literal["alltoall", "flex"]
     flex_backend: Literal["deepep", "hybridep"]
     transformer_engine: bool
-    """The layers are Transformer Engine's; else plain torch's of the same shape."""
+    """True if the layers are Transformer Engine's, else plain torch layers of the same shape."""
     gradient_accumulation_fusion: bool
-    """The weight gradient's matrix product adds into the fp32 gradient itself."""
+    """True if the weight gradient's matrix product accumulates into the fp32 gradient directly."""
     permute_fusion: bool
-    """Tokens are ordered by expert in Transformer Engine's kernels."""
+    """True if Transformer Engine's kernels sort tokens by expert."""
     overlap_grad_reduce: bool
-    """Gradients are summed over ranks while the backward pass goes on."""
+    """True if gradients are reduced over ranks during the backward pass."""
     overlap_param_gather: bool
-    """Updated weights are gathered over ranks beside the next forward pass."""
+    """True if updated weights are gathered over ranks during the next forward pass."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
 
 def installed() -> frozenset[str]:
-    """Names of installed packages that change a choice: modules, distributions of FlashAttention, and `HYBRID`. None is
-    imported."""
-    found = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
-    if "deep_ep" in found:
-        origin = importlib.util.find_spec("deep_ep").origin
-        found |= {HYBRID} if origin is not None and HYBRID in Path(origin).read_text() else set()
+    """Lists installed packages that affect a choice: modules, distributions of FlashAttention, and `HYBRID`. Imports
+    none of them."""
+    names: set[str] = set()
+    for name in _MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        names.add(name)
+        if name == "deep_ep" and spec.origin is not None and HYBRID in Path(spec.origin).read_text():
+            names.add(HYBRID)
     for name in FLASH:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.add(name)
-    return frozenset(found)
+        names.add(name)
+    return frozenset(names)
 
 
 def choose_backends(
@@ -72,18 +76,18 @@ def choose_backends(
     layer_kind: LayerKind = ATTENTION_ONLY,
     experts: int = 0,
 ) -> Backends:
-    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `replaced`:
-    numerics.mode brings layers in the place of plain torch's. `layer_kind`: of the model. `experts`: routed ones of a
+    """Resolves `auto` and refuses backends that cannot run. `packages`: `installed()` on the trainer's hosts.
+    `replaced`: numerics.mode replaces plain torch layers. `layer_kind`: of the model. `experts`: routed experts of a
     layer.
 
-    Raises SlimxError naming the key and what is missing."""
+    Raises SlimxError naming the configuration key and the missing package."""
     if replaced:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)
     _check_moments(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
     if replaced:
-        why_attention = "attention and layers: those of numerics.mode"
+        why_attention = "attention and layers: as defined by numerics.mode"
     fusion, why_fusion = _fusion(device, packages)
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":
@@ -114,24 +118,24 @@ def has_engine(device: str, packages: Collection[str]) -> bool:
     return device == "cuda" and "transformer_engine" in packages
 
 
-def _attention(asked: Attention, device: str, packages: Collection[str]) -> tuple[Attention, str]:
+def _attention(choice: Attention, device: str, packages: Collection[str]) -> tuple[Attention, str]:
     engine = has_engine(device, packages)
-    if asked == "auto":
+    if choice == "auto":
         if engine:
             return "auto", "attention: Transformer Engine chooses its fastest kernel for each shape"
         missing = "Transformer Engine is not installed" if device == "cuda" else "there is no CUDA"
         return "unfused", f"attention unfused: {missing}, so torch's scaled_dot_product_attention computes it"
-    if asked == "unfused":
-        whose = "Transformer Engine's" if engine else "torch's scaled_dot_product_attention"
-        return "unfused", f"attention unfused: as configured ({whose})"
+    if choice == "unfused":
+        kernel = "Transformer Engine's" if engine else "torch's scaled_dot_product_attention"
+        return "unfused", f"attention unfused: as configured ({kernel})"
     if not engine:
-        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
         raise SlimxError(
-            f"trainer.attention={asked} needs {missing}, which is not here; set trainer.attention=auto or install it",
-            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; set "
+            "trainer.attention=auto or install it",
+            code=_missing_code(device),
             about="trainer.attention",
         )
-    if asked == "flash":
+    if choice == "flash":
         flash = [name for name in FLASH if name in packages]
         if not flash:
             raise SlimxError(
@@ -140,8 +144,16 @@ def _attention(asked: Attention, device: str, packages: Collection[str]) -> tupl
                 code="trainer.not_installed",
                 about="trainer.attention",
             )
-        return asked, f"attention flash: as configured ({', '.join(flash)})"
-    return asked, f"attention {asked}: as configured"
+        return choice, f"attention flash: as configured ({', '.join(flash)})"
+    return choice, f"attention {choice}: as configured"
+
+
+def _missing_engine(device: str) -> str:
+    return "the package transformer_engine" if device == "cuda" else "CUDA"
+
+
+def _missing_code(device: str) -> str:
+    return "trainer.not_installed" if device == "cuda" else "trainer.no_cuda"
 
 
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
@@ -150,12 +162,13 @@ def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
         return False, f"{name} off: there is no CUDA"
     if "fused_weight_gradient_mlp_cuda" in packages:
         return True, f"{name} on: apex's extension is installed"
-    # megatron-core asks for apex's extension even where Transformer Engine's own layers would not need it.
+    # megatron-core requires apex's extension even where Transformer Engine's layers would not need it.
     return False, f"{name} off: NVIDIA's apex (fused_weight_gradient_mlp_cuda) is not installed"
 
 
 def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
-    """The unfused order of tokens is found by `masked_select`, for which the host waits in every MoE layer."""
+    """Chooses fused permutation where possible: the unfused one makes the host wait for `masked_select` in every
+    MoE layer."""
     name = "permutation of tokens"
     if device != "cuda":
         return False, f"{name} unfused: there is no CUDA"
@@ -165,22 +178,25 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
 
 
 def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: int) -> tuple[bool, str]:
-    name, asked, engine = "reduction of gradients", trainer.overlap_grad_reduce, has_engine(device, packages)
-    if asked and experts and not engine:
-        # megatron-core's buckets count gradients, and sums of different buckets would meet where ranks differ in order.
+    name = "reduction of gradients"
+    configured = trainer.overlap_grad_reduce
+    engine = has_engine(device, packages)
+    if configured and experts and not engine:
+        # megatron-core's buckets count gradients; if the order differs between ranks, sums of different buckets mix.
         raise SlimxError(
-            "trainer.overlap_grad_reduce needs Transformer Engine's layers for a model with experts, which are not "
-            "taken here: an expert without tokens has no gradient in torch's, and its bucket would wait for it; leave "
-            "the key out",
+            "trainer.overlap_grad_reduce needs Transformer Engine's layers for a model with experts, but plain torch "
+            "layers are used: an expert without tokens gets no gradient from them, and its bucket would wait for it; "
+            "remove the key",
             code="trainer.overlap_grad_reduce",
             about="trainer.overlap_grad_reduce",
         )
-    if asked is not None:
-        return asked, f"{name} {'beside' if asked else 'after'} the backward pass: as configured"
+    if configured is not None:
+        moment = "during" if configured else "after"
+        return configured, f"{name} {moment} the backward pass: as configured"
     if trainer.data_size * trainer.context == 1:
         return False, f"{name} not needed: there is one data-parallel rank"
     if engine:
-        return True, f"{name} beside the backward pass, by buckets"
+        return True, f"{name} during the backward pass, by buckets"
     return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
 
 
@@ -188,57 +204,58 @@ def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:
     if not trainer.overlap_param_gather:
         return ()
     if not overlap:
-        # megatron-core then has one bucket for all weights, and the first layer would wait for all of it.
+        # megatron-core would then use one bucket for all weights, and the first layer would wait for all of it.
         raise SlimxError(
-            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off here; set it "
-            "to true, or leave trainer.overlap_param_gather out",
+            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off; set it to "
+            "true, or remove trainer.overlap_param_gather",
             code="trainer.overlap_param_gather",
             about="trainer.overlap_param_gather",
         )
-    return ("gather of weights beside the forward pass that follows, between the updates of a step: as configured",)
+    return ("gather of weights during the next forward pass, between the updates of a step: as configured",)
 
 
 def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.offload_activations and not has_engine(device, packages):
-        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
         raise SlimxError(
-            f"trainer.offload_activations needs {missing}, which is not here; leave it out, and set trainer.recompute",
-            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            f"trainer.offload_activations needs {_missing_engine(device)}, which is not available; remove it, and set "
+            "trainer.recompute",
+            code=_missing_code(device),
             about="trainer.offload_activations",
         )
 
 
 def _check_moments(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.optimizer.moments_dtype != "float32" and not has_engine(device, packages):
-        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
         raise SlimxError(
-            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {missing}, which is not here; "
-            "leave it out",
-            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {_missing_engine(device)}, which "
+            "is not available; remove it",
+            code=_missing_code(device),
             about="trainer.optimizer.moments_dtype",
         )
 
 
 def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:
-    asked = f"trainer.moe.dispatcher=flex ({trainer.moe.flex_backend})"
+    choice = f"trainer.moe.dispatcher=flex ({trainer.moe.flex_backend})"
     if device != "cuda":
         raise SlimxError(
-            f"{asked} needs CUDA, which is not here; set trainer.moe.dispatcher=alltoall",
+            f"{choice} needs CUDA, which is not available; set trainer.moe.dispatcher=alltoall",
             code="trainer.no_cuda",
             about="trainer.moe.dispatcher",
         )
-    needed, missing = "deep_ep", "the package deep_ep, which is not installed"
+    required = "deep_ep"
+    missing = "the package deep_ep, which is not installed"
     if trainer.moe.flex_backend == "hybridep":
-        needed, missing = HYBRID, f"{HYBRID} of DeepEP's branch hybrid-ep, which the deep_ep that is installed lacks"
-    if needed not in packages:
+        required = HYBRID
+        missing = f"{HYBRID} of DeepEP's branch hybrid-ep, which the installed deep_ep lacks"
+    if required not in packages:
         raise SlimxError(
-            f"{asked} needs {missing}; install it or set trainer.moe.dispatcher=alltoall",
+            f"{choice} needs {missing}; install it or set trainer.moe.dispatcher=alltoall",
             code="trainer.not_installed",
             about="trainer.moe.dispatcher",
         )
     if trainer.expert * trainer.expert_tensor_size == 1:
         raise SlimxError(
-            f"{asked} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall",
+            f"{choice} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall",
             code="trainer.nothing_to_dispatch",
             about="trainer.moe.dispatcher",
         )

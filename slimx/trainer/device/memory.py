@@ -1,4 +1,4 @@
-"""Peak memory of one trainer rank by phase: what the device allocated, or what the process had resident on the CPU."""
+"""Peak memory of a trainer rank by phase: allocated on the device, or resident in the process on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROC = Path("/proc/self")
 
 
 class CudaMeter:
-    """Memory that torch's allocator gave out (not what it caches, nor what libraries take beside it)."""
+    """Meter of memory that torch's allocator handed out, without its cache and without memory of other libraries."""
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -23,12 +23,12 @@ class CudaMeter:
 
 
 class ProcessMeter:
-    """Resident memory of this process, by the kernel's own high-water mark (`VmHWM`, proc(5))."""
+    """Meter of this process's resident memory, by the kernel's high-water mark (`VmHWM`, proc(5))."""
 
     def __init__(self, directory: Path = _PROC):
         self.directory = directory
         self.resets = True
-        """The mark can be set back; where the kernel refuses that, peaks are those since the start."""
+        """True if the mark can be reset; if the kernel refuses, peaks are those since the start."""
 
     def begin(self) -> None:
         try:
@@ -37,26 +37,27 @@ class ProcessMeter:
             self.resets = False
 
     def peak(self) -> int:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", (self.directory / "status").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        match = re.search(r"^VmHWM:\s+(\d+) kB", (self.directory / "status").read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
 
 
 Meter = CudaMeter | ProcessMeter
-"""Measures the highest use of memory, in bytes, since `begin` was last called."""
+"""Measures peak memory, in bytes, since the last call of `begin`."""
 
 
-class PhaseMemory:
-    """Peaks by phase. Time that is in no phase of its own belongs to `idle`."""
+class PhasePeaks:
+    """Peaks by phase. Time outside of all phases belongs to `idle`."""
 
     def __init__(self, meter: Meter, idle: str):
-        self.meter, self.idle = meter, idle
+        self.meter = meter
+        self.idle = idle
         self._peaks: dict[str, int] = {}
         self._inside = False
         meter.begin()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of work; one inside another counts as the outer one."""
+        """Counts a phase of work; a nested phase counts as the outer one."""
         if self._inside:
             yield
             return
@@ -69,9 +70,10 @@ class PhaseMemory:
             self._inside = False
 
     def take(self) -> dict[str, float]:
-        """Return `memory/PHASE_peak_mib` since the last call, in MiB."""
+        """Returns `memory/PHASE_peak_mib` since the last call, in MiB."""
         self._note(self.idle)
-        peaks, self._peaks = self._peaks, {}
+        peaks = self._peaks
+        self._peaks = {}
         return {f"memory/{name}_peak_mib": peak / 2**20 for name, peak in peaks.items()}
 
     def _note(self, name: str) -> None:

@@ -1,37 +1,38 @@
-"""Weights, gradients and optimizer state leave the device while engines generate on it, and come back.
+"""Moves weights, gradients and optimizer state off the device while engines generate on it, and back.
 
-What moves is storage, not tensors: it shrinks to 0 bytes and grows again, so that every view into it (parameters in
-Megatron's buffers, main gradients, shards of the distributed optimizer) stays the same object. Addresses may change.
-The same code runs on the CPU, where it moves to another host buffer.
+Storage moves, not tensors: it shrinks to 0 bytes and grows again, so every view of it (parameters in Megatron's
+buffers, main gradients, shards of the distributed optimizer) stays the same object. Addresses may change. The same code
+runs on the CPU, where the target is another host buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slimx.numerics.rounding import Rounding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments, each as large as its parameter."""
 STATE = (*MOMENTS, "momentum_buffer")
-"""Names of optimizer state as large as its parameter: Adam's two, and Muon's one."""
+"""Names of optimizer state as large as its parameter: Adam's two moments and Muon's momentum."""
 
 
 @dataclass(slots=True)
-class Moved:
-    """Storages that leave together."""
+class StorageGroup:
+    """Storages that move together."""
 
     storages: list[torch.UntypedStorage]
     keep: bool
-    """Their values come back; zeros otherwise."""
+    """True if their values come back, False if they come back as zeros."""
     sizes: list[int] = field(default_factory=list)
-    """While away: bytes of each storage."""
+    """Bytes of each storage while moved out, else empty."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By the storage's position: its bytes in (pinned) host memory, kept for the next time."""
+    """Bytes of each storage in (pinned) host memory by its index, reused by later moves."""
 
     @property
     def away(self) -> bool:
@@ -39,42 +40,55 @@ class Moved:
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages)
+        return _nbytes(self.storages)
 
 
 class Offload:
-    """Moves one trainer rank's `weights`, and `training` (gradients and optimizer state), to the host and back."""
+    """Moves a trainer rank's `weights` and `training` parts (gradients and optimizer state) to the host and back."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, device: torch.device, rounding: Rounding):
-        self.chunks, self.optimizer, self.device, self.rounding = chunks, optimizer, device, rounding
-        self._weights = Moved([], keep=True)
-        self._state = Moved([], keep=True)
-        self._gradients = Moved([], keep=False)
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        device: torch.device,
+        rounding: Rounding,
+    ):
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.device = device
+        self.rounding = rounding
+        self._weights = StorageGroup([], keep=True)
+        self._state = StorageGroup([], keep=True)
+        self._gradients = StorageGroup([], keep=False)
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Names of the parts that are on the host now."""
-        weights = ("weights",) if self._weights.away else ()
-        return weights + (("training",) if self._state.away or self._gradients.away else ())
+        """Names of the parts that are currently on the host."""
+        parts = []
+        if self._weights.away:
+            parts.append("weights")
+        if self._state.away or self._gradients.away:
+            parts.append("training")
+        return tuple(parts)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes on the device by kind, at this moment."""
+        """Returns the current bytes on the device by kind."""
         weights, gradients, state = self._collect()
         kinds = {"weights": weights, "gradients": gradients, "optimizer state": state}
-        return {kind: sum(storage.nbytes() for storage in storages) for kind, storages in kinds.items()}
+        return {kind: _nbytes(storages) for kind, storages in kinds.items()}
 
     @torch.no_grad()
     def offload(self, *, weights: bool = True) -> int:
-        """Move gradients and optimizer state, and the weights if asked to; returns the bytes given back. A second
-        call does nothing."""
+        """Moves gradients and optimizer state to the host, and the weights if `weights`; returns the bytes freed. A
+        second call does nothing."""
         before = sum(self.sizes().values())
         if "training" not in self.away:
-            # bf16 models: fp32 copies of the gradients that only a step needs.
+            # bf16 models: fp32 copies of the gradients, which only a step needs.
             self.optimizer.zero_grad(set_to_none=True)
             self.rounding.release(self.chunks)
-            held, gradients, state = self._collect()
-            # State is made by the first step, so what there is is looked up every time.
-            _refresh(self._weights, held)
+            parameters, gradients, state = self._collect()
+            # The first step creates the state, so storages are collected anew every time.
+            _refresh(self._weights, parameters)
             _refresh(self._gradients, gradients)
             _refresh(self._state, state)
             self._out(self._gradients)
@@ -88,7 +102,7 @@ class Offload:
 
     @torch.no_grad()
     def reload(self, *, training: bool = True) -> None:
-        """Bring back the weights and, unless only they are needed, all the rest. A second call does nothing."""
+        """Moves the weights back and, with `training`, all other parts. A second call does nothing."""
         self._back(self._weights)
         if training:
             self._back(self._state)
@@ -97,52 +111,64 @@ class Offload:
             torch.cuda.synchronize()
 
     def _collect(self) -> tuple[list[torch.UntypedStorage], ...]:
-        """Storages of weights, of gradients and of optimizer state; each storage once, in that order."""
+        """Returns storages of weights, of gradients and of optimizer state; each storage once, in that order."""
         seen: set[int] = set()
         return tuple(list(_distinct(tensors, seen)) for tensors in self._tensors())
 
     def _tensors(self) -> tuple[list[torch.Tensor], ...]:
-        weights = [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
-        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        weights += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        gradients = [buffer.grad_data for buffer in buffers]
+        weights: list[torch.Tensor] = []
+        buffered: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for chunk in self.chunks:
+            weights += [parameter.data for parameter in chunk.parameters()]
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                gradients.append(buffer.grad_data)
+                if buffer.param_data is not None:
+                    buffered.append(buffer.param_data)
         state: list[torch.Tensor] = []
         for part in self.optimizer.chained_optimizers:
             if part.optimizer is not None:
-                state += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
-                state += [values[key] for values in part.optimizer.state.values() for key in STATE if key in values]
+                for group in part.optimizer.param_groups:
+                    state += [parameter.data for parameter in group["params"]]
+                for values in part.optimizer.state.values():
+                    state += [values[key] for key in STATE if key in values]
         # Moments that live on the host (trainer.optimizer.offload_fraction) do not move.
-        return weights, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
+        return weights + buffered, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
 
-    def _out(self, moved: Moved) -> None:
-        moved.sizes = [storage.nbytes() for storage in moved.storages]
-        for number, storage in enumerate(moved.storages):
-            if moved.keep:
-                host = moved.host.get(number)
+    def _out(self, group: StorageGroup) -> None:
+        group.sizes = [storage.nbytes() for storage in group.storages]
+        for index, storage in enumerate(group.storages):
+            if group.keep:
+                host = group.host.get(index)
                 if host is None or host.numel() != storage.nbytes():
-                    # Not by torch.empty(pin_memory=...) alone: on the CPU there is nothing to pin.
+                    # Pinned on CUDA only: on the CPU there is nothing to pin.
                     pinned = self.device.type == "cuda"
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-                    moved.host[number] = host
+                    group.host[index] = host
                 host.copy_(_bytes_of(storage), non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the copies are done before their source goes
-        for storage in moved.storages:
+            torch.cuda.synchronize()  # the copies must end before their source is freed
+        for storage in group.storages:
             storage.resize_(0)
 
-    def _back(self, moved: Moved) -> None:
-        for number, (storage, size) in enumerate(zip(moved.storages, moved.sizes, strict=False)):
+    def _back(self, group: StorageGroup) -> None:
+        for index, (storage, size) in enumerate(zip(group.storages, group.sizes, strict=False)):
             storage.resize_(size)
-            if moved.keep:
-                _bytes_of(storage).copy_(moved.host[number], non_blocking=True)
+            if group.keep:
+                _bytes_of(storage).copy_(group.host[index], non_blocking=True)
             else:
                 _bytes_of(storage).zero_()
-        moved.sizes = []
+        group.sizes = []
 
 
-def _refresh(moved: Moved, storages: list[torch.UntypedStorage]) -> None:
-    if [s._cdata for s in storages] != [s._cdata for s in moved.storages]:
-        moved.storages, moved.host = storages, {}
+def _refresh(group: StorageGroup, storages: list[torch.UntypedStorage]) -> None:
+    if [storage._cdata for storage in storages] != [storage._cdata for storage in group.storages]:
+        group.storages = storages
+        group.host = {}
+
+
+def _nbytes(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _distinct(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:

@@ -40,28 +40,24 @@ def build_model(
     device: torch.device,
     kind: type[GPTModel] = PolicyModel,
 ) -> tuple[list[DistributedDataParallel], AttachedForm]:
-    """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded, and what stands
-    beside these; more than one chunk with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no
+    """Builds this rank's chunks of the model in the order of the forward pass, weights not yet loaded, and the attached
+    parameters. Several chunks only with virtual pipeline stages. Frozen parameters (`ModelSpec.frozen`) get no
     gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
     mode = mode_of(config)
-    options = (
-        {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "head": mode.head()}
-        if kind is PolicyModel
-        else {}
-    )
+    options: dict[str, object] = {}
+    if kind is PolicyModel:
+        options = {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "head": mode.head()}
     virtual = config.trainer.virtual_pipeline
     make = partial(spec.layer_kind.model_class(kind, sizes_of(config.trainer)), **options)
-    # Transformer Engine's layers round by themselves, see `transformer_config`.
+    # Transformer Engine's layers round internally, see `transformer_config`.
     rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
-    chunks = [
-        build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, mode, rounding)
-        for chunk in range(virtual)
-    ]
+    indices = range(virtual) if virtual > 1 else (None,)
+    chunks = [build_chunk(make, spec, transformer, index, device, mode, rounding) for index in indices]
     _freeze(chunks, spec, config)
     attached = form_of(config).attach(unwrap(chunks[0]), spec.table)
-    # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
-    # round the fp32 value head of a bf16 critic and mix up its elements.
+    # Buckets stay separate (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which
+    # would round the fp32 value head of a bf16 critic and mix up its elements.
     wrapped = [
         DistributedDataParallel(
             transformer,
@@ -88,29 +84,29 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
         return
     layout = MegatronLayout(spec.table, sizes_of(config.trainer))
     names = names_of(frozen, layout.held(dist.get_rank()))
-    for number, chunk in enumerate(chunks):
-        prefix = f"{number}." if len(chunks) > 1 else ""
-        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
+    for index, chunk in enumerate(chunks):
+        prefix = f"{index}." if len(chunks) > 1 else ""
+        chunk_names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        freeze(unwrap(chunk), chunk_names, recompute=config.trainer.recompute.granularity != "none")
 
 
 def freeze(module: torch.nn.Module, names: Collection[str], *, recompute: bool) -> None:
-    """Freeze the parameters `names` of one chunk, before it is wrapped for data parallelism: no gradient, no optimizer
-    state; they still publish, export and stand in checkpoints.
+    """Freezes the parameters `names` of one chunk, before it is wrapped for data parallelism: they have no gradient and
+    no optimizer state, but are still published, exported and saved in checkpoints.
 
-    `recompute`: whether the backward pass computes parts of the model again.
+    `recompute`: whether the backward pass recomputes parts of the model.
     """
     parameters = dict(module.named_parameters())
     for name in names:
-        if name in parameters:  # an expert's selection bias is a buffer and has no gradient anyway
+        if name in parameters:  # an expert's selection bias is a buffer and never has a gradient
             parameters[name].requires_grad_(False)
     embedding = getattr(module, "embedding", None)
     trainable = any(parameter.requires_grad for parameter in parameters.values())
     if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
         return
-    # Recomputed layers whose input needs no gradient get none themselves (torch's checkpoint goes by its inputs), and a
-    # pipeline stage must have an output that the next stage's gradient can enter. Elsewhere the backward pass may end
-    # at the first trainable layer.
+    # Recomputed layers whose input needs no gradient get none themselves (torch's checkpoint decides by its inputs),
+    # and a pipeline stage must have an output that accepts the next stage's gradient. Otherwise the backward pass may
+    # end at the first trainable layer.
     if recompute or not trainable:
         embedding.register_forward_hook(_require_gradient)
 
@@ -128,8 +124,8 @@ def build_chunk(
     mode: NumericsMode,
     rounding: Rounding,
 ) -> torch.nn.Module:
-    """One module of this rank, not yet wrapped for data parallelism. `make`: as `LayerKind.model_class` returns it.
-    `chunk`: its number, None without virtual pipeline stages. `rounding`: by plain torch's layers."""
+    """Builds one module of this rank, not yet wrapped for data parallelism. `make`: as from `LayerKind.model_class`.
+    `chunk`: its index, None without virtual pipeline stages. `rounding`: of plain torch layers."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
         megatron_attention.install_latent(layers)
@@ -156,9 +152,9 @@ def build_chunk(
     halved = Float16Module(transformer, model)
     for module in halved.modules():
         if isinstance(module, TopKRouter):
-            # Float16Module halves buffers too; the selection bias is fp32 before its values are loaded.
+            # Float16Module casts buffers too; the selection bias must be fp32 before its values are loaded.
             module._maintain_float32_expert_bias()
-        elif getattr(module, "IN_FP32", False):  # a module of an extra says so
+        elif getattr(module, "IN_FP32", False):  # set by modules of extras
             module.float()
         for parameter in spec.layer_kind.fp32_parameters(module):
             parameter.data = parameter.data.float()
@@ -166,7 +162,8 @@ def build_chunk(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPT model inside its data-parallel and half-precision wrappers."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+    """Returns the GPT model inside its data-parallel and half-precision wrappers."""
+    inner: GPTModel = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner

@@ -1,4 +1,4 @@
-"""Lets megatron-core judge a model, its layout and `trainer.megatron` before any rank starts."""
+"""Has megatron-core validate a model, its layout and `trainer.megatron` before any rank starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slimx.trainer.device.backends import Backends
 
 
 def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
-    """Build Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
-    process that trains: megatron-core is imported without its compiled functions."""
+    """Builds Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
+    training process: megatron-core is imported without its compiled functions."""
     with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled(), untracked():
-        # megatron-core warns of what this process has not installed, torch's logger of a toolkit without a GPU.
+        # megatron-core warns about packages missing in this process, torch's logger about a toolkit without a GPU.
         warnings.simplefilter("ignore")
         from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
 
@@ -26,7 +26,7 @@ def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cp
 
 @contextmanager
 def _errors_only(name: str) -> Iterator[None]:
-    """Have the logger `name` say no less than errors inside the block."""
+    """Limits the logger `name` to errors inside the block."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

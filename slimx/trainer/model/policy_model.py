@@ -1,19 +1,21 @@
-"""The GPT model whose output is log-probs, also where it has layers of multi-token prediction (MTP), which can be
-recomputed over packed sequences."""
+"""The GPT model that outputs log-probs, also with layers of multi-token prediction (MTP), which can be recomputed over
+packed sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MultiTokenPredictionBlockSubmodules,
@@ -26,20 +28,33 @@ from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
 class PolicyOutput:
-    """Log-probs in the place of logits, for a model of megatron-core.
+    """Mixin that makes a megatron-core model return log-probs instead of logits.
 
-    Upstream's models return logits, or the losses of labels. This takes `Targets` in the place of labels and returns
-    their log-probs and entropies, fp32 tensors [T], and what else `label_logprobs` gives; the logits exist for a chunk
-    of tokens at a time (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to
-    the backward pass.
-    Without targets it returns all logits [1, T, V / TP], as upstream's do without labels.
+    Upstream's models return logits, or the losses of labels. This one takes `Targets` instead of labels and returns
+    the outputs of `label_logprobs`, first log-probs and entropies, fp32 tensors [T]; logits exist for one chunk of
+    tokens at a time (`slimx.trainer.model.logprobs`). If there are MTP layers, a `loss_mask` adds their loss to the
+    backward pass. Without targets it returns all logits [1, T, V / TP], as upstream's do without labels.
     """
 
-    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, head: Head | None = None, **kwargs: Any):
-        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `head`: the arithmetic
-        of the output layer; None: torch's."""
+    config: TransformerConfig
+    cp_group: torch.distributed.ProcessGroup
+    embedding: torch.nn.Module
+    mtp: Callable[..., torch.Tensor]
+    mtp_process: bool
+    output_layer: torch.nn.Module
+    pg_collection: ProcessGroupCollection
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    shared_embedding_or_output_weight: Callable[[], torch.Tensor]
+
+    def __init__(
+        self, *args: object, logprob_chunk_tokens: int | None = None, head: Head | None = None, **kwargs: object
+    ):
+        """Takes `logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `head`: the
+        arithmetic of the output layer; None: torch's."""
         super().__init__(*args, **kwargs)
-        self._chunk, self._head = logprob_chunk_tokens, head
+        self._chunk = logprob_chunk_tokens
+        self._head = head
 
     def _postprocess(
         self,
@@ -47,25 +62,26 @@ class PolicyOutput:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         labels: Targets | None,
-        rotary_pos_emb: Any,
-        rotary_pos_cos: Any,
-        rotary_pos_sin: Any,
+        rotary_pos_emb: object,
+        rotary_pos_cos: object,
+        rotary_pos_sin: object,
         loss_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        **_unused: object,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Apply the parts behind the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
+        """Applies the parts after the decoder; `loss_mask` [1, T] is the weight of each label (0: not trained)."""
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         head = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert isinstance(head, torch.Tensor)
         if labels is None:
             return self.output_layer(hidden_states, weight=head)[0].transpose(0, 1).contiguous()
         if self.mtp_process and loss_mask is not None:
-            # The MTP layers learn to follow the policy and leave it alone: its hidden states, its embedding and its
-            # output layer get no gradient from them. Recomputation keeps the graph of a layer only if its input wants a
-            # gradient, so this one does, and nobody reads it.
+            # The MTP layers learn to follow the policy and do not change it: its hidden states, embedding and output
+            # layer get no gradient from them. Recomputation keeps a layer's graph only if its input requires a
+            # gradient, so this input does, and the gradient is unused.
             frozen = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
             predicted = self.mtp(
                 input_ids=input_ids,
@@ -78,48 +94,54 @@ class PolicyOutput:
                 packed_seq_params=bounds_alone(packed_seq_params),
                 embedding=lambda **inputs: self.embedding(**inputs).detach(),
             )
-            wanted = labels.labels.unsqueeze(0)
+            shifted = labels.labels.unsqueeze(0)
             for states in predicted.chunk(1 + self.config.mtp_num_layers)[1:]:
-                wanted, _ = roll_tensor(wanted, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
+                shifted, _ = roll_tensor(shifted, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
                 loss_mask, _ = roll_tensor(loss_mask, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
-                logprobs, _ = self._logprobs(states, head.detach(), Targets(labels=wanted[0]))
+                logprobs, _ = self._logprobs(states, head.detach(), Targets(labels=shifted[0]))
                 scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
                 hidden_states = MTPLossAutoScaler.apply(hidden_states, -scale * loss_mask[0] * logprobs)
         return self._logprobs(hidden_states, head, labels)
 
     def _logprobs(self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, ...]:
-        """hidden_states [T, 1, h], or [T / TP, 1, h] under sequence parallelism; head [V / TP, h]."""
+        """Computes the outputs of `label_logprobs` from hidden_states [T, 1, h], [T / TP, 1, h] under sequence
+        parallelism, and head [V / TP, h]."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden_states, group=group)
+            full = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
-            whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+            full = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         chunk = chunk_tokens(self._chunk, len(head))
-        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, head=self._head)
+        return label_logprobs(full.squeeze(1), head, targets, group=group, chunk=chunk, head=self._head)
 
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The bounds of `sequences` alone, without choices that layers keep there: megatron-core counts layers of
-    multi-token prediction from 1 again, and no pass before the updates runs them."""
+    """Returns only the bounds of `sequences`, without the choices that layers recorded in it: megatron-core numbers
+    layers of multi-token prediction from 1 again, and they run in no pass before the updates."""
     if sequences is None:
         return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
 
 
 class PolicyModel(PolicyOutput, GPTModel):
-    """megatron-core's GPTModel for policy training. Written for megatron-core 0.19.2."""
+    """megatron-core's GPTModel for policy training, written for megatron-core 0.19.2."""
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's layer, but for full recomputation: 0.19.2 refuses it where decoder layers are recomputed several
-    at a time."""
+    """megatron-core's MTP layer with full recomputation: 0.19.2 refuses it if decoder layers are recomputed several at
+    a time."""
 
-    def _checkpointed_forward(self, **inputs: Any) -> torch.Tensor:
+    def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":
             # As upstream: only uniform recomputation covers these layers.
             return self._proj_and_transformer_layer(**inputs)
-        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
-        others = {name: value for name, value in inputs.items() if name not in tensors}
+        tensors = {}
+        others = {}
+        for name, value in inputs.items():
+            if torch.is_tensor(value):
+                tensors[name] = value
+            else:
+                others[name] = value
 
         def run(*values: torch.Tensor) -> torch.Tensor:
             return self._proj_and_transformer_layer(**dict(zip(tensors, values, strict=True)), **others)
@@ -127,8 +149,11 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return checkpoint(run, self.config.distribute_saved_activations, *tensors.values())
 
 
-def with_prediction_layers(block: MultiTokenPredictionBlockSubmodules | None) -> Any:
-    """The block's specification with every layer built as a PredictionLayer; None (no such layers here) stays None."""
-    for layer in block.layer_specs if block is not None else ():
-        layer.module = PredictionLayer
+def with_prediction_layers(
+    block: MultiTokenPredictionBlockSubmodules | None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Returns the block's spec with every layer built as a PredictionLayer; None (no such layers) stays None."""
+    if block is not None:
+        for layer in block.layer_specs:
+            layer.module = PredictionLayer
     return block

@@ -1,17 +1,18 @@
-"""Queries and keys normalised over all their heads together, which megatron-core has per head only (MiniMax-M2)."""
+"""Normalisation of queries and keys over all their heads together; megatron-core has it per head only (MiniMax-M2)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.errors import SlimxError
@@ -19,33 +20,37 @@ from slimx.numerics.norm import rms_scale
 
 
 class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over the `heads` heads of a projection, of which every tensor-parallel rank holds its share.
+    """RMSNorm over the `heads` heads of a projection, which are split over the tensor-parallel ranks.
 
-    megatron-core leaves its gradient alone as long as its config has no qk_layernorm: with it, 0.19.2 sums the
-    gradients of whatever is named q_layernorm or k_layernorm over the ranks, which here hold different parts.
+    megatron-core leaves its gradient unchanged as long as its config has no qk_layernorm: with it, 0.19.2 sums the
+    gradients of everything named q_layernorm or k_layernorm over the ranks, but here ranks have different parts.
     """
 
-    def __init__(self, hidden_size: int, config: Any, eps: float, heads: int):
-        """`hidden_size`: of one head. `heads`: of the whole model."""
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int):
+        """Takes `hidden_size`: of one head. `heads`: of the whole model."""
         super().__init__()
-        self.group, self.eps = parallel_state.get_tensor_model_parallel_group(), eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.eps = eps
         self.width = heads * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
-        # The gradient norm counts this rank's part beside the others'.
+        # The gradient norm counts this rank's part in addition to the others'.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm of x [..., heads / TP, head], in the same shape."""
+        """Normalises x [..., heads / TP, head]; same shape."""
         flat = x.flatten(-2)
         squares = flat.float().square().sum(-1, keepdim=True)
         if self.group.size() > 1:
-            # The sum feeds every rank's own heads, so its gradient is a sum over ranks too.
+            # The sum feeds every rank's local heads, so its gradient is a sum over ranks too.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         return rms_scale(flat, squares / self.width, self.weight, self.eps).view_as(x)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Checkpoint keys of megatron-core's norms, split over the tensor-parallel ranks."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
+    ) -> ShardedStateDict:
+        """Returns the checkpoint keys of megatron-core's norms, split over the tensor-parallel ranks."""
+        assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
             prefix,
@@ -57,24 +62,25 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ProjectionNormAttention(SelfAttention):
-    """SelfAttention with norms of queries and keys over all heads, which 0.19.2 refuses in a spec as long as its config
-    has no qk_layernorm."""
+    """SelfAttention with norms of queries and keys over all heads, which 0.19.2 refuses in a spec unless its config has
+    qk_layernorm."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)
-        size, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+        size = self.hidden_size_per_attention_head
+        eps = config.layernorm_epsilon
         self.q_layernorm = ProjectionNorm(size, config, eps, config.num_attention_heads)
         self.k_layernorm = ProjectionNorm(size, config, eps, config.num_query_groups)
 
 
-def install(block: Any, config: Any) -> None:
-    """Have the attention of a decoder's spec (TransformerBlockSubmodules) built with this norm of queries and keys.
+def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Puts this norm of queries and keys into the attention of a decoder's spec.
 
-    Raises SlimxError for a `config` (TransformerConfig) under which upstream would spoil its gradients."""
+    Raises SlimxError for a `config` under which upstream would compute wrong gradients."""
     if config.qk_layernorm:
         raise SlimxError(
-            "trainer.megatron.qk_layernorm is true, but this model's norms span all heads and ranks hold different "
-            "parts of them, whose gradients megatron-core would then sum; leave it out",
+            "trainer.megatron.qk_layernorm is true, but this model's norms span all heads and ranks have different "
+            "parts of them, whose gradients megatron-core would sum; remove it",
             code="trainer.qk_layernorm",
             about="trainer.megatron.qk_layernorm",
         )
@@ -84,7 +90,7 @@ def install(block: Any, config: Any) -> None:
             continue  # layers share one spec
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
             raise SlimxError(
-                f"a norm of all heads together cannot stand in {attention.module}: it is no SelfAttention",
+                f"a norm over all heads cannot be used in {attention.module}: it is not a SelfAttention",
                 code="trainer.projection_norm",
                 about=str(attention.module),
             )

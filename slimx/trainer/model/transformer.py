@@ -1,10 +1,10 @@
-"""Megatron's configuration of a model under a parallel layout."""
+"""Megatron's configuration for a model under a parallel layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from megatron.core.activations import squared_relu
@@ -22,13 +22,13 @@ from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-"""Activations by the name in a family's `activation_func`: megatron-core knows its fused kernels by these functions."""
+"""Activations by the name in a family's `activation_func`; megatron-core selects fused kernels by these functions."""
 
 
 @dataclasses.dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """TransformerConfig with the fields that GPTModel reads where position_embedding_type is yarn; megatron-core 0.19.2
-    declares them nowhere."""
+    """TransformerConfig with the fields that GPTModel reads if position_embedding_type is yarn; megatron-core 0.19.2
+    does not declare them."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -42,14 +42,50 @@ class YarnTransformerConfig(TransformerConfig):
 def _kind(spec: ModelSpec) -> type[TransformerConfig]:
     if spec.transformer.get("multi_latent_attention"):
         return MLATransformerConfig
-    return YarnTransformerConfig if spec.gpt["position_embedding_type"] == "yarn" else TransformerConfig
+    if spec.gpt["position_embedding_type"] == "yarn":
+        return YarnTransformerConfig
+    return TransformerConfig
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
-    """Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
-    trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
+    """Returns Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
+    trainer = config.trainer
     kind = _kind(spec)
-    fields: dict[str, Any] = {
+    check_megatron_fields(trainer.megatron, kind)
+    _check_sinks(spec, trainer, backends)
+    if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
+        raise SlimxError(
+            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
+            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number",
+            code="trainer.mtp_layers",
+            about="trainer.megatron.mtp_num_layers",
+        )
+    fields = _fields(spec, config, backends, cpu=cpu)
+    try:
+        return kind(**{**fields, **trainer.megatron})
+    except (ValueError, AssertionError) as error:
+        raise SlimxError(
+            f"megatron-core refuses this model or layout: {' '.join(str(error).split())}",
+            code="trainer.megatron_core",
+            about=spec.path,
+        ) from error
+
+
+def _check_sinks(spec: ModelSpec, trainer: Trainer, backends: Backends) -> None:
+    if spec.transformer.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
+        raise SlimxError(
+            f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
+            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them",
+            code="trainer.attention_sinks",
+            about="trainer.attention",
+        )
+
+
+def _fields(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> dict[str, object]:
+    trainer = config.trainer
+    dtype = DTYPES[config.numerics.dtype]
+    rounding = rounding_of(trainer).fields() if backends.transformer_engine else {}
+    return {
         **spec.transformer,
         "mtp_num_layers": spec.table.mtp_layers or None,
         "activation_func": ACTIVATIONS[spec.transformer.get("activation_func", "silu")],
@@ -69,14 +105,14 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         "attention_backend": AttnBackend[backends.attention],
         "moe_token_dispatcher_type": backends.dispatcher,
         "moe_flex_dispatcher_backend": backends.flex_backend,
-        # Micro-batches are packed, and HybridEP wants the same number of tokens from every rank.
+        # Micro-batches are packed, and HybridEP requires the same number of tokens from every rank.
         "moe_hybridep_pad_uneven_dispatch_inputs": backends.dispatcher == "flex"
         and backends.flex_backend == "hybridep",
         "moe_router_dtype": "fp32",
-        # megatron-core would move the router's selection bias before the optimizer's step, skipped or not, and count
-        # padding; slimx.trainer.moe.routing moves it where trainer.moe.bias_update_rate asks for it.
+        # megatron-core would update the router's selection bias before the optimizer's step, skipped or not, and count
+        # padding; slimx.trainer.moe.routing updates it if trainer.moe.bias_update_rate is set.
         "moe_router_bias_update_rate": 0.0,
-        # The loss already holds its global denominator: no average over micro-batches or ranks, sums only.
+        # The loss already includes its global denominator: no average over micro-batches or ranks, sums only.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
         **_recompute_fields(trainer),
@@ -86,44 +122,21 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
-        **(rounding_of(trainer).fields() if backends.transformer_engine else {}),
-        # The slot of a layer's spec into which a mode puts an activation.
+        **rounding,
+        # The slot of a layer's spec for a mode's activation function.
         "use_te_activation_func": mode_of(config).replaces_layers,
     }
-    check_megatron_fields(trainer.megatron, kind)
-    if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
-        raise SlimxError(
-            f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
-            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them",
-            code="trainer.attention_sinks",
-            about="trainer.attention",
-        )
-    if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
-        raise SlimxError(
-            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
-            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number",
-            code="trainer.mtp_layers",
-            about="trainer.megatron.mtp_num_layers",
-        )
-    try:
-        return kind(**{**fields, **trainer.megatron})
-    except (ValueError, AssertionError) as error:
-        raise SlimxError(
-            f"megatron-core refuses this model or layout: {' '.join(str(error).split())}",
-            code="trainer.megatron_core",
-            about=spec.path,
-        ) from error
 
 
-def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[str, Any]:
+def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[str, object]:
     virtual = trainer.virtual_pipeline > 1
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "pipeline_model_parallel_size": trainer.pipeline,
         "virtual_pipeline_model_parallel_size": trainer.virtual_pipeline if virtual else None,
-        # Interleaved stages send and receive at once; megatron-core wants single messages for it, not batches.
+        # Interleaved stages send and receive at once; megatron-core requires single messages for it, not batches.
         "overlap_p2p_comm": virtual,
         "batch_p2p_comm": not virtual,
-        # Gives the memory of a sent activation back at once. gloo reads it when it sends, which may be later: with
+        # Frees the memory of a sent activation at once. gloo reads it when it sends, which may be later: with
         # overlapping messages activations would be silently corrupted.
         "deallocate_pipeline_outputs": not cpu,
     }
@@ -135,34 +148,32 @@ def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[st
     return fields
 
 
-def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
-    """Megatron-LM's own defaults where Transformer Engine brings the kernels; `trainer.megatron` overrides them."""
+def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, object]:
+    """Returns Megatron-LM's defaults if Transformer Engine provides the kernels; `trainer.megatron` overrides them."""
     engine = backends.transformer_engine
     return {
-        # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
+        # The unfused rotation reads the sequence bounds from the GPU, and waits for it, twice in every layer.
         "apply_rope_fusion": engine and fused_rotation(spec),
-        # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
+        # Compiled by torch, so the host needs a compiler: off if the layers are plain torch.
         "bias_activation_fusion": engine and spec.transformer.get("activation_func") != "squared_relu",
         "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
 
 
 def fused_rotation(spec: ModelSpec) -> bool:
-    """Returns True if a fused kernel turns queries and keys of packed sequences as megatron-core's plain code does."""
+    """Returns True if a fused kernel rotates queries and keys of packed sequences like megatron-core's plain code."""
     fields = spec.transformer
     if not fields.get("multi_latent_attention", False):
-        # Transformer Engine's kernel leaves out the factor by which yarn lengthens queries and keys.
+        # Transformer Engine's kernel omits yarn's scaling factor for queries and keys.
         return spec.gpt["position_embedding_type"] != "yarn"
-    # megatron-core's own kernels: for yarn, and Triton takes ranges of powers of 2 only.
+        # megatron-core's kernels: for yarn, and Triton takes ranges of powers of 2 only.
+    if fields["rope_type"] != "yarn" or not spec.layer_kind.fuses_rotation:
+        return False
     widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
-    return (
-        fields["rope_type"] == "yarn"
-        and spec.layer_kind.fuses_rotation
-        and all(width.bit_count() == 1 for width in widths)
-    )
+    return all(width.bit_count() == 1 for width in widths)
 
 
-def _recompute_fields(trainer: Trainer) -> dict[str, Any]:
+def _recompute_fields(trainer: Trainer) -> dict[str, object]:
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return {}
@@ -175,10 +186,10 @@ def _recompute_fields(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def check_megatron_fields(given: dict[str, Any], kind: type[TransformerConfig]) -> None:
-    """Refuse a key of `trainer.megatron` that the configuration does not have, with the nearest one that it has."""
+def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) -> None:
+    """Refuses a key of `trainer.megatron` that `kind` does not have, and suggests the most similar one that it has."""
     known = [field.name for field in dataclasses.fields(kind)]
-    for key in given:
+    for key in fields:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

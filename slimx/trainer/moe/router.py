@@ -1,18 +1,18 @@
-"""megatron-core's router, told which micro-batch it routes: its choice can be recorded and replayed, and its auxiliary
-terms have the denominators of the whole update."""
+"""megatron-core's router under a watch that identifies the micro-batch: its choice can be recorded and replayed, and
+its auxiliary terms use the denominators of the complete update."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from slimx.adapters.megatron.layers import served
 from slimx.algorithms.router_terms import LayerTally
@@ -21,44 +21,47 @@ from slimx.errors import SlimxError
 
 @dataclass(slots=True)
 class RoutedTokens:
-    """One micro-batch as the routers of this rank see it: the t tokens of it that are here after the cuts of context
-    and sequence parallelism."""
+    """One micro-batch as this rank's routers see it: its t tokens that remain after context and sequence
+    parallelism."""
 
     counted: torch.Tensor
-    """bool [t]: no padding."""
+    """bool [t]: not padding."""
     segments: torch.Tensor
-    """int64 [t]: number of the packed sequence that each token belongs to."""
+    """int64 [t]: index of the packed sequence of each token."""
     sequences: int
     """Packed sequences of the micro-batch, on all ranks together."""
     replayed: torch.Tensor | None
-    """[routers, t, k]: experts to take; None: the router chooses."""
-    chosen: dict[int, torch.Tensor] | None = field(default_factory=dict)
-    """By number of the router the experts it took, [t, k]; None: not recorded."""
+    """[routers, t, k]: experts to use; None: the router chooses."""
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Experts that each router used, [t, k], by the router's index."""
 
 
 class Cursor:
-    """The micro-batch that a chunk of the model works on; None outside a forward pass."""
+    """The current micro-batch of a chunk of the model; None outside of a forward pass."""
 
     def __init__(self) -> None:
         self.tokens: RoutedTokens | None = None
 
 
 class RouterWatch:
-    """One router over one pass of all micro-batches, however many of them are in flight.
+    """One router over one pass of all micro-batches, any number of which may be in flight.
 
-    What runs inside a chunk's forward pass belongs to the micro-batch of its cursor. What runs outside of one is
-    recomputation in a backward pass. Backward passes of a chunk follow each other in the order of its forward passes,
-    in every schedule of megatron-core's, so the micro-batch is the oldest that is not yet computed again.
+    A call inside a chunk's forward pass belongs to the micro-batch of its cursor. A call outside is recomputation in a
+    backward pass. Every schedule of megatron-core runs a chunk's backward passes in the order of its forward passes, so
+    the micro-batch is the oldest one not yet recomputed.
     """
 
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
-        """`row`: number of the router among those that replay; None for one that does not. `tally`: in training."""
-        self.name, self.row, self.tally = name, row, tally
+        """Takes `row`: index of the router among those that replay; None for one that does not. `tally`: in
+        training."""
+        self.name = name
+        self.row = row
+        self.tally = tally
         self._cursor = cursor
         self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> RouterChoice:
-        """The choice for the micro-batch that the router is about to see."""
+        """Returns the choice for the micro-batch that the router is about to process."""
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
@@ -69,12 +72,12 @@ class RouterWatch:
                 )
             return RouterChoice(self._again.popleft(), self.row, first=False)
         if self.tally is not None and not torch.is_grad_enabled():
-            self._again.append(tokens)  # a checkpointed forward pass: autograd will compute it again
+            self._again.append(tokens)  # a checkpointed forward pass: autograd will recompute it
         return RouterChoice(tokens, self.row, first=True)
 
     def finish(self, *, trainable: bool) -> None:
-        """Raises SlimxError if a `trainable` router's layer was not computed again that had to be: a checkpointed layer
-        gets no gradient if nothing before it wants one."""
+        """Raises SlimxError if the layer of a `trainable` router was not recomputed as required: a checkpointed layer
+        gets no gradient if nothing before it requires one."""
         if self._again and trainable:
             raise SlimxError(
                 f"{self.name} is trained, but {len(self._again)} micro-batches were not recomputed in the backward "
@@ -87,48 +90,51 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Answers a router that asks for its top-k: by replay, or by the router's own rule."""
+    """Chooses experts for a router: by replay, or by the router's own rule."""
 
     tokens: RoutedTokens
     row: int | None
     first: bool
-    """Not a recomputation."""
+    """True unless this is a recomputation."""
 
     def get_replay_topk(
         self,
         scores: torch.Tensor,
         topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., Any] | None = None,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and experts [t, k] of scores [t, experts], as upstream's RouterReplay returns them."""
-        tokens, row = self.tokens, self.row
+        """Returns values and experts [t, k] of scores [t, experts], with the signature of upstream's RouterReplay."""
+        tokens = self.tokens
+        row = self.row
         if row is not None and tokens.replayed is not None:
             experts = tokens.replayed[row].long()
             values = scores.gather(1, experts)
         else:
             values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.first and row is not None and tokens.chosen is not None:
+        if self.first and row is not None:
             small = torch.uint8 if scores.shape[1] <= 256 else torch.int16
             tokens.chosen[row] = experts.detach().to(small)
         return values, experts
 
 
 class PolicyRouter(TopKRouter):
-    """TopKRouter under a RouterWatch.
+    """TopKRouter under a RouterWatch, written for megatron-core 0.19.2.
 
-    Upstream's auxiliary losses and bias update stay off: they count padding, weigh micro-batches by their number, take
-    a pack for one sequence, and with calculate_per_token_loss divide by TP x CP. Upstream's RouterReplay keeps one
-    target per router, in a global list, and wants to be told from outside when a backward pass begins, which nobody can
-    while several micro-batches are in flight: a RouterChoice answers in its place. Written for megatron-core 0.19.2.
+    Upstream's auxiliary losses and bias update stay off: they count padding, weight micro-batches equally, treat a pack
+    as one sequence, and with calculate_per_token_loss divide by TP x CP. Upstream's RouterReplay keeps one target per
+    router in a global list and must be notified when a backward pass begins, which is impossible while several
+    micro-batches are in flight: a RouterChoice replaces it.
     """
 
+    router_replay: RouterChoice | None
+
     watch: RouterWatch | None = None
-    """Set for the time of a pass; without one it routes as upstream does."""
+    """Set during a pass; without it the router behaves as upstream's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits of input, by what engines get of the weight (`served`)."""
+        """Computes logits of input with the weight as engines receive it (`served`)."""
         weight = served(self.weight)
         if weight is self.weight:
             return super().gating(input)
@@ -138,10 +144,11 @@ class PolicyRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and map, both [t, experts], of logits [t, 1, experts]."""
+        """Returns probabilities and map, both [t, experts], of logits [t, 1, experts]."""
         if self.watch is None:
             return super().routing(logits)
-        choice = self.router_replay = self.watch.arrive()
+        choice = self.watch.arrive()
+        self.router_replay = choice
         try:
             probs, routing_map = super().routing(logits)
         finally:
@@ -154,11 +161,11 @@ class PolicyRouter(TopKRouter):
         return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Do nothing: the tally counts."""
+        """Does nothing: the tally counts."""
 
 
-def install(decoder: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
-    """Have the layers of a decoder's spec that have experts built with routers of `kind`."""
+def install(decoder: TransformerBlockSubmodules, kind: type[PolicyRouter] = PolicyRouter) -> None:
+    """Has a decoder's spec build the routers of its MoE layers as `kind`."""
     for layer in decoder.layer_specs:
         parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
         if isinstance(parts, MoESubmodules):

@@ -1,7 +1,7 @@
-"""Routes of micro-batches as tensors: the engine's, cut for this rank, and how they differ from those taken.
+"""Routes of micro-batches as tensors: the engine's, cut for this rank, and their differences from the trainer's.
 
-Routes are integers [routers, t, k]: the experts of this rank's MoE layers (in the order of the forward pass) for
-the t tokens of a micro-batch that are here after the cuts of context and sequence parallelism.
+Routes are integers [routers, t, k]: the experts of this rank's MoE layers (in the order of the forward pass) for the t
+tokens of a micro-batch that remain after context and sequence parallelism.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from slimx.errors import SlimxError
 
 
 def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
-    """The routes that came with a micro-batch for `layers` (global numbers), uint8 or int16 [routers, T, k]; padding is
-    spread over all experts.
+    """Returns a micro-batch's routes for `layers` (global numbers), uint8 or int16 [routers, T, k]; padding is spread
+    over all experts.
 
-    Raises SlimxError if those of any other position are missing, or of another shape."""
+    Raises SlimxError if routes are missing for any other position, or have another shape."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
     if not (known_routes(batch) | batch.padding).all():
         raise SlimxError(
-            "trainer.moe.routing_replay=R3: a micro-batch came without the engine's routes; every trained trajectory "
+            "trainer.moe.routing_replay=R3: a micro-batch has no routes of the engine; every trained trajectory "
             "needs routed_experts",
             code="routes.missing",
             about="routed_experts",
         )
     if batch.routed_experts is None:
         return np.broadcast_to(spread, (len(layers), count, topk)).astype(_dtype(experts))
-    held = list(batch.route_layers or range(batch.routed_experts.shape[1]))
-    if missing := [layer for layer in layers if layer not in held]:
+    recorded = list(batch.route_layers or range(batch.routed_experts.shape[1]))
+    missing = [layer for layer in layers if layer not in recorded]
+    if missing:
         raise SlimxError(
-            f"a micro-batch carries the engine's routes of layers {held[0]} to {held[-1]}, but this rank holds layer "
-            f"{missing[0]}; cut them for its pipeline stage",
+            f"a micro-batch carries the engine's routes of layers {recorded[0]} to {recorded[-1]}, but this rank has "
+            f"layer {missing[0]}; cut them for its pipeline stage",
             code="routes.layer",
             about=f"layer {missing[0]}",
         )
@@ -46,13 +47,13 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
             code="routes.shape",
             about="routed_experts",
         )
-    columns = batch.routed_experts[:, [held.index(layer) for layer in layers]]
-    routes = np.where(batch.padding[:, None, None], spread[:, None, :], columns)
+    local = batch.routed_experts[:, [recorded.index(layer) for layer in layers]]
+    routes = np.where(batch.padding[:, None, None], spread[:, None, :], local)
     return np.ascontiguousarray(routes.transpose(1, 0, 2)).astype(_dtype(experts))
 
 
 def known_routes(batch: MicroBatch) -> np.ndarray:
-    """Mark positions whose routes came with a micro-batch, bool [T]."""
+    """Marks positions whose routes came with a micro-batch, bool [T]."""
     if batch.routed_experts is None:
         return np.zeros(len(batch.tokens), bool)
     return ~batch.padding if batch.routed is None else batch.routed
@@ -63,10 +64,10 @@ def _dtype(experts: int) -> type:
 
 
 def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    """Mark tokens for which any layer took another set of experts, bool [t]; both routes [routers, t, k]."""
+    """Marks tokens for which any layer used another set of experts, bool [t]; both routes [routers, t, k]."""
     return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Mark positions that differ, or follow one of their sequence that does, bool [T]: attention carries it forward."""
+    """Marks positions that differ, or follow a differing one in their sequence, bool [T]: attention propagates it."""
     return torch.cat([part.cummax(0).values for part in differs.to(torch.uint8).split(lengths)]).bool()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from slimx.adapters.megatron.activation_offload import offloading
-from slimx.algorithms.inputs import Loss, LossInputs, TopLogprobs
+from slimx.algorithms.inputs import Loss, LossInputs, SequenceSum, TopLogprobs
 from slimx.data.batch import MicroBatch
 from slimx.data.columns import LOSS_COLUMNS
 from slimx.models.layer_kind import Packing
@@ -29,40 +29,50 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Entropy of the distribution that the label is from, in nats."""
+    """Entropy of the distribution of the label, in nats."""
 
 
-def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Reduce gradients over ranks as sums: megatron would divide by the token count, which the loss weights already
-    hold."""
+Output = tuple[torch.Tensor, ...]
+"""Tensors of `label_logprobs`."""
+Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The loss's metrics of a micro-batch, and the policy's log-probs [T]."""
+
+
+def sum_gradients(model: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
+    """Reduces gradients over ranks as sums: megatron-core would divide by the token count, which the loss weights
+    already include."""
     finalize_model_grads(model, None, **kwargs)
 
 
 class Pipeline:
-    """One model's forward and backward over a list of micro-batches.
+    """Forward and backward passes of one model over a list of micro-batches.
 
-    Under context parallelism the micro-batches are this rank's part of each (`ContextShard`), T is its length, and only
-    `lengths` tells of the whole."""
+    Under context parallelism the micro-batches are this rank's parts (`ContextShard`), T is a part's length, and only
+    `lengths` refers to the full sequences."""
 
     def __init__(
         self,
-        chunks: list[Any],
+        chunks: list[DistributedDataParallel],
         device: torch.device,
         routing: Routing | None = None,
         sequence_sum: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] | None = None,
     ):
-        """`chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without one they
-        choose by themselves (a critic's). `sequence_sum`: sums over the sequences of a pack, given its lengths, which
-        losses want (`slimx.trainer.parallel`)."""
-        self.chunks, self.device, self._routing, self._sequence_sum = chunks, device, routing, sequence_sum
+        """Takes `chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without it
+        routers choose by themselves (a critic's). `sequence_sum`: sums over the sequences of a pack with the given
+        lengths, for losses (`slimx.trainer.context`)."""
+        self.chunks = chunks
+        self.device = device
+        self._routing = routing
+        self._sequence_sum = sequence_sum
         self._run = get_forward_backward_func()
 
     def scores(self, batches: list[MicroBatch], packings: Sequence[Packing] | None = None) -> list[TokenScores]:
-        """Log-probs and entropies under the present weights, one pair per micro-batch; empty except on the last
-        pipeline stage. `packings`: as `train` takes them."""
+        """Returns log-probs and entropies under the current weights, one pair per micro-batch; empty except on the last
+        pipeline stage. `packings`: as for `train`."""
 
-        def collect(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
-            return output[0].sum(), torch.zeros((), dtype=torch.int), TokenScores(*output)
+        def collect(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
+            logprobs, entropy = output
+            return logprobs.sum(), torch.zeros((), dtype=torch.int), TokenScores(logprobs, entropy)
 
         with torch.no_grad():
             return self._schedule(batches, collect, packings, forward_only=True)
@@ -71,63 +81,81 @@ class Pipeline:
         self,
         batches: list[MicroBatch],
         loss: Loss,
-        others: Sequence[Mapping[str, torch.Tensor]],
+        others: Sequence[dict[str, torch.Tensor]],
         packings: Sequence[Packing] | None = None,
-    ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only).
+    ) -> list[Trained]:
+        """Accumulates gradients; returns the loss's metrics and the policy's log-probs per micro-batch (last stage
+        only).
 
-        `others`: fields of `LossInputs` by name, per micro-batch: what earlier forward passes brought (last stage
-        only). `packings`: makers of the micro-batches' bounds, on which layers record choices or repeat recorded ones;
-        None: every pass chooses anew."""
-        number = iter(range(len(batches)))
+        `others`: fields of `LossInputs` by name, per micro-batch, from earlier forward passes (last stage only).
+        `packings`: constructors of the micro-batches' sequence bounds, on which layers record choices or repeat
+        recorded ones; None: every pass chooses anew."""
+        earlier = iter(others)
 
-        def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def compute(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, Trained]:
             logprobs, entropy, *top = output
             columns = self._columns(batch)
-            scored = {"old_logprobs": columns["rollout_logprobs"]} | others[next(number)]
             inputs = LossInputs(
-                **columns | scored,
+                **{"old_logprobs": columns["rollout_logprobs"], **columns, **next(earlier)},
                 logprobs=logprobs,
                 entropy=entropy,
-                top=TopLogprobs(*top, self._tensor(batch.teacher_top_logprobs)) if top else None,
-                sequence_sum=self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
+                top=self._top_logprobs(batch, top),
+                sequence_sum=self._sum_over(batch.lengths),
             )
             total, metrics = loss(inputs)
             return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())
 
         return self._schedule(batches, compute, packings, forward_only=False)
 
-    def _schedule(
+    def _sum_over(self, lengths: Sequence[int]) -> SequenceSum | None:
+        sequence_sum = self._sequence_sum
+        if sequence_sum is None:
+            return None
+        return lambda values: sequence_sum(values, lengths)
+
+    def _top_logprobs(self, batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> TopLogprobs | None:
+        if not outputs:
+            return None
+        assert batch.teacher_top_logprobs is not None
+        policy, policy_rest = outputs
+        return TopLogprobs(policy, policy_rest, self._tensor(batch.teacher_top_logprobs))
+
+    def _schedule[Output, Result](
         self,
         batches: list[MicroBatch],
-        loss: Callable[..., Any],
+        loss: Callable[[MicroBatch, Output], tuple[torch.Tensor, torch.Tensor, Result]],
         packings: Sequence[Packing] | None = None,
         *,
         forward_only: bool,
-    ) -> list[Any]:
-        fed = list(zip(batches, packings or [PackedSeqParams] * len(batches), strict=True))
+    ) -> list[Result]:
+        inputs = list(zip(batches, packings or [PackedSeqParams] * len(batches), strict=True))
+        # Each chunk reads the same micro-batches; a single chunk and its iterator are not passed as lists.
+        model: object = self.chunks
+        data: object = [iter(inputs) for _ in self.chunks]
+        if len(self.chunks) == 1:
+            model = self.chunks[0]
+            data = iter(inputs)
         with offloading(get_model_config(self.chunks[0]), training=not forward_only):
             return self._run(
                 forward_step_func=partial(self._forward, loss, training=not forward_only),
-                # Each chunk reads the same micro-batches; a single one is not passed as a list.
-                data_iterator=[iter(fed) for _ in self.chunks] if len(self.chunks) > 1 else iter(fed),
-                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                data_iterator=data,
+                model=model,
                 num_microbatches=len(batches),
                 seq_length=max(len(batch.tokens) for batch in batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
-    def _forward(
+    def _forward[Output, Result](
         self,
-        loss: Callable[..., Any],
+        loss: Callable[[MicroBatch, Output], Result],
         batches: Iterator[tuple[MicroBatch, Packing]],
-        model: Any,
+        model: DistributedDataParallel,
         *,
         training: bool,
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+    ) -> tuple[Output, Callable[[Output], Result]]:
         batch, packing = next(batches)
-        # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
+        # Only learned position embeddings would read them; rotary ones use the sequence bounds.
         positions = torch.zeros(1, len(batch.tokens), dtype=torch.int64, device=self.device)
         bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
         packed = packing(
@@ -144,8 +172,8 @@ class Pipeline:
             support=support,
             top=self._optional(batch.teacher_top_ids) if training else None,
         )
-        # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.model.policy_model).
-        learned = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
+        # Weights of the labels of multi-token prediction layers, if any (slimx.trainer.model.policy_model).
+        mask = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
         with nullcontext() if self._routing is None else self._routing.microbatch(self.chunks.index(model)):
             output = model(
                 self._tensor(batch.tokens).unsqueeze(0),
@@ -153,16 +181,16 @@ class Pipeline:
                 None,
                 packed_seq_params=packed,
                 labels=targets,
-                **learned,
+                **mask,
             )
         return output, partial(loss, batch)
 
-    def _columns(self, batch: MicroBatch) -> dict[str, torch.Tensor | None]:
-        """Fields of `LossColumns` on the device."""
+    def _columns(self, batch: MicroBatch) -> dict[str, Any]:
+        """Returns the fields of `LossColumns` on the device."""
         return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
-    def _tensor(self, array: Any) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.device)
 
-    def _optional(self, array: Any) -> torch.Tensor | None:
+    def _optional(self, array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else self._tensor(array)

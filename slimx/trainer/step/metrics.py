@@ -1,14 +1,28 @@
-"""Metrics of a training step: of the whole batch, equal on every rank of the last stage, and of several updates."""
+"""Metrics of a training step: of the complete batch, equal on every rank of the last stage, and of several updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+Sums = dict[str, tuple[str, torch.Tensor]]
+"""Metric -> (reduction over ranks, "sum" or "max"; local value)."""
+
 GAP_LIMIT = 1e-5
-"""Log-prob gap in fp32 above which another set of experts must explain a token."""
+"""Log-prob gap in fp32 above which a token is expected to have used another set of experts."""
+
+
+def summed(metrics: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
+    """Adds up metrics of micro-batches by name."""
+    out: Sums = {}
+    for name, first in metrics[0].items():
+        total = first
+        for later in metrics[1:]:
+            total = total + later[name]
+        out[name] = ("sum", total)
+    return out
 
 
 def gap_metrics(
@@ -18,16 +32,17 @@ def gap_metrics(
     other_routes: torch.Tensor,
     other_routes_before: torch.Tensor,
     comparable: torch.Tensor,
-) -> dict[str, tuple[str, torch.Tensor]]:
-    """The log-prob gap |trainer - engine| over the `measured` tokens; all inputs [T].
+) -> Sums:
+    """Measures the log-prob gap |trainer - engine| over the `measured` tokens; all inputs [T].
 
-    `other_routes`: the engine chose another set of experts at this position; `other_routes_before`: here or earlier in
-    the sequence; `comparable`: the engine's choice is known, or the model has no experts. Returns metric -> (reduction,
-    value); the caller reduces over data-parallel ranks.
+    `other_routes`: the engine chose another set of experts at this position; `other_routes_before`: at this or an
+    earlier position of the sequence; `comparable`: the engine's choice is known, or the model has no experts. The
+    caller reduces over data-parallel ranks.
     """
     gap = (logprobs - rollout).abs().double()[measured]
     above = gap > GAP_LIMIT
-    explained, known = other_routes_before[measured], comparable[measured]
+    explained = other_routes_before[measured]
+    known = comparable[measured]
     return {
         "gap/sum": ("sum", gap.sum()),
         "gap/max": ("max", gap.max() if len(gap) else gap.new_zeros(())),
@@ -40,13 +55,11 @@ def gap_metrics(
     }
 
 
-def mismatch_sums(
-    logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor
-) -> dict[str, tuple[str, torch.Tensor]]:
-    """Sums from which `mismatch_metrics` computes: the present policy against the engine that sampled, over all
-    `trained` tokens, of whatever version; all inputs [T]. Metric -> (reduction, value)."""
+def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor) -> Sums:
+    """Returns the inputs of `mismatch_metrics`: the current policy against the engine that sampled, over all `trained`
+    tokens, of any version; all inputs [T]."""
     difference = (logprobs - rollout).double()[trained]
-    # Beyond it a token's weight would be all there is: e^20 is 5e8.
+    # Bounded: beyond 20 a single token's weight would dominate all others; e^20 is 5e8.
     ratio = difference.clamp(max=20).exp()
     gap = difference.abs()
     return {
@@ -60,46 +73,58 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Mean and maximum of |policy - engine| in log-probs, KL(engine || policy) by k3, mean ratio policy / engine, and
-    the effective sample size (sum of ratios)^2 / (n x sum of squared ratios): the share of tokens that importance
-    weights would leave, 1 where both agree. Other metrics stay as they are; without these sums nothing changes."""
+    """Computes mean and maximum of |policy - engine| in log-probs, KL(engine || policy) by k3, mean ratio policy /
+    engine, and the effective sample size (sum of ratios)^2 / (n x sum of squared ratios): the fraction of tokens that
+    importance weights would leave, 1 if both agree. Other metrics, and metrics without these sums, are unchanged."""
     metrics = dict(sums)
     if "mismatch/tokens" not in metrics:
         return metrics
-    tokens, squared = metrics.pop("mismatch/tokens"), metrics.pop("mismatch/ratio_squared")
+    tokens = metrics.pop("mismatch/tokens")
+    squared = metrics.pop("mismatch/ratio_squared")
     total = metrics["mismatch/ratio"]
     for name in ("mismatch/mean", "mismatch/k3", "mismatch/ratio"):
-        metrics[name] = metrics[name] / tokens if tokens else float("nan")
-    metrics["mismatch/ess"] = total**2 / (tokens * squared) if tokens else float("nan")
+        metrics[name] = quotient(metrics[name], tokens)
+    metrics["mismatch/ess"] = quotient(total**2, tokens * squared)
     return metrics
 
 
-def reduce(values: dict[str, tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduce each value over `group` by its own reduction; two collectives in all."""
+def quotient(value: float, count: float) -> float:
+    """Divides; NaN if `count` is 0, i.e. nothing was measured."""
+    return value / count if count else float("nan")
+
+
+def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
+    """Reduces each value over `group` by its reduction; two collectives in total."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
-        names = [name for name, (reduction, _) in values.items() if reduction == kind]
-        if names:
-            stacked = torch.stack([values[name][1].double() for name in names])
+        local = {}
+        for name, (reduction, value) in values.items():
+            if reduction == kind:
+                local[name] = value.double()
+        if local:
+            stacked = torch.stack(list(local.values()))
             dist.all_reduce(stacked, op=op, group=group)
-            out.update(zip(names, stacked.tolist(), strict=True))
+            out.update(zip(local, stacked.tolist(), strict=True))
     return out
 
 
 LAST = frozenset({"optim/lr", "critic/lr"})
-"""Metrics of which the newest value stands for the step."""
-COUNTS = frozenset(f"{of}/{name}" for of in ("optim", "critic") for name in ("skipped", "zero_gradient"))
-"""Metrics that count something and add up."""
+"""Metrics of a step that are those of its last update."""
+COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
+"""Metrics that are counts and add up."""
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates, in order.
+    """Combines the metrics of a step's updates, in order.
 
     Counts add up, maxima (`.../max`, `..._max`) stay maxima, the learning rate is the last one. All others are means
-    over the updates that have them: each update's loss has its own denominators, and each moved the weights once.
+    over the updates that have them: each update's loss has its denominators, and each moved the weights once.
     """
-    names = dict.fromkeys(name for metrics in updates for name in metrics)
-    return {name: _combined(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}
+    values: dict[str, list[float]] = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: _combined(name, parts) for name, parts in values.items()}
 
 
 def _combined(name: str, values: list[float]) -> float:

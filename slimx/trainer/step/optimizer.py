@@ -1,22 +1,22 @@
-"""Megatron's optimizer for a configuration, the learning rate as a pure function of the step, and one step that no rank
-takes alone: norm, clipping, and a skip where a gradient is not finite or all are 0.
+"""Megatron's optimizer for a configuration, the learning rate as a pure function of the step, and one optimizer step
+that all ranks take together: norm, clipping, and a skip if a gradient is not finite or all are 0.
 
 gradients of all ranks -> norm -> finite on every rank?  -- yes -->  clip -> Adam -> weights
                                                          -- no --->  nothing changes; counted, stopped after n
                                   0 on every rank?       -- yes -->  nothing changes; counted
 
-Of a gradient that is 0 everywhere, as where all rollouts of each group earned the same, nothing can be learned; yet
-Adam's moments of earlier steps would go on moving the weights, and decay would shrink them.
+A gradient that is 0 everywhere, e.g. because all rollouts of each group earned the same, teaches nothing; but Adam's
+moments of earlier steps would continue to move the weights, and decay would shrink them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     OptimizerConfig,
     ParamGroupOverride,
@@ -25,6 +25,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from slimx import entry_points
@@ -34,22 +35,23 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry points: classes of `OwnState` by the place of the state."""
+"""Entry points: classes of `ExternalState` by the location of the state."""
 
 
-class OwnState:
-    """An optimizer that keeps the state of another one elsewhere, in whose place it stands."""
+class ExternalState:
+    """Wrapper of an optimizer that keeps the optimizer's state elsewhere."""
 
     def make_state(self) -> None:
-        """Give parameters that have no state yet the zeros that Adam begins with, where they belong elsewhere."""
-        raise NotImplementedError
+        """Gives parameters without state, whose state is kept elsewhere, the zeros that Adam starts from."""
 
 
-def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch.nn.Parameter] = ()) -> Any:
-    """Adam, or Muon with Adam for what is no matrix, with fp32 main weights and, as configured, state sharded over
-    data-parallel ranks or kept on the host.
+def build_optimizer(
+    config: Config, chunks: list[DistributedDataParallel], undecayed: Iterable[torch.nn.Parameter] = ()
+) -> ChainedOptimizer:
+    """Builds Adam, or Muon with Adam for parameters that are not matrices, with fp32 main weights and, as configured,
+    state sharded over data-parallel ranks or kept on the host.
 
-    `undecayed`: parameters without weight decay besides norms and biases. `OptimizerStep` steps it."""
+    `undecayed`: parameters without weight decay in addition to norms and biases. `OptimizerStep` steps it."""
     options = config.trainer.optimizer
     settings = OptimizerConfig(
         optimizer=options.kind,
@@ -69,12 +71,12 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
         muon_coefficient_type="quintic",
         muon_extra_scale_factor=options.muon.scale,
         muon_split_qkv=options.muon.split_qkv,
-        # Every rank orthogonalises the whole matrix, so that the update does not depend on the layout.
+        # Every rank orthogonalises the full matrix, so the update does not depend on the layout.
         muon_tp_mode="duplicated",
         muon_fp32_matmul_prec="highest" if config.numerics.dtype == "float32" else "medium",
         **_precision(options),
     )
-    # Main weights stay megatron-core's own, in fp32, where checkpoints and the way to the host know them.
+    # Main weights stay megatron-core's fp32 ones, which checkpoints and offloading expect.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
     if options.offload_fraction:
@@ -85,34 +87,34 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
     return optimizer
 
 
-def _precision(options: Optimizer) -> dict[str, Any]:
+def _precision(options: Optimizer) -> dict[str, object]:
     if options.moments_dtype == "float32":
         return {}
     moments = DTYPES[options.moments_dtype]
     return {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
 
 
-def make_moments(part: Any) -> None:
-    """Give parameters of the Megatron optimizer `part` that have no state yet the zeros that Adam begins with."""
+def make_moments(part: MegatronOptimizer) -> None:
+    """Gives parameters of the Megatron optimizer `part` without state the zeros that Adam starts from."""
     inner = part.optimizer
     if part.config.use_precision_aware_optimizer:
-        # megatron-core 0.19.2 calls this without the second argument, which Transformer Engine 2.20.2 wants.
+        # megatron-core 0.19.2 omits the second argument, which Transformer Engine 2.20.2 requires.
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
                     inner.initialize_state(parameter, store_param_remainders=False)
         return
-    if isinstance(inner, OwnState):
+    if isinstance(inner, ExternalState):
         inner.make_state()
     part.init_state_fn(inner, part.config)
 
 
 def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:
-    """Groups of parameters beside the usual one: norms, biases and `undecayed`, which are not decayed; and the fp32
-    ones of a bf16 model (a value head).
+    """Returns the parameter groups in addition to the default one: norms, biases and `undecayed`, which are not
+    decayed; and the fp32 parameters of a bf16 model (a value head).
 
-    In a group of both dtypes megatron-core 0.19.2's distributed optimizer takes the states of one parameter for
-    another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
+    In a group of both dtypes megatron-core 0.19.2's distributed optimizer confuses the states of parameters when it
+    saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
@@ -125,24 +127,24 @@ def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) ->
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or cosine
-    decay."""
+    """Returns the learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or
+    cosine decay."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     span = max(1, steps - 1 - options.warmup_steps)
-    done = min(1.0, (step - options.warmup_steps) / span)
+    progress = min(1.0, (step - options.warmup_steps) / span)
     if options.decay == "constant":
         return options.lr
-    share = 1 - done if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return options.min_lr + (options.lr - options.min_lr) * share
+    remaining = 1 - progress if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return options.min_lr + (options.lr - options.min_lr) * remaining
 
 
 class OptimizerStep:
-    """Steps one optimizer. Collective: all ranks of `group` call it together and decide alike."""
+    """Steps one optimizer. Collective: all ranks of `group` call it together and decide identically."""
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: ChainedOptimizer,
         options: Optimizer,
         named: Mapping[str, torch.nn.Parameter],
         group: dist.ProcessGroup,
@@ -150,28 +152,33 @@ class OptimizerStep:
         key: str = "trainer.optimizer",
         metrics: str = "optim",
     ):
-        """`optimizer`: Megatron's, see `build_optimizer`. `named`: this rank's trainable parameters in the order of the
-        forward pass, by the names that an error shall show. `group`: every rank of the model, on the host. `key`: where
-        the configuration has `options`. `metrics`: what the metrics' names begin with."""
-        self.optimizer, self.options, self.named, self.group = optimizer, options, dict(named), group
-        self.key, self.prefix = key, metrics
+        """Takes `optimizer`: from `build_optimizer`. `named`: this rank's trainable parameters in the order of the
+        forward pass, by their names in error messages. `group`: all ranks of the model, on the host. `key`: the
+        configuration key of `options`. `metrics`: prefix of the metrics' names."""
+        self.optimizer = optimizer
+        self.options = options
+        self.named = dict(named)
+        self.group = group
+        self.key = key
+        self.prefix = metrics
         self.skipped_in_a_row = 0
 
     def __call__(self, rate: float) -> dict[str, float]:
-        """Apply the present gradients with learning rate `rate`; returns metrics.
+        """Applies the current gradients with learning rate `rate`; returns metrics.
 
-        After a skip weights, moments and Adam's own step count are what they were, bit for bit, and so they are where
-        the gradient is exactly 0 everywhere, with those of all terms of the loss. Raises SlimxError on
-        every rank after `max_skipped` skips in a row for what is not finite, naming the parameter where it began.
+        After a skip, and if the gradient (including all terms of the loss) is exactly 0 everywhere, weights, moments
+        and Adam's step count are unchanged, bit for bit. Raises SlimxError on every rank after `max_skipped`
+        consecutive skips for gradients that are not finite, naming the parameter where it began.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-            # megatron marks what is not decayed with wd_mult 0 and leaves it to its scheduler, not used here, to apply.
+            # megatron-core marks undecayed groups with wd_mult 0 and leaves applying it to its scheduler, unused here.
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
-        # The squares of tiny gradients are 0 in fp32: the norm alone does not say that there is nothing.
-        finite, empty = self._everywhere(math.isfinite(norm), norm == 0 and not any(map(_any, self.named.values())))
+        # The squares of tiny gradients are 0 in fp32: the norm alone does not prove that all gradients are 0.
+        local_empty = norm == 0 and not any(_any(parameter) for parameter in self.named.values())
+        finite, empty = self._everywhere(math.isfinite(norm), local_empty)
         if not finite:
             self._skip(norm)
         else:
@@ -179,53 +186,60 @@ class OptimizerStep:
             if not empty:
                 self._clip(norm)
                 self.optimizer.step_with_ready_grads()
-        self.optimizer.zero_grad()  # fp32 copies of this rank's share where gradients are bf16; the buffers stay
+        self.optimizer.zero_grad()  # fp32 copies of this rank's shard if gradients are bf16; the buffers stay
         values = {"lr": rate, "grad_norm": norm, "skipped": float(not finite), "zero_gradient": float(empty)}
         return {f"{self.prefix}/{name}": value for name, value in values.items()}
 
     def _everywhere(self, *conditions: bool) -> list[bool]:
-        # Norms of one model are equal on all ranks by construction; a rank that stepped alone would be beyond repair.
-        answers = torch.tensor(conditions, dtype=torch.int32)
-        dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=self.group)
-        return [bool(answer) for answer in answers.tolist()]
+        # Norms of one model are equal on all ranks by construction; a rank that stepped alone would diverge for ever.
+        votes = torch.tensor(conditions, dtype=torch.int32)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
+        return [bool(vote) for vote in votes.tolist()]
 
     def _clip(self, norm: float) -> None:
         if not self.options.clip_grad:
             return
         for part in self.optimizer.chained_optimizers:
-            if parameters := part.get_parameters():
+            parameters = part.get_parameters()
+            if parameters:
                 clip_grad_by_total_norm_fp32(parameters, self.options.clip_grad, norm)
 
     def _skip(self, norm: float) -> None:
         self.skipped_in_a_row += 1
-        where = first_nonfinite(self.named, self.group)
-        print(f"slimx: optimizer step skipped, the gradient norm is {norm}: {where}", flush=True)
+        origin = first_nonfinite(self.named, self.group)
+        print(f"slimx: optimizer step skipped, the gradient norm is {norm}: {origin}", flush=True)
         if self.skipped_in_a_row >= self.options.max_skipped > 0:
             raise SlimxError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
-                f"({self.key}.max_skipped), now {where}; look at loss, rewards and learning rate of the last "
-                "steps, and continue from the newest checkpoint",
+                f"({self.key}.max_skipped), now {origin}; check loss, rewards and learning rate of the last steps, and "
+                "continue from the newest checkpoint",
                 code="trainer.max_skipped",
                 about=f"{self.key}.max_skipped",
             )
 
 
 def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> str:
-    """Name the place where gradients are not finite; collective, equal on all ranks.
+    """Describes where gradients are not finite; collective, equal on all ranks.
 
-    Of each rank the last parameter of the forward pass: the backward pass came there first, and everything before it
-    is infected. Ranks of later pipeline stages have the higher numbers.
+    Reports the last parameter in forward order on each rank: the backward pass reached it first, and all parameters
+    before it are affected by it. Ranks of later pipeline stages have higher numbers.
     """
     bad = [name for name, parameter in named.items() if not _finite(parameter)]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (bad[-1] if bad else None, len(bad), len(named)), group=group)
-    total = sum(count for _, count, _ in said)
-    found = [(rank, name, count, of) for rank, (name, count, of) in enumerate(said) if name is not None]
-    if not found:
+    last = bad[-1] if bad else None
+    report = (last, len(bad), len(named))
+    reports: list[tuple[str | None, int, int]] = [report] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    affected = []
+    total = 0
+    for rank, (name, count, parameters) in enumerate(reports):
+        total += count
+        if name is not None:
+            affected.append(f"{name} on trainer rank {rank} ({count} of its {parameters} parameters")
+    if not affected:
         return "every gradient is finite, but the sum of their squares is not"
-    rank, name, count, of = found[-1]
-    ranks = f", {total} on {len(found)} ranks" if len(found) > 1 else ""
-    return f"first in {name} on trainer rank {rank} ({count} of its {of} parameters{ranks})"
+    if len(affected) == 1:
+        return f"first in {affected[0]})"
+    return f"first in {affected[-1]}, {total} on {len(affected)} ranks)"
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -19,19 +19,19 @@ Holder = Literal["policy", "reference", "teacher"]
 Replay = Literal["none", "R2", "R3"]
 
 
-class Known(NamedTuple):
-    """Results of the forward passes over a step's micro-batches before the policy moves."""
+class PriorResults(NamedTuple):
+    """Results of the forward passes over a step's micro-batches before the first update."""
 
     fields: list[dict[str, torch.Tensor]]
-    """Fields of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere none."""
+    """Fields of `LossInputs` by name, per micro-batch; empty except on the last pipeline stage."""
     routes: Routes | None
-    """The experts that training takes, per micro-batch; None: each router chooses."""
+    """The experts that training uses, per micro-batch; None: each router chooses."""
     packings: list[Packing] | None
-    """Makers of the micro-batches' bounds, with the choices of layers that training repeats; None: none is repeated."""
+    """Constructors of the micro-batches' bounds, with the choices of layers that training repeats; None: no choices."""
 
 
 class ForwardPasses:
-    """Scores under several sets of weights, which take turns in the memory of the policy's parameters."""
+    """Scores under several sets of weights, which alternate in the memory of the policy's parameters."""
 
     def __init__(
         self,
@@ -42,34 +42,37 @@ class ForwardPasses:
         replay: Replay,
         *,
         recorder: Callable[[], Packing] | None = None,
-        known: bool = False,
+        samples_known: bool = False,
     ):
-        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
-        `trainer.moe.routing_replay`; `recorder`: `LayerKind.recorder`. `known`: the engines' log-probs are the policy's
-        own before each step, to the last bit."""
-        self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
+        """Takes the copies that `algorithm` needs. `weights` are the initial ones. `replay`:
+        `trainer.moe.routing_replay`; `recorder`: `LayerKind.recorder`. `samples_known`: before each step the engines'
+        log-probs equal the policy's, bit for bit."""
+        self._pipeline = pipeline
+        self._routing = routing
+        self._weights = weights
+        self._replay = replay
         self._recorder = recorder
-        self._recompute = algorithm.old_logprobs == "recompute" and not known
+        self._recompute = algorithm.old_logprobs == "recompute" and not samples_known
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """The reference is the base, which no update moves."""
+        """True if the reference is the base weights, which no update changes."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
             self._copies["teacher"] = weights.copy_of(algorithm.teacher)
 
     def refresh_reference(self) -> None:
-        """Make the present weights the reference."""
+        """Makes the current weights the reference."""
         self._weights.snapshot(into=self._copies["reference"])
 
     def load_reference(self, path: str) -> None:
-        """Make the weights in the Hugging Face directory `path` the reference."""
+        """Makes the weights in the Hugging Face directory `path` the reference."""
         self._weights.copy_of(path, into=self._copies["reference"])
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
-        """Log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
+        """Returns log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
 
-        Collective. Raises SlimxError if the run holds no such weights.
+        Collective. Raises SlimxError if the run has no such weights.
         """
         if under == "policy":
             return self._pipeline.scores(batches)
@@ -84,8 +87,8 @@ class ForwardPasses:
             switch(self._copies[under])
             return self._pipeline.scores(batches)
 
-    def before_updates(self, batches: list[MicroBatch]) -> Known:
-        """Run the passes that a loss needs before the policy moves; find the choices to replay. Collective."""
+    def before_updates(self, batches: list[MicroBatch]) -> PriorResults:
+        """Runs the passes that a loss needs before the first update; collects the choices to replay. Collective."""
         fields: dict[str, list[TokenScores]] = {}
         routes = self._routing.from_engine(batches) if self._replay == "R3" else None
         packings = [self._recorder() for _ in batches] if self._recorder else None
@@ -103,9 +106,9 @@ class ForwardPasses:
                 switch(copy)
                 fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
         if not fields:
-            return Known([{} for _ in batches], routes, packings)
-        named = [
-            {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
-            for each in zip(*fields.values(), strict=True)
-        ]
-        return Known(named, routes, packings)
+            return PriorResults([{} for _ in batches], routes, packings)
+        logprobs = []
+        for batch_scores in zip(*fields.values(), strict=True):
+            named = zip(fields, batch_scores, strict=True)
+            logprobs.append({name: scores.logprobs for name, scores in named})
+        return PriorResults(logprobs, routes, packings)

@@ -220,9 +220,9 @@ def test_a_rank_of_the_target_layout_finds_all_it_holds_in_files_of_its_own(requ
     for rank, file in files.items():
         found = Elements(conversion.spec.table)
         for piece in file.pieces:
-            for rect in piece.place.part.rects:
+            for rect in piece.location.part.rects:
                 if (inside := clip(rect, piece.box)) is not None:
-                    found.add(piece.place.part.sources[rect.source], inside)
+                    found.add(piece.location.part.sources[rect.source], inside)
         wanted = Elements(conversion.spec.table)
         for part in layout.held(rank):
             # A copy is stored once, with the original.

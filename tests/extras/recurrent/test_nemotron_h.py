@@ -12,7 +12,7 @@ import pytest
 from slimx.config.schema import Config
 from slimx.config.sections.critic import Critic
 from slimx.config.sections.objectives import LOSSES
-from slimx.extras.megatron_files.directory import numbers_layers, places
+from slimx.extras.megatron_files.directory import locations, numbers_layers
 from slimx.extras.recurrent.families import nemotron_h
 from slimx.extras.recurrent.rules import has_no_values
 from slimx.layout.megatron import MegatronLayout
@@ -103,7 +103,7 @@ def test_a_rank_has_its_share_of_each_of_a_mixers_projections(tmp_path: Path):
 def test_checkpoints_name_layers_and_convolutions_as_megatron_core_does(tmp_path: Path):
     spec = read(tmp_path, TINY)
     assert numbers_layers(spec.transformer)
-    keys = {place.key for place in places(spec.table, per_layer=True)}
+    keys = {location.key for location in locations(spec.table, per_layer=True)}
     assert {f"decoder.layers.0.mixer.conv1d.{kind}.{part}" for kind in ("weight", "bias") for part in "xBC"} <= keys
     assert {f"decoder.layers.0.mixer.in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")} <= keys
 

@@ -22,7 +22,7 @@ from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Contribution, Packer, describe
 from slimx.reshard.packed import PUBLISHER, PackedBucket
 from slimx.reshard.transports.device import fetch
-from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
+from slimx.trainer.device.memory import PhasePeaks, ProcessMeter
 from slimx.trainer.weight_export import WeightExport
 from tests import reshard_reference as reference
 from tests.refusals import refused
@@ -146,7 +146,7 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
         on_moved=[],
         reload=lambda training: None,
     )
-    export = WeightExport(model, PhaseMemory(ProcessMeter(), "generate"))
+    export = WeightExport(model, PhasePeaks(ProcessMeter(), "generate"))
     for on_device in (True, False):
         path, content = export.probe(on_device=on_device)
         assert path.startswith("cuda-ipc:") == on_device and export.reaches(path=path, content=content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
+from slimx.trainer.device.memory import PhasePeaks, ProcessMeter
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ class Scripted:
 
 
 def test_every_stretch_of_time_counts_for_its_phase_and_the_rest_is_idle():
-    memory = PhaseMemory(Scripted(5, 9, 3, 7, 4, 1, 1), "generate")
+    memory = PhasePeaks(Scripted(5, 9, 3, 7, 4, 1, 1), "generate")
     with memory.phase("train"), memory.phase("inner"):
         pass
     with memory.phase("publish"):

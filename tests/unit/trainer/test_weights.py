@@ -92,7 +92,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(models):
     save_file(tensors, file, {"format": "pt"})
     with refused("checkpoint.finite", about=name):
         weights.load(str(other))
-    place = next(held.name for held in weights.held if name in held.sources)
+    place = next(held.name for held in weights.parts if name in held.sources)
     weights.parameters[place].data[0, 0] = float("nan")
     with refused("checkpoint.finite", about=name):
         weights.check_finite(other)

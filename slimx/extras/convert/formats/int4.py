@@ -1,9 +1,8 @@
-"""Routed experts of a Hugging Face directory in INT4, and the config.json that says so: compressed-tensors' format."""
+"""Routed experts of a Hugging Face directory in INT4, and the matching config.json: compressed-tensors' format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,21 +13,22 @@ from slimx.extras.convert.sources import Advance, Reading, Shape, row_blocks
 from slimx.extras.low_precision import int4
 from slimx.extras.low_precision import int4_kernel as kernel
 from slimx.extras.low_precision.int4 import experts, rounds
+from slimx.json_types import Json
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 
 
 def experts_of(table: Table) -> frozenset[str]:
-    """Checkpoint tensors that hold the matrices of routed experts.
+    """Returns the checkpoint tensors with the matrices of routed experts.
 
-    Raises SlimxError naming one whose columns are no whole groups."""
+    Raises SlimxError naming one whose number of columns is not a multiple of the group size."""
     names: set[str] = set()
     for entry in experts(table):
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
             if shape[1] % int4.GROUP:
                 raise SlimxError(
-                    f"tensor {name} has {shape[1]} columns, no multiple of {int4.GROUP}: this model has no form in "
-                    "INT4",
+                    f"tensor {name} has {shape[1]} columns, not a multiple of {int4.GROUP}: this model cannot be "
+                    "stored in INT4",
                     code="convert.groups",
                     about=name,
                 )
@@ -37,7 +37,7 @@ def experts_of(table: Table) -> frozenset[str]:
 
 
 def quantised(name: str, shape: Shape) -> Unit:
-    """A matrix as INT4 codes, its scales and its shape behind them."""
+    """Plans a matrix as INT4 codes, followed by its scales and its shape."""
     packed = int4.packed_shapes(shape)
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
@@ -46,8 +46,8 @@ def quantised(name: str, shape: Shape) -> Unit:
             values = reading.read(name, rect)
             if values.dtype == torch.float16:
                 values = values.float()
-            codes, own, _ = kernel.quantise(values.contiguous(), threads=1)
-            scales.append(own)
+            codes, part, _ = kernel.quantise(values.contiguous(), threads=1)
+            scales.append(part)
             yield codes
         yield torch.cat(scales)
         yield torch.tensor(shape)
@@ -61,8 +61,8 @@ def quantised(name: str, shape: Shape) -> Unit:
 
 
 def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Names of the matrices that SGLang's layers hold as they are. It fuses some of the checkpoint's into one and looks
-    for that one's name among those which are not quantised; nothing where SGLang does not serve the model."""
+    """Yields names of the matrices that SGLang's layers keep unquantised. It fuses some checkpoint matrices into one
+    and looks up the fused name among the unquantised ones; nothing if SGLang does not serve the model."""
     try:
         table = spec.engine_table()
     except SlimxError:
@@ -72,19 +72,19 @@ def served_plain(spec: ModelSpec) -> Iterator[str]:
             yield entry.row.name.format(layer=entry.layer, expert=entry.expert)
 
 
-def with_quantisation(hf: Mapping[str, Any], plain: Iterable[str]) -> dict[str, Any]:
-    """The config.json `hf` of a model in INT4 but for the matrices `plain`, as SGLang and transformers read it."""
+def with_quantisation(hf: Json, plain: Iterable[str]) -> Json:
+    """Returns the config.json `hf` of a model in INT4 except the matrices `plain`, for SGLang and transformers."""
     group = {
         "targets": ["Linear"],
         "weights": {**int4.SCHEME, "dynamic": False, "actorder": None},
         "input_activations": None,
         "output_activations": None,
     }
-    described = {
+    config = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": sorted({name.removesuffix(".weight") for name in plain}),
     }
-    return {**hf, "quantization_config": described}
+    return {**hf, "quantization_config": config}

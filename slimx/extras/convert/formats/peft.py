@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,27 +12,28 @@ from safetensors.torch import save_file
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats.torch_dist_reader import read_whole
 from slimx.extras.lora.peft import CONFIG, PARAMETERS, STACKED, TENSORS, WRAPPED
-from slimx.extras.megatron_files.directory import TensorPlace, find_checkpoint, places
+from slimx.extras.megatron_files.directory import TensorLocation, find_checkpoint, locations
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-"""Models whose exported adapters were compared with PEFT's own merge."""
+"""Models whose exported adapters were compared with PEFT's merge."""
 
 
 def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> int:
-    """Write the adapters in the checkpoint `source` to the directory `out`, which must not exist; returns their number
+    """Writes the adapters of the checkpoint `source` to the directory `out`, which must not exist; returns their number
     of parameters. `original`: the Hugging Face directory of the base; `alpha`: `trainer.lora.alpha` of the run.
 
-    Raises SlimxError for a checkpoint without adapters, or a model whose export was never proven."""
+    Raises SlimxError for a checkpoint without adapters, or a model whose export was never compared."""
     if out.exists():
         raise SlimxError(f"{out} exists; name a directory that does not", code="convert.exists", about=str(out))
-    spec, path = read_model(original), find_checkpoint(source)
+    spec = read_model(original)
+    path = find_checkpoint(source)
     if spec.family.ARCHITECTURE not in ARCHITECTURES:
         raise SlimxError(
-            f"{original} is {spec.family.ARCHITECTURE}, whose adapters were never compared with PEFT's; it was done "
-            f"with {', '.join(ARCHITECTURES)}",
+            f"{original} is {spec.family.ARCHITECTURE}, whose adapters were never compared with PEFT's, unlike those "
+            f"of {', '.join(ARCHITECTURES)}",
             code="convert.peft_family",
             about=str(original),
         )
@@ -58,27 +58,28 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
 
 
 def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
-    """Tensors by PEFT's names, PEFT's targets, and the rank of all of them."""
+    """Returns tensors by PEFT's names, PEFT's targets, and the common rank."""
     metadata = read_metadata(path / ".metadata")
     keys = metadata.state_dict_metadata.keys()
     per_layer = any(key.startswith("decoder.layers.0.") for key in keys)
-    whole: dict[str, torch.Tensor] = {}
+    complete: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
     modules: set[str] = set()
     stacks: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     rank = 0
-    for place in places(spec.table, per_layer=per_layer):
-        names = [f"{place.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
-        if not place.key.endswith(".weight") or names[0] not in keys:
+    for location in locations(spec.table, per_layer=per_layer):
+        names = [f"{location.key.removesuffix('.weight')}.lora_{letter}" for letter in "ab"]
+        if not location.key.endswith(".weight") or names[0] not in keys:
             continue
         for name in names:
-            if name not in whole:
-                whole[name] = read_whole(path, name, metadata)
-        a, b = (whole[name][place.index] for name in names)
+            if name not in complete:
+                complete[name] = read_whole(path, name, metadata)
+        a = complete[names[0]][location.index]
+        b = complete[names[1]][location.index]
         rank = len(a)
-        parts = _apart(place, b)
-        if ".experts." not in place.part.sources[0]:
+        parts = _by_module(location, b)
+        if ".experts." not in location.part.sources[0]:
             for module, rows in parts.items():
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = a.clone()
                 tensors[f"{ADAPTER_PREFIX}{module}.lora_B.weight"] = rows
@@ -90,14 +91,17 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
         targets["target_parameters"].add(f"mlp.experts.{parameter}")
     for (layer, parameter), experts in stacks.items():
         prefix = f"{ADAPTER_PREFIX}{layer}.experts{WRAPPED[parameter]}"
-        tensors[f"{prefix}.lora_A.weight"] = torch.cat([a for a, _ in experts])
-        tensors[f"{prefix}.lora_B.weight"] = torch.stack([b for _, b in experts], 2).flatten(1)
+        stack_a, stack_b = zip(*experts, strict=True)
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat(stack_a)
+        tensors[f"{prefix}.lora_B.weight"] = torch.stack(stack_b, 2).flatten(1)
     for module, ending in _endings(modules, spec).items():
-        as_parameter = bool(spec.experts) and module.endswith(PARAMETERS)
-        targets["target_parameters" if as_parameter else "target_modules"].add(ending + ".weight" * as_parameter)
+        if spec.experts and module.endswith(PARAMETERS):
+            targets["target_parameters"].add(f"{ending}.weight")
+        else:
+            targets["target_modules"].add(ending)
     if not tensors:
         raise SlimxError(
-            f"{path} holds no adapters; give a checkpoint of a run with trainer.lora",
+            f"{path} has no adapters; give a checkpoint of a run with trainer.lora",
             code="convert.no_adapters",
             about=str(path),
         )
@@ -105,10 +109,17 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
-    """For each of `modules` the shortest ending of its name that no matrix outside of them has too."""
-    names = {name.removesuffix(".weight") for name, shape in spec.table.checkpoint_shapes().items() if len(shape) == 2}
-    taken = {ending for name in names - modules if ".experts." not in name for ending in _endings_of(name)}
-    return {module: next(end for end in _endings_of(module) if end not in taken) for module in modules}
+    """Returns for each of `modules` its shortest name suffix that no other matrix has."""
+    taken: set[str] = set()
+    for key, shape in spec.table.checkpoint_shapes().items():
+        name = key.removesuffix(".weight")
+        if len(shape) == 2 and name not in modules and ".experts." not in name:
+            taken.update(_endings_of(name))
+    out = {}
+    for module in modules:
+        free = [ending for ending in _endings_of(module) if ending not in taken]
+        out[module] = free[0]
+    return out
 
 
 def _endings_of(name: str) -> list[str]:
@@ -116,13 +127,14 @@ def _endings_of(name: str) -> list[str]:
     return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
-def _apart(place: TensorPlace, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Rows of B [out, r] by the module of transformers that they belong to, in the order of the checkpoint's names."""
-    rows: dict[int, Any] = defaultdict(dict)
-    for rect in place.part.rects:
-        for number in range(rect.rows):
-            rows[rect.source][rect.row + number * rect.step] = rect.local_row + number
-    return {
-        place.part.sources[source].removesuffix(".weight"): b[[found[row] for row in sorted(found)]].contiguous()
-        for source, found in sorted(rows.items())
-    }
+def _by_module(location: TensorLocation, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Splits rows of B [out, r] by their module of transformers, in the order of the checkpoint's names."""
+    rows: dict[int, dict[int, int]] = defaultdict(dict)
+    for rect in location.part.rects:
+        for index in range(rect.rows):
+            rows[rect.source][rect.row + index * rect.step] = rect.local_row + index
+    out = {}
+    for source, local_rows in sorted(rows.items()):
+        module = location.part.sources[source].removesuffix(".weight")
+        out[module] = b[[local_rows[row] for row in sorted(local_rows)]].contiguous()
+    return out

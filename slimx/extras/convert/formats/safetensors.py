@@ -1,7 +1,7 @@
 """Plans and writes a Hugging Face directory: safetensors files, index, config and tokenizer.
 
-A file is written from front to back, in blocks of rows: safetensors' own `save_file` wants all tensors of a file in
-memory. Its format is a length of 8 bytes, a JSON header with each tensor's dtype, shape and place, and the bytes.
+Files are written sequentially, in blocks of rows, because safetensors' `save_file` needs all tensors of a file in
+memory. The format is a length of 8 bytes, a JSON header with each tensor's dtype, shape and offsets, and the data.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_copied
 from slimx.extras.convert.sources import Advance, Reading, Shape, TensorSource, row_blocks
 from slimx.extras.convert.work import Stream
+from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.table import stored
 from slimx.models.files.index import INDEX
@@ -33,7 +35,7 @@ CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _NAMES |= {torch.int32: "I32", torch.int64: "I64"}
-"""Dtypes by their names in safetensors files."""
+"""Names of dtypes in safetensors files."""
 
 
 class Tensor(NamedTuple):
@@ -50,12 +52,12 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are made together, and how: their bytes one after the other, in blocks."""
+    """Tensors that are converted together, and their conversion: their bytes one after another, in blocks."""
 
     tensors: tuple[Tensor, ...]
     blocks: Callable[[Reading], Iterator[torch.Tensor]]
     compare: Callable[[Reading, Reading, Advance], None]
-    """Compares what was written with the source: (source, output, told of bytes). Raises SlimxError naming a tensor."""
+    """Compares (source, output, progress callback). Raises SlimxError naming a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +65,7 @@ class Unit:
 
 
 def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
-    """A tensor as it is, in `dtype`."""
+    """Plans a copy of a tensor, in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for rect in row_blocks(shape, dtype.itemsize):
@@ -77,7 +79,8 @@ def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
 
 
 def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype) -> Unit:
-    """A stack [count, ...] of shape `shape` of what a table calls `sources` (`slimx.layout.table`), in `dtype`."""
+    """Plans a stack [count, ...] of shape `shape` of the table's tensors `sources` (`slimx.layout.table`), in
+    `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:
@@ -90,9 +93,9 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
                 yield reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
     def compare(source: Reading, written: Reading, advance: Advance) -> None:
-        for one in sources:
-            single = shape[:0:-1] if stored(one).turned else shape[1:]
-            compare_copied(one, single, dtype, source, written, advance)
+        for member in sources:
+            single = shape[:0:-1] if stored(member).turned else shape[1:]
+            compare_copied(member, single, dtype, source, written, advance)
 
     return Unit((Tensor(name, dtype, shape),), blocks, compare)
 
@@ -107,11 +110,11 @@ class SafetensorsFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> None:
-        """Header, then every unit's blocks."""
+        """Writes the header, then every unit's blocks."""
         reading = Reading(self.source)
-        # Tensors follow each other without gaps, so those of odd sizes stand last: the others stay aligned.
+        # Tensors follow each other without gaps, so tensors of odd sizes come last to keep the others aligned.
         units = sorted(self.units, key=lambda unit: any(tensor.nbytes % 8 for tensor in unit.tensors))
-        stream.write(_header([tensor for unit in units for tensor in unit.tensors]))
+        stream.write(_header(list(chain(*(unit.tensors for unit in units)))))
         for unit in units:
             for block in unit.blocks(reading):
                 stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -119,22 +122,22 @@ class SafetensorsFile:
 
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    header: Json = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for tensor in tensors:
-        described[tensor.name] = {
+        header[tensor.name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        at += tensor.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 class ToHuggingFace:
-    """Units into a Hugging Face directory."""
+    """A conversion of units to a Hugging Face directory."""
 
     def __init__(
         self,
@@ -142,13 +145,14 @@ class ToHuggingFace:
         source: TensorSource,
         *,
         file_bytes: int,
-        what: str,
+        identity: str,
         template: Path,
-        config: Mapping[str, Any],
+        config: Json,
     ):
-        """`what`: the conversion with its options and its source's content. `template`: directory whose files that hold
-        no tensors are copied. `config`: content of the new config.json."""
-        self.template, self.config = template, config
+        """Takes `identity`: the conversion with its options and its source's content. `template`: directory whose files
+        without tensors are copied. `config`: content of the new config.json."""
+        self.template = template
+        self.config = config
         self.files: list[SafetensorsFile] = []
         for unit in units:
             if not self.files or self.files[-1].nbytes + unit.nbytes > file_bytes:
@@ -156,47 +160,53 @@ class ToHuggingFace:
             self.files[-1].units.append(unit)
             self.files[-1].nbytes += unit.nbytes
         self._source = source
-        digest = hashlib.sha256(what.encode())
-        for number, file in enumerate(self.files):
-            file.name = shard_name(number, len(self.files))
+        digest = hashlib.sha256(identity.encode())
+        for index, file in enumerate(self.files):
+            file.name = shard_name(index, len(self.files))
             digest.update(repr([file.name, [unit.tensors for unit in file.units]]).encode())
         self.fingerprint = digest.hexdigest()
 
     def writing(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: writing safetensors files needs no preparation."""
+        """Returns a context that does nothing: writing safetensors files needs no preparation."""
         return nullcontext()
 
     @property
     def small(self) -> Sequence[str]:
-        """Files that `finish` adds."""
+        """Names of the files that `finish` adds."""
         return (INDEX, CONFIG, *(file.name for file in self._carried()))
 
     def _carried(self) -> list[Path]:
-        """The template's files without tensors. Raises SlimxError for a link to a file that is not there."""
-        files = sorted(self.template.iterdir())
-        if lost := [file for file in files if not file.name.endswith(TENSOR_SUFFIXES) and not file.exists()]:
-            raise SlimxError(
-                f"{lost[0]}: links to {lost[0].readlink()}, which is not there; download the file again, or remove the "
-                "link",
-                code="convert.link",
-                about=str(lost[0]),
-            )
-        return [f for f in files if f.is_file() and not f.name.endswith(TENSOR_SUFFIXES) and f.name != CONFIG]
+        """Returns the template's files without tensors. Raises SlimxError for a link whose target does not exist."""
+        files = [file for file in sorted(self.template.iterdir()) if not file.name.endswith(TENSOR_SUFFIXES)]
+        for file in files:
+            if not file.exists():
+                raise SlimxError(
+                    f"{file}: links to {file.readlink()}, which does not exist; download the file again, or remove the "
+                    "link",
+                    code="convert.link",
+                    about=str(file),
+                )
+        return [file for file in files if file.is_file() and file.name != CONFIG]
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Read the output by its own headers and index, and compare every tensor with the source's."""
-        source, written = Reading(self._source), Reading(CheckpointReader(directory))
+        """Reads the output by its headers and index, and compares every tensor with the source's."""
+        source = Reading(self._source)
+        written = Reading(CheckpointReader(directory))
         for file in self.files:
             for unit in file.units:
                 unit.compare(source, written, advance)
 
-    def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
-        """Index, config and the template's other files."""
-        weight_map = {t.name: file.name for file in self.files for unit in file.units for t in unit.tensors}
+    def finish(self, directory: Path, notes: Json) -> None:
+        """Writes index and config, and copies the template's other files."""
+        weight_map = {}
+        for file in self.files:
+            for unit in file.units:
+                for tensor in unit.tensors:
+                    weight_map[tensor.name] = file.name
         total = sum(file.nbytes for file in self.files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=1, sort_keys=True)
         write_synced(directory / INDEX, text.encode())
-        for file in self._carried():
-            shutil.copy2(file, directory / file.name)
+        for path in self._carried():
+            shutil.copy2(path, directory / path.name)
         write_synced(directory / CONFIG, (json.dumps(self.config, indent=2) + "\n").encode())

@@ -3,9 +3,9 @@
     OUT/latest_checkpointed_iteration.txt      "release"
     OUT/release/.metadata  metadata.json  common.pt  __RANK_N.distcp
 
-The format is torch.distributed.checkpoint's: a file is a row of tensors as `torch.save` writes them, and `.metadata`
-says where each lies. torch's own `FileSystemWriter.write_data` keeps every tensor of a file until the file is closed
-(torch 2.13), and megatron-core's save wants the whole model first; here one piece at a time is made and written.
+The format is torch.distributed.checkpoint's: a file is a sequence of tensors as `torch.save` writes them, and
+`.metadata` locates them. torch's `FileSystemWriter.write_data` keeps every tensor of a file until the file is closed
+(torch 2.13), and megatron-core's save needs the complete model; here one piece at a time is converted and written.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import io
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -38,9 +39,10 @@ from slimx.errors import SlimxError
 from slimx.extras.convert.compare import compare_copied, differs
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader, read_whole
 from slimx.extras.convert.sources import BLOCK_BYTES, Advance, Reading, Shape, TensorSource
-from slimx.extras.convert.target import Box, Target
+from slimx.extras.convert.target import ShardBox, Target
 from slimx.extras.convert.work import Stream
-from slimx.extras.megatron_files.directory import TensorPlace, places
+from slimx.extras.megatron_files.directory import TensorLocation, locations
+from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.models.families import ModelSpec
@@ -49,68 +51,72 @@ from slimx.models.files.safe_pickle import read_metadata
 from slimx.models.files.torch_dist import TRACKER, preloaded
 
 FILE_BYTES = 5 * 10**8
-"""A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""
+"""Small enough that a rank reading one of a thousand ranks' files does not wait long; a model of 1 TB has 2,000."""
 _RELEASE = "release"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of one tensor, stored on its own."""
+    """A rectangle of one tensor, stored separately."""
 
-    place: TensorPlace
-    box: Box
+    location: TensorLocation
+    box: ShardBox
     dtype: torch.dtype
 
     @property
     def offsets(self) -> Shape:
-        """Position of its first element in the whole tensor."""
-        return (*self.place.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
+        """Position of its first element in the full tensor."""
+        return (*self.location.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
 
     @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols, self._inner))
+        return (1,) * len(self.location.index) + self._trim(self.box.rows, self.box.cols, self._inner)
 
     @property
     def _inner(self) -> Shape:
-        """Axes between rows and columns: of length 1 in every model (a depthwise convolution's)."""
-        return self.place.part.shape[1:-1]
+        """Axes between rows and columns, of length 1 in every model (a depthwise convolution's)."""
+        return self.location.part.shape[1:-1]
 
     @property
     def nbytes(self) -> int:
         return self.box.rows * self.box.cols * self.dtype.itemsize
 
     def _trim(self, row: int, col: int, inner: Shape) -> Shape:
-        return (row,) if len(self.place.part.shape) == 1 else (row, *inner, col)
+        return (row,) if len(self.location.part.shape) == 1 else (row, *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
-        """Make the piece's values, in the scratch memory of `reading`."""
-        box, part = self.box, self.place.part
+        """Computes the piece's values, in the scratch memory of `reading`."""
+        box = self.box
+        part = self.location.part
         out = reading.scratch.tensor((box.rows, box.cols), self.dtype)
         for rect in part.rects:
-            if (inside := clip(rect, box)) is not None:
-                target = out[inside.local_row :, inside.local_col :][: inside.rows, : inside.cols]
-                target.copy_(reading.read(part.sources[rect.source], inside))
-        return (out.sub_(1) if self.place.centred else out).view(self.sizes)
+            overlap = clip(rect, box)
+            if overlap is not None:
+                target = out[overlap.local_row :, overlap.local_col :][: overlap.rows, : overlap.cols]
+                target.copy_(reading.read(part.sources[rect.source], overlap))
+        return (out.sub_(1) if self.location.centred else out).view(self.sizes)
 
 
-def _inside(place: TensorPlace, boxes: Sequence[Box]) -> Iterator[Box]:
-    """The parts of `boxes`, which cut the whole tensor of an entry, that lie in the section at `place`."""
-    rows, _ = matrix(place.part.shape)
+def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
+    """Yields the parts of `boxes`, which cut the full tensor of an entry, in the section at `location`."""
+    rows, _ = matrix(location.part.shape)
     for box in boxes:
-        top, end = max(box.row, place.first), min(box.row + box.rows, place.first + rows)
+        top = max(box.row, location.first)
+        end = min(box.row + box.rows, location.first + rows)
         if top < end:
-            yield box._replace(row=top - place.first, rows=end - top)
+            yield box._replace(row=top - location.first, rows=end - top)
 
 
-def clip(rect: Rect, box: Box) -> Rect | None:
-    """The part of `rect` inside `box`, which its local place counts from; None if they do not meet."""
-    top, left = max(rect.local_row, box.row), max(rect.local_col, box.col)
+def clip(rect: Rect, box: ShardBox) -> Rect | None:
+    """Returns the part of `rect` inside `box`, with local offsets relative to it; None if they do not overlap."""
+    top = max(rect.local_row, box.row)
+    left = max(rect.local_col, box.col)
     rows = min(rect.local_row + rect.rows, box.row + box.rows) - top
     cols = min(rect.local_col + rect.cols, box.col + box.cols) - left
     if rows <= 0 or cols <= 0:
         return None
-    down, right = top - rect.local_row, left - rect.local_col
-    row, col = rect.row + down * rect.step, rect.col + right
+    row = rect.row + (top - rect.local_row) * rect.step
+    col = rect.col + left - rect.local_col
     return Rect(rect.source, row, col, rows, cols, top - box.row, left - box.col, rect.step)
 
 
@@ -124,17 +130,18 @@ class TorchDistFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> list[list[int]]:
-        """Returns position and length of each piece, in bytes."""
-        reading, places_ = Reading(self.source), []
+        """Writes the pieces; returns position and length of each, in bytes."""
+        reading = Reading(self.source)
+        spans = []
         for piece in self.pieces:
             start = stream.tell()
-            torch.save(piece.make(reading), stream)
-            places_.append([start, stream.tell() - start])
-        return places_
+            torch.save(piece.make(reading), cast("IO[bytes]", stream))  # it only writes
+            spans.append([start, stream.tell() - start])
+        return spans
 
 
 class ToMegatron:
-    """Hugging Face tensors into a release of Megatron-LM."""
+    """A conversion of Hugging Face tensors to a Megatron-LM release."""
 
     def __init__(
         self,
@@ -147,29 +154,35 @@ class ToMegatron:
         file_bytes: int,
         origin: str,
     ):
-        """`dtype`: of the model; None: each tensor as it is stored. `numbered`: every layer has keys of its own, else
-        one key stacks the layers. `origin`: identifies the source's content."""
-        self._file_bytes, self._source = file_bytes, source
-        self.spec, self.target, self.numbered = spec, target, numbered
-        everything = [kept for place in places(spec.table, per_layer=numbered) for kept in _kept(place)]
-        self._dtypes = _dtypes(everything, source, dtype)
-        self._everything, self._places = everything, {place.key: place for place in everything}
-        self.files = self._plan(everything, source)
+        """Takes `dtype`: of the model; None: each tensor as stored. `numbered`: whether every layer has separate keys,
+        else one key stacks the layers. `origin`: identity of the source's content."""
+        self._file_bytes = file_bytes
+        self._source = source
+        self.spec = spec
+        self.target = target
+        self.numbered = numbered
+        self._tensors: list[TensorLocation] = []
+        for location in locations(spec.table, per_layer=numbered):
+            self._tensors += _written(location)
+        self._dtypes = _dtypes(self._tensors, source, dtype)
+        self.files = self._plan(source)
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
 
-    def _plan(self, everything: Sequence[TensorPlace], source: TensorSource) -> list[TorchDistFile]:
-        """Files of each rank, filled one after the other in the order of the checkpoint."""
+    def _plan(self, source: TensorSource) -> list[TorchDistFile]:
+        """Plans the files of each rank, filled one after another in the order of the checkpoint."""
         files: list[TorchDistFile] = []
-        open_: dict[int, TorchDistFile] = {}
+        current: dict[int, TorchDistFile] = {}
         count: dict[int, int] = {}
-        for place in everything:
-            for box in _inside(place, self.target.boxes(place.entry)):
-                rank = self.target.rank(place.entry, box.shard)
-                for piece in _split(Piece(place, box, self._dtypes[place.key])):
-                    file = open_.get(rank)
+        for location in self._tensors:
+            for box in _section_boxes(location, self.target.boxes(location.entry)):
+                rank = self.target.rank(location.entry, box.shard)
+                for piece in _split(Piece(location, box, self._dtypes[location.key])):
+                    file = current.get(rank)
                     if file is None or file.nbytes + piece.nbytes > self._file_bytes:
-                        number = count[rank] = count.get(rank, -1) + 1
-                        file = open_[rank] = TorchDistFile(f"{_RELEASE}/__{rank}_{number}.distcp", source)
+                        index = count.get(rank, 0)
+                        count[rank] = index + 1
+                        file = TorchDistFile(f"{_RELEASE}/__{rank}_{index}.distcp", source)
+                        current[rank] = file
                         files.append(file)
                     file.pieces.append(piece)
                     file.nbytes += piece.nbytes
@@ -177,8 +190,8 @@ class ToMegatron:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Leave out the checksums of `torch.save`, which take half its time: `torch.load` does not look at them, and a
-        conversion has its own."""
+        """Disables the checksums of `torch.save`, which take half its time: `torch.load` ignores them, and a conversion
+        has its digests."""
         before = get_crc32_options()
         set_crc32_options(False)
         try:
@@ -188,62 +201,61 @@ class ToMegatron:
 
     @property
     def small(self) -> Sequence[str]:
-        """Files that `finish` adds."""
-        return (*(f"{_RELEASE}/{name}" for name in (".metadata", "common.pt", "metadata.json")), TRACKER)
+        """Names of the files that `finish` adds."""
+        return (f"{_RELEASE}/.metadata", f"{_RELEASE}/common.pt", f"{_RELEASE}/metadata.json", TRACKER)
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Read every tensor of the output by the way back, and compare it with the source's. Raises SlimxError naming
-        the first that differs."""
+        """Reads every tensor of the output as a conversion back would, and compares it with the source's. Raises
+        SlimxError naming the first that differs."""
         written = Reading(TorchDistReader(directory, self.spec.table))
         source = Reading(self._source)
-        for place in self._everything:
-            if place.first:
+        for location in self._tensors:
+            if location.first:
                 continue  # the sources are those of the first section
-            if place.centred:
-                _compare_centred(place, source, directory / _RELEASE)
+            if location.centred:
+                _compare_centred(location, source, directory / _RELEASE)
                 continue
-            for name, (_, shape) in zip(place.entry.sources, place.entry.row.sources, strict=True):
-                compare_copied(name, shape, self._dtypes[place.key], source, written, advance)
+            for name, (_, shape) in zip(location.entry.sources, location.entry.row.sources, strict=True):
+                compare_copied(name, shape, self._dtypes[location.key], source, written, advance)
 
-    def finish(self, directory: Path, notes: Mapping[str, list[list[int]]]) -> None:
-        """Metadata, arguments, format and tracker: `small`."""
+    def finish(self, directory: Path, notes: Json) -> None:
+        """Writes metadata, arguments, format and tracker: `small`."""
         release = directory / _RELEASE
         write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
         common = io.BytesIO()
         torch.save(self._common(), common)
         write_synced(release / "common.pt", common.getvalue())
-        form = {
+        checkpoint_format = {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        write_synced(release / "metadata.json", json.dumps(form).encode())
+        write_synced(release / "metadata.json", json.dumps(checkpoint_format).encode())
         write_synced(directory / TRACKER, _RELEASE.encode())
 
-    def _metadata(self, notes: Mapping[str, list[list[int]]]) -> Metadata:
+    def _metadata(self, notes: Json) -> Metadata:
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         stored: dict[MetadataIndex, _StorageInfo] = {}
         for file in self.files:
             for piece, (start, length) in zip(file.pieces, notes[file.name], strict=True):
-                # What other systems call otherwise stands under their key too: the same bytes.
-                for key in (piece.place.key, *piece.place.also):
-                    offset, known = torch.Size(piece.offsets), chunks[key]
-                    index = MetadataIndex(key, offset, len(known))
-                    known.append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
+                # Keys that other systems use refer to the same bytes.
+                for key in (piece.location.key, *piece.location.also):
+                    offset = torch.Size(piece.offsets)
+                    index = MetadataIndex(key, offset, len(chunks[key]))
+                    chunks[key].append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
                     stored[index] = _StorageInfo(Path(file.name).name, start, length)
-        tensors = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=self._dtypes[key]), torch.Size(place.shape), chunks[name]
-            )
-            for key, place in self._places.items()
-            for name in (key, *place.also)
-        }
-        # No path and no random id: the same conversion gives the same bytes.
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for location in self._tensors:
+            for name in (location.key, *location.also):
+                properties = TensorProperties(dtype=self._dtypes[location.key])
+                tensors[name] = TensorStorageMetadata(properties, torch.Size(location.shape), chunks[name])
+        # Without path and random id: the same conversion gives the same bytes.
         return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())
 
-    def _common(self) -> dict[str, Any]:
-        spec, sizes = self.spec, self.target.sizes
+    def _common(self) -> Json:
+        spec = self.spec
+        sizes = self.target.sizes
         return preloaded(
             spec.transformer,
             vocab_size=spec.vocab_size,
@@ -255,7 +267,7 @@ class ToMegatron:
                 "distrib_optim_fully_reshardable_mem_efficient": False,
                 "chained_optim_avoid_prefix": True,
                 "singleton_local_shards": False,
-                # Megatron-LM builds the keys that it looks for by this, whatever its --moe-layer-freq.
+                # Megatron-LM derives the expected keys from this, regardless of its --moe-layer-freq.
                 "non_homogeneous_layers": self.numbered,
             },
             tensor_model_parallel_size=sizes.tensor,
@@ -264,41 +276,44 @@ class ToMegatron:
         )
 
 
-def _kept(place: TensorPlace) -> Iterator[TensorPlace]:
-    """The tensors that the one at `place` is written as: two if its key holds it less 1."""
-    if not place.centred:
-        yield place
+def _written(location: TensorLocation) -> Iterator[TensorLocation]:
+    """Yields the tensors that the one at `location` is written as: two if its key stores it minus 1."""
+    if not location.centred:
+        yield location
         return
-    yield replace(place, also=())
-    yield replace(place, key=place.also[0], also=(), centred=False)
+    yield replace(location, also=())
+    yield replace(location, key=location.also[0], also=(), centred=False)
 
 
-def _compare_centred(place: TensorPlace, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `place` holds the source's values less 1."""
-    (name,) = place.part.sources
-    wanted = source.read(name, place.part.rects[0]).float().flatten() - 1
-    written = read_whole(release, place.key, read_metadata(release / ".metadata"))
-    if not torch.equal(bits(written[place.index]), bits(wanted)):
-        raise differs(name, f"{place.key} does not hold its values less 1")
+def _compare_centred(location: TensorLocation, source: Reading, release: Path) -> None:
+    """Raises SlimxError unless the key of `location` stores the source's values minus 1."""
+    (name,) = location.part.sources
+    expected = source.read(name, location.part.rects[0]).float().flatten() - 1
+    written = read_whole(release, location.key, read_metadata(release / ".metadata"))
+    if not torch.equal(bits(written[location.index]), bits(expected)):
+        raise differs(name, f"{location.key} is not its values minus 1")
 
 
 def _dtypes(
-    everything: Sequence[TensorPlace], source: TensorSource, dtype: torch.dtype | None
+    tensors: Sequence[TensorLocation], source: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Dtype of each key: its row's own, else `dtype`, else the one in which the source stores the key's tensors. Raises
-    SlimxError where it stores them in several."""
+    """Returns the dtype of each key: its row's declared one, else `dtype`, else that of the source's tensors. Raises
+    SlimxError if the source stores them in several."""
     out: dict[str, torch.dtype] = {}
-    for place in everything:
-        own = "float32" if place.centred else place.entry.row.dtype
-        if own is not None or dtype is not None:
-            out[place.key] = getattr(torch, own) if own is not None else dtype
+    for location in tensors:
+        declared = "float32" if location.centred else location.entry.row.dtype
+        if declared is not None:
+            out[location.key] = getattr(torch, declared)
             continue
-        for name in place.part.sources:
-            found = source.dtype(name)
-            if out.setdefault(place.key, found) != found:
+        if dtype is not None:
+            out[location.key] = dtype
+            continue
+        for name in location.part.sources:
+            actual = source.dtype(name)
+            if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
-                    f"tensor {name} is stored as {found} and others of {place.key}, one tensor in Megatron, as "
-                    f"{out[place.key]}: the bits of both cannot be kept; choose --dtype",
+                    f"tensor {name} is stored as {actual} and others of {location.key}, one tensor in Megatron, as "
+                    f"{out[location.key]}: both cannot be kept exactly; choose --dtype",
                     code="convert.dtypes",
                     about=name,
                 )
@@ -306,17 +321,17 @@ def _dtypes(
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """Pieces of a bounded size, by rows."""
+    """Splits a piece into pieces of bounded size, by rows."""
     box = piece.box
     step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
     for row in range(0, box.rows, step):
-        part = Box(box.shard, box.row + row, box.col, min(step, box.rows - row), box.cols)
-        yield Piece(piece.place, part, piece.dtype)
+        part = ShardBox(box.shard, box.row + row, box.col, min(step, box.rows - row), box.cols)
+        yield Piece(piece.location, part, piece.dtype)
 
 
-def _fingerprint(what: str, files: Sequence[TorchDistFile]) -> str:
-    digest = hashlib.sha256(what.encode())
+def _fingerprint(identity: str, files: Sequence[TorchDistFile]) -> str:
+    digest = hashlib.sha256(identity.encode())
     for file in files:
         for piece in file.pieces:
-            digest.update(f"{file.name} {piece.place.key} {piece.offsets} {piece.sizes} {piece.dtype}\n".encode())
+            digest.update(f"{file.name} {piece.location.key} {piece.offsets} {piece.sizes} {piece.dtype}\n".encode())
     return digest.hexdigest()

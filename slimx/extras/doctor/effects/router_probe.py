@@ -63,8 +63,8 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
         topk=sizes.topk,
         function=sizes.function,
         sums=torch.zeros(sizes.experts + 2, dtype=torch.float64),
-        share=_alone,
-        all_data=_alone,
+        sum_over_shards=_alone,
+        sum_over_data=_alone,
     )
     start = 0
     for part in np.array_split(lengths, MICROBATCHES):
