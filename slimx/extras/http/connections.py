@@ -104,8 +104,9 @@ class Connections:
             if not self._waiting:
                 return False
             longest = next(iter(self._waiting))
+            idle = self._open[longest]
             self.leave(longest)
-            longest.abort()
+            idle.abort()
         self._open[transport] = connection
         self._wait(transport, connection)
         return True
@@ -175,8 +176,11 @@ class _GuardedProtocol(asyncio.Protocol):
     def wait(self, seconds: float) -> None:
         """Aborts the connection after `seconds`, unless `stop_waiting` is called before."""
         self.stop_waiting()
-        assert self._transport is not None, "waits only while connected"
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def stop_waiting(self) -> None:
         if self._timer is not None:
@@ -189,7 +193,7 @@ class _GuardedProtocol(asyncio.Protocol):
         if self._served:
             self._inner.connection_made(transport)
         else:
-            transport.abort()
+            self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.stop_waiting()

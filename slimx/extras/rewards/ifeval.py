@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError, raised
@@ -121,7 +121,7 @@ def _instructions(prompt: Prompt) -> list[tuple[str, dict[str, Any]]]:
     """Returns names and arguments of a prompt's instructions. Raises SlimxError if its metadata has none."""
     names = prompt.metadata.get("instruction_id_list")
     rows = prompt.metadata.get("kwargs")
-    if not _is_list(names, str) or not names or not _is_list(rows, Mapping) or len(names) != len(rows):
+    if not _is_list(names, str) or not _is_list(rows, Mapping) or not names or len(names) != len(rows):
         raise _unfit(prompt, "metadata.instruction_id_list and metadata.kwargs are not two lists of equal length")
     instructions = []
     for name, row in zip(names, rows, strict=True):
@@ -131,7 +131,7 @@ def _instructions(prompt: Prompt) -> list[tuple[str, dict[str, Any]]]:
     return instructions
 
 
-def _is_list(value: object, kind: type) -> bool:
+def _is_list(value: object, kind: type) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from slimx.extras.boxes.held import Boxes, Images
-from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.leases import Boxes, Images
+from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import BoxRefusal, check_run, names_of
 from slimx.extras.boxes.serve import MAX_BODY, Service
@@ -26,7 +26,7 @@ class Stub:
     """A box in which nothing runs."""
 
     def run(self, command, *, stdin, cwd, stop):
-        return Ran("", "", "exit", 0, 0.0)
+        return ProgramResult("", "", "exit", 0, 0.0)
 
     def put(self, path, content):
         names_of(path)

@@ -16,7 +16,7 @@ from slimx.data.prompts.mapping import make_mapping
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.terminal import tasks
 from slimx.rollout.hook_loading import check_generated, load_hooks
 from slimx.rollout.hooks import RewardContext
@@ -45,7 +45,7 @@ def base():
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
-        assert list(Path(directory).glob(f"{roots.PREFIX}*")) == []
+        assert list(Path(directory).glob(f"{rootfs.PREFIX}*")) == []
 
 
 async def play(prompt: Prompt, base: Path, *says: str, box: dict[str, Any] | None = None, **options: Any) -> Any:
