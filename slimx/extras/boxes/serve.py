@@ -310,8 +310,8 @@ async def serve(
         return msgspec.structs.replace(options, limits=limits).make(source)
 
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
     with tempfile.TemporaryDirectory(prefix="slimx-uploads-") as uploads:
         os.chmod(uploads, 0o700)
         boxes = Boxes(make, most=arguments.boxes, lease_s=arguments.lease)

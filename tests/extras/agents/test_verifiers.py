@@ -220,7 +220,7 @@ def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, m
 @pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
 async def test_a_request_without_the_token_is_refused(hub_server, given, status):
     tasks = type("Tasks", (), {"task_type": MagicMock()})
-    server = hub_server.Server(SimpleNamespace(taskset=tasks()), 1, "secret")
+    server = hub_server.EpisodeServer(SimpleNamespace(taskset=tasks()), 1, "secret")
     request = MagicMock(headers={"Authorization": given}, json=AsyncMock(return_value={}))
     assert (await server.episode(request)).status == status
 

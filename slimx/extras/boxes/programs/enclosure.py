@@ -180,10 +180,8 @@ class Enclosure:
                         stream.close()
         output = watch.read["stdout"].decode(errors="replace")
         error = watch.read["stderr"].decode(errors="replace")
-        status = watch.exit_status()
-        if ended != "exit":
-            status = None
-        elif status is None:
+        status = watch.exit_status() if ended == "exit" else None
+        if ended == "exit" and status is None:
             raise NotStarted(error.strip()[:300])
         return ProgramResult(output, error, ended, status, time.monotonic() - started)
 

@@ -33,7 +33,7 @@ class Host:
                 return
             try:
                 if program is None:
-                    import program as imported  # type: ignore[import-not-found]  # exists in the sandbox only
+                    import program as imported  # exists in the sandbox only
 
                     program = imported
                 response = {"names": self._names(program)} if "names" in request else self._execute(request)

@@ -46,9 +46,9 @@ def packed(box: Box, directory: str, most: int) -> bytes:
         raise NoVerdict(str(error)) from error
 
 
-def judged(left: bytes, began: bytes, task: Task, most: int) -> bytes:
-    """Returns the archive that the tests run on: the files of `left`, those of `began` that match `task.kept`, and the
-    tests.
+def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
+    """Returns the archive that the tests run on: the files of `left`, those of `initial` that match `task.kept`, and
+    the tests.
 
     `most`: maximum size without the tests, in bytes. Raises NoVerdict if it is exceeded, or if `left` is not a plain
     tar archive."""
@@ -56,7 +56,7 @@ def judged(left: bytes, began: bytes, task: Task, most: int) -> bytes:
     tests = _below(task.tests.files)
     with (
         tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT) as archive,
-        tarfile.open(fileobj=io.BytesIO(began), mode="r:") as before,
+        tarfile.open(fileobj=io.BytesIO(initial), mode="r:") as before,
     ):
         targets = _Targets(tests)
         kept = []
