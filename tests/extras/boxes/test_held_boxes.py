@@ -148,13 +148,13 @@ class Server:
     url = "http://boxes"
 
     def __init__(self, *statuses):
-        self.statuses, self.asked = list(statuses), []
+        self.statuses, self.received = list(statuses), []
 
     def has_image(self, name):
         return True
 
     def request(self, method, path, **_):
-        self.asked.append((method, path.split("/")[0]))
+        self.received.append((method, path.split("/")[0]))
         if method == "DELETE":
             raise BoxLost("gone", about=self.url)
         if path.startswith("images"):
@@ -166,7 +166,7 @@ def test_an_archive_that_made_room_for_others_is_sent_again(tmp_path):
     (tmp_path / "root").mkdir()
     server = Server(404, 201)
     box = RemoteBox(tmp_path / "root", server=server)  # type: ignore[arg-type]
-    assert server.asked == [("PUT", "boxes"), ("PUT", "images"), ("PUT", "boxes")]
+    assert server.received == [("PUT", "boxes"), ("PUT", "images"), ("PUT", "boxes")]
     box._closing.set()
 
 

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 
 MAX_STDERR = 2_000
 """Bytes of a server's standard error that are kept, from its end."""
 
 
 def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
-    """Returns a client of the SDK's HTTP library that does not follow redirects and reads at most `MAX_ANSWER` bytes of
-    a response."""
+    """Returns a client of the SDK's HTTP library that does not follow redirects and reads at most `MAX_RESPONSE` bytes
+    of a response."""
     import httpx2  # the SDK's own HTTP client
 
     class Bounded(httpx2.AsyncByteStream):
@@ -24,11 +24,11 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
             self._stream = stream
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = MAX_ANSWER
+            left = MAX_RESPONSE
             async for piece in self._stream:
                 left -= len(piece)
                 if left < 0:
-                    raise httpx2.ReadError(f"the response has more than {MAX_ANSWER} bytes")
+                    raise httpx2.ReadError(f"the response has more than {MAX_RESPONSE} bytes")
                 yield piece
 
         async def aclose(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from slimx.extras.agents.asyncio_processes import ended
 from slimx.extras.agents.hubs.mcp_bounds import Stderr
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 
 END_S = 2.0
 """Seconds that a server has to exit, and again after SIGTERM and SIGKILL."""
@@ -33,7 +33,7 @@ async def started(
         env=get_default_environment() | dict(environment),
         cwd=directory,
         start_new_session=True,
-        limit=MAX_ANSWER,
+        limit=MAX_RESPONSE,
     )
     received, read = anyio.create_memory_object_stream[Any](0)
     write, sent = anyio.create_memory_object_stream[Any](0)
@@ -62,7 +62,7 @@ async def _receive(process: asyncio.subprocess.Process, received: Any, stderr: S
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                stderr.note = f"a response has more than {MAX_ANSWER} bytes"
+                stderr.note = f"a response has more than {MAX_RESPONSE} bytes"
                 return
             if not line:
                 return

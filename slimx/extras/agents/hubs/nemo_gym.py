@@ -24,7 +24,7 @@ from slimx.data.records import Prompt
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
-from slimx.extras.http.answers import text_of
+from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 KEY = "rollout.options.toolbox_options"

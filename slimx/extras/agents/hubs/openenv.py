@@ -25,7 +25,7 @@ from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.attempts import StepEnvironment, finite
 from slimx.extras.agents.hubs.views import MAX_TEXT, answered, seed_of_prompt
-from slimx.extras.http.answers import unredirected
+from slimx.extras.http.responses import unredirected
 from slimx.json_types import Json
 
 KEY = "rollout.options.environment_options"

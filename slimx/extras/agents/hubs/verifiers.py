@@ -23,7 +23,7 @@ import aiohttp
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
-from slimx.extras.http.answers import text_of
+from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 KEY = "rollout.options.agent_options"

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from slimx.errors import SlimxError
-from slimx.extras.http.answers import text_of
+from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 FIRST_PAUSE_S = 0.5

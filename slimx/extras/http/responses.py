@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import aiohttp
 
-MAX_ANSWER = 16 * 2**20
+MAX_RESPONSE = 16 * 2**20
 """Maximum size of a response, in bytes."""
 
 
 async def text_of(response: aiohttp.ClientResponse) -> str:
-    """Returns the text of a response. Raises ClientPayloadError if it has more than `MAX_ANSWER` bytes."""
+    """Returns the text of a response. Raises ClientPayloadError if it has more than `MAX_RESPONSE` bytes."""
     content = bytearray()
     async for piece in response.content.iter_chunked(2**16):
         content += piece
-        if len(content) > MAX_ANSWER:
-            raise aiohttp.ClientPayloadError(f"its response has more than {MAX_ANSWER} bytes")
+        if len(content) > MAX_RESPONSE:
+            raise aiohttp.ClientPayloadError(f"its response has more than {MAX_RESPONSE} bytes")
     return content.decode(errors="replace")
 
 
