@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from slimx.data.records import Trajectory
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from tests.extras.boxes.repairs import EXAMPLES, IN_ONE_CALL
 from tests.integration.hooks import IDLE
 from tests.integration.runs import TrainProcess, steps, write_config
@@ -78,7 +78,7 @@ def train(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[Traje
     with tempfile.TemporaryDirectory() as base:
         Path(base).chmod(0o755)
         yield run
-        assert list(Path(base).glob(f"{roots.PREFIX}*")) == [], "no box is left behind"
+        assert list(Path(base).glob(f"{rootfs.PREFIX}*")) == [], "no box is left behind"
 
 
 def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(train, tmp_path: Path) -> None:

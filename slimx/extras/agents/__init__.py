@@ -1,1 +1,1 @@
-"""Rollouts of agents: a server that they sample through, tools, and environments of other projects."""
+"""Agent rollouts: a server that agents sample through, tools, and environments of other projects."""

@@ -1,4 +1,4 @@
-"""Processes that asyncio has started."""
+"""Waiting for processes started by asyncio."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import suppress
 
 
 async def ended(process: Process, deadline_s: float) -> bool:
-    """Wait for the end of a process; returns False if it has not come within `deadline_s` seconds.
+    """Waits for the end of a process; returns False if it has not ended within `deadline_s` seconds.
 
-    `Process.wait` also waits until its pipes are closed, and for ever where one is full and not read any more."""
+    `Process.wait` would also wait for its pipes to close, forever if one is full and no longer read."""
     with suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
             while process.returncode is None:

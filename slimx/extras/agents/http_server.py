@@ -1,4 +1,4 @@
-"""The run's server of chat completions, which starts with its first session."""
+"""The run's chat completions server, started with the first session."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ class HttpServer:
     """A `slimx.rollout.hooks.AgentServer`, an entry point of `slimx.agent_servers`."""
 
     def __init__(self, host: str, port: int, *, context: int) -> None:
-        """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
+        """Stores the address; `port` 0: any free port. `context`: maximum length of a trainable trajectory, in
+        tokens."""
         self.context = context
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._proxy: ChatProxy | None = None
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serve `session` inside the block; gives its base URL."""
+        """Serves `session` inside the block and yields its base URL."""
         if self._proxy is None:
             from slimx.extras.agents.proxy.server import ChatProxy
 
@@ -31,6 +33,6 @@ class HttpServer:
             yield url
 
     async def stop(self) -> None:
-        """End the server, if it runs."""
+        """Stops the server if it is running."""
         if self._proxy is not None:
             await self._proxy.stop()

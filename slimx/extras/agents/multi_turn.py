@@ -1,29 +1,29 @@
-"""The generate hook of multi-turn environments: model and environment take turns until one of them is done.
+"""The generate hook of multi-turn environments: model and environment alternate until one of them is done.
 
 rollout:
   generate: multi_turn
   options: {environment: python, max_turns: 6}
 
-An environment that computes (a simulator, a compiler, a game) belongs in a process: environment_processes: 8.
+Run an environment that computes (a simulator, a compiler, a game) in a process: environment_processes: 8.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
 from slimx.environments.base import ENVIRONMENTS, Begin
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rewards.needs import checked_by
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
 def check(
-    *, environment: str, environment_options: dict[str, Any] | None = None, environment_processes: int = 0, **_: Any
+    *, environment: str, environment_options: Json | None = None, environment_processes: int = 0, **_: object
 ) -> None:
-    """Refuse an environment that cannot be made, or whose own `check` refuses the machine."""
+    """Raises SlimxError for an environment that cannot be created or whose `check` raises."""
     if (
         isinstance(environment_processes, bool)
         or not isinstance(environment_processes, int)
@@ -61,20 +61,19 @@ async def generate(
     prompt: Prompt,
     *,
     environment: str,
-    environment_options: dict[str, Any] | None = None,
+    environment_options: Json | None = None,
     max_turns: int = 8,
     turn_deadline: float = 60.0,
     environment_processes: int = 0,
 ) -> Trajectory:
-    """One trajectory of at most `max_turns` turns of the model; what the environment says is not trained.
+    """Returns one trajectory of at most `max_turns` turns of the model; observations are not trained on.
 
-    A turn that was cut off (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done,
-    turns or length) and the last step's `info`. Logs `tool_calls` and the steps' `counts`. Turns are described, by
-    reward and by the state that they began in, where the environment tells its states apart.
+    A truncated turn (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done, turns or
+    length) and the last step's `info`. Logs `tool_calls` and the steps' `counts`. If the environment has state keys,
+    each turn is recorded with its reward and the state that it began in.
 
-    Raises DeadlineError for a step that takes longer than `turn_deadline`
-    seconds. `environment_processes`: environment calls that compute at once, in a process for each environment; 0: in
-    the driver's event loop."""
+    Raises DeadlineError for a step that takes longer than `turn_deadline` seconds. `environment_processes`: maximum
+    number of concurrent environment calls, with one process per environment; 0: in the driver's event loop."""
     world = ctx.environments.make(
         environment,
         environment_options or {},
@@ -82,10 +81,15 @@ async def generate(
         rollout=f"{ctx.group_id}/{ctx.index}",
         processes=environment_processes,
     )
-    draft, rewards, info, ended, tool_calls = ctx.draft(prompt), [], {}, "turns", 0
+    draft = ctx.draft(prompt)
+    rewards: list[float] = []
+    info: Json = {}
+    ended = "turns"
+    tool_calls = 0
     try:
-        begun = await world.reset(prompt, ctx.seed)
-        start = begun if isinstance(begun, Begin) else Begin(text=begun)
+        start = await world.reset(prompt, ctx.seed)
+        if not isinstance(start, Begin):
+            start = Begin(text=start)
         state = start.state_key
         if start.text:
             draft.add_inserted(ctx.turn(start.text, after=draft.token_ids))
@@ -118,5 +122,5 @@ async def generate(
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The sum of what the environment gave to the turns."""
+    """Returns the sum of the environment's rewards of all turns."""
     return float(sum(trajectory.metadata["rewards"]))

@@ -1,4 +1,4 @@
-"""The interface of tools that a rollout may call: those of an MCP server, or of another project's environment."""
+"""The interface of a rollout's tools: those of an MCP server, or of another project's environment."""
 
 from __future__ import annotations
 
@@ -7,52 +7,53 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slimx.data.records import Prompt
-from slimx.data.whole import Json
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The answer of one call."""
+    """The result of one call."""
 
     text: str
-    """The text that the model reads."""
+    """The text for the model."""
     error: str | None = None
-    """Code of what went wrong, by which it is counted; None for a call that went well."""
+    """Error code, for counting; None if the call succeeded."""
     left_out: int = 0
-    """Pictures, sounds and other parts that are no text, for which the text has a placeholder."""
+    """Number of non-text parts (images, audio), for which the text has placeholders."""
 
 
 class ToolsLost(SlimxError):
-    """Raised by a toolbox that can be called no more: its server has died, or does not answer. It ends the rollout."""
+    """Raised by a toolbox that is no longer usable: its server has died, or does not respond. It ends the rollout."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="tools.lost", about=about)
 
 
 class Toolbox(Protocol):
-    """One per rollout. `open` comes first and `close` last, also after an error or a deadline; calls come one by one.
+    """The tools of one rollout. `open` is called first and `close` last, also after an error or a deadline; calls are
+    sequential.
 
-    Class methods `check(**toolbox_options)` and `check_prompts(prompts, **toolbox_options)`, if there are any, are
-    called before the run starts; so is `needs_seconds(prompts, **toolbox_options)`, the seconds that `open` and `judge`
-    may take. An attribute `unjudged`, if `judge` sets it, says why what the model left got no verdict; it is counted in
-    `tool_errors`."""
+    Optional class methods are called before the run starts: `check(**toolbox_options)`,
+    `check_prompts(prompts, **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the
+    seconds that `open` and `judge` may take. `judge` may set an attribute `unjudged`, the reason why there is no
+    verdict; it is counted in `tool_errors`."""
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Begin; the tools as the chat template shows them, {"type": "function", "function": {"name", ...}}. `seed` is
-        the rollout's own, the same in a resumed run. Raises ToolsLost."""
+        """Starts the tools and returns them in the chat template's form, {"type": "function", "function": {"name",
+        ...}}. `seed`: the rollout's, the same in a resumed run. Raises ToolsLost."""
         ...
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Call one of the tools that `open` named. It may be cancelled at a deadline. Raises ToolsLost."""
+        """Calls one of the tools that `open` returned. May be cancelled at a deadline. Raises ToolsLost."""
         ...
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Parts of the rollout's reward by name, {} for none; a reward hook adds them.
+        """Returns parts of the rollout's reward by name, {} for none; a reward hook adds them.
 
-        `messages`: what came after the prompt, in OpenAI's form. Raises ToolsLost."""
+        `messages`: the messages after the prompt, in OpenAI's form. Raises ToolsLost."""
         ...
 
     async def close(self) -> None:
-        """End what `open` began."""
+        """Ends the tools that `open` started."""
         ...

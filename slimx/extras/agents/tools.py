@@ -1,4 +1,4 @@
-"""The generate hook of tools that answer over a protocol: the model calls, reads the results, and goes on.
+"""The generate hook of toolboxes: the model calls tools, reads the results, and continues.
 
 rollout:
   generate: tools
@@ -6,8 +6,8 @@ rollout:
     toolbox: mcp
     toolbox_options: {servers: {search: {url: "http://127.0.0.1:8000/mcp"}}}
 
-The tools go into the chat template, calls are found as those of agents are (`proxy/tool_calls.py`), and
-results come back as turns of role tool.
+The chat template shows the tools, calls are parsed as those of agents (`proxy/tool_calls.py`), and results are turns of
+role tool.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.whole import Json
 from slimx.dotted import imported
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
 from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
+from slimx.json_types import Json
 from slimx.rewards.needs import checked_by, checks_prompts
 from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 
 TOOLBOXES = "slimx.toolboxes"
-"""Group of entry points: toolboxes by the names that a configuration has for them."""
+"""Group of entry points: toolboxes by their names in a configuration."""
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
 CLOSE_S = 25.0
-"""Seconds for a toolbox to end, which may have processes to end."""
-OPEN_S, CALL_S = 60.0, 60.0
-"""Seconds for a toolbox to be open, and for one call, unless the options say otherwise."""
+"""Deadline for closing a toolbox, which may have processes to end, in seconds."""
+OPEN_S = 60.0
+"""Default deadline for opening a toolbox, in seconds."""
+CALL_S = 60.0
+"""Default deadline of one call, in seconds."""
 MAX_DEADLINES = 2
-"""Calls of a rollout that may run past their deadline; with the last of them the rollout is given up."""
+"""Number of missed call deadlines at which a rollout is given up."""
 
 
-def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: Any) -> None:
-    """Refuse tools that cannot be made, a parser that nobody knows, and limits that are no positive numbers."""
+def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: object) -> None:
+    """Raises SlimxError for tools that cannot be created, an unknown parser, and limits that are not positive."""
     for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or (value is not None and value <= 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
                 f"rollout.options.{name} is {value!r}; give a number above 0",
                 code="tools.limit",
@@ -78,24 +79,24 @@ def check_prompts(
     toolbox_options: Json | None = None,
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
-    **_: Any,
+    **_: object,
 ) -> None:
-    """Have the toolbox refuse prompts that it cannot begin, by its class method `check_prompts`, if it has one, and
-    refuse deadlines that are no longer than what it says by `needs_seconds`."""
-    kind, options, prompts = (
-        imported("rollout.options.toolbox", toolbox, TOOLBOXES),
-        toolbox_options or {},
-        list(prompts),
-    )
-    if (check := getattr(kind, "check_prompts", None)) is not None:
+    """Checks the prompts with the toolbox's class method `check_prompts`, if it has one. Raises SlimxError for
+    deadlines below those of its `needs_seconds`."""
+    kind = imported("rollout.options.toolbox", toolbox, TOOLBOXES)
+    options = toolbox_options or {}
+    prompts = list(prompts)
+    check = getattr(kind, "check_prompts", None)
+    if check is not None:
         check(prompts, **options)
-    if (needs := getattr(kind, "needs_seconds", None)) is not None:
-        given = {"open_deadline": open_deadline, "call_deadline": call_deadline}
-        for (name, seconds), needed in zip(given.items(), needs(prompts, **options), strict=True):
+    needs = getattr(kind, "needs_seconds", None)
+    if needs is not None:
+        deadlines = {"open_deadline": open_deadline, "call_deadline": call_deadline}
+        for (name, seconds), needed in zip(deadlines.items(), needs(prompts, **options), strict=True):
             if seconds < needed:
                 raise SlimxError(
-                    f"rollout.options.{name} is {seconds:g} s, and {toolbox} may take {needed:g} s for these prompts, "
-                    "after which their rollouts would be given up; raise it",
+                    f"rollout.options.{name} is {seconds:g} s, and {toolbox} may take {needed:g} s for these prompts; "
+                    "raise it, or their rollouts would be given up",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )
@@ -118,62 +119,49 @@ async def generate(
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
 ) -> Trajectory:
-    """One trajectory: the model's turns are trained, what tools say is not.
+    """Returns one trajectory: the model's turns are trained on, results of tools are not.
 
-    `tool_parser`: as in `agent.py`. `max_turns` of the model, `max_calls` of tools, `max_unreadable` turns in a row
-    whose call cannot be read, and `max_context` tokens (None: what can be trained) end a rollout, which is trained as
-    far as it came. `max_result`: characters of one result that the model reads. `open_deadline` and `call_deadline` are
-    seconds; a call past its deadline is told to the model, a second one ends the rollout.
+    `tool_parser`: as in `agent.py`. `max_turns` of the model, `max_calls` of tools, `max_unreadable` consecutive turns
+    with an unreadable call, and `max_context` tokens (None: those of a trainable trajectory) end a rollout, which is
+    trained up to there. `max_result`: maximum length of one result for the model, in characters. `open_deadline` and
+    `call_deadline`: in seconds; the model is informed of the first call past its deadline, the second ends the rollout.
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
-    code: unknown_tool, bad_arguments, deadline, unjudged, and the toolbox's own), `judged` (parts of the toolbox's
-    reward), and `unjudged`, why the toolbox had no verdict, where it says so. Logs tool_calls, tool_errors,
+    code: unknown_tool, bad_arguments, deadline, unjudged, and those of the toolbox), `judged` (parts of the toolbox's
+    reward), and `unjudged`, the toolbox's reason for having no verdict, if any. Logs tool_calls, tool_errors,
     unreadable_calls and left_out.
 
-    Raises GivenUp: "tools lost" where their server has died or cannot be reached, "tools deadline" where it hangs,
-    "context" where the prompt and its tools leave no room for a turn."""
+    Raises GivenUp: "tools lost" if their server has died or cannot be reached, "tools deadline" if it hangs, "context"
+    if the prompt and its tools leave no room for a turn."""
     box: Toolbox = imported("rollout.options.toolbox", toolbox, TOOLBOXES)(**(toolbox_options or {}))
     name = f"{toolbox} of rollout {ctx.group_id}/{ctx.index}"
     reader = AnswerReader(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers))
-    trained = ctx.proxy.context if ctx.proxy is not None else None
-    context = min((each for each in (max_context, trained) if each is not None), default=None)
+    context = max_context
+    if ctx.proxy is not None:
+        context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     try:
-        tools = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name}: it was not open")
-        shown = [*(prompt.tools or []), *tools]
-        draft = ctx.draft(replace(prompt, tools=shown or None))
+        opened = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name}: it was not open")
+        tools = [*(prompt.tools or []), *opened]
+        draft = ctx.draft(replace(prompt, tools=tools or None))
         talk = _Talk(
-            ctx, box, reader, draft, shown, name, context, max_calls, max_unreadable, max_result, call_deadline
+            ctx, box, reader, draft, tools, name, context, max_calls, max_unreadable, max_result, call_deadline
         )
-        ended = await talk.run(max_turns, {each["function"]["name"] for each in tools})
+        ended = await talk.run(max_turns, {tool["function"]["name"] for tool in opened})
         judged = await _within(box.judge(talk.messages), call_deadline, f"{name}: it had not judged")
     except ToolsLost as error:
         raise GivenUp("tools lost", f"{name}: {error}") from error
     finally:
         await asyncio.shield(_end(box))
-    unjudged = getattr(box, "unjudged", None)
-    if unjudged is not None:
-        talk.errors["unjudged"] += 1
-    ctx.add("tool_calls", talk.calls)
-    ctx.add("tool_errors", talk.errors.total())
-    ctx.add("unreadable_calls", talk.unreadable)
-    ctx.add("left_out", talk.left_out)
-    told: Json = {
-        "ended": ended,
-        "turns": draft.turn,
-        "tool_calls": talk.calls,
-        "tool_errors": dict(sorted(talk.errors.items())),
-    }
-    if unjudged is not None:
-        told["unjudged"] = unjudged
-    return draft.finish(metadata=told | {"judged": judged})
+    metadata = talk.summary(ended) | {"judged": judged}
+    return draft.finish(metadata=metadata)
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
-    """The parts that the toolbox gave. Raises SlimxError where it gives none."""
+    """Returns the toolbox's parts of the reward. Raises SlimxError if there are none."""
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            "rollout.options.toolbox gives no rewards; name another function in reward.function",
+            "rollout.options.toolbox returns no rewards; name another function in reward.function",
             code="tools.reward",
             about="reward.function",
         )
@@ -188,7 +176,7 @@ class _Talk:
     box: Toolbox
     reader: AnswerReader
     draft: Draft
-    shown: list[Json]
+    tools: list[Json]
     """Tools in the chat template."""
     name: str
     context: int | None
@@ -203,7 +191,7 @@ class _Talk:
     errors: Counter[str] = field(default_factory=Counter)
 
     async def run(self, max_turns: int, callable_: set[str]) -> str:
-        """Take turns until there is nothing to call, or a limit is reached; returns which."""
+        """Runs turns and their calls until a turn has no call, or a limit is reached; returns which."""
         in_a_row = 0
         for turn in range(max_turns):
             sampling = self._sampling()
@@ -220,7 +208,7 @@ class _Talk:
             if completion.finish_reason != "stop":
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
                 return "length"
-            found = await self.reader.calls(ids, self.shown, after=before)
+            found = await self.reader.calls(ids, self.tools, after=before)
             if not found.calls:
                 self.messages.append({"role": "assistant", "content": self.reader.text(ids, ())})
                 if not found.attempted:
@@ -229,7 +217,7 @@ class _Talk:
                 in_a_row += 1
                 if in_a_row >= self.max_unreadable:
                     return "unreadable"
-                # No tool has answered: templates that know the calls of results have none to show this with.
+                # As a user: templates attach a tool's turn to a call, and there is none.
                 self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
@@ -238,35 +226,56 @@ class _Talk:
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.calls + len(calls) > self.max_calls:
                 return "calls"
-            results = [
-                await self._answered(call, each["id"], callable_) for call, each in zip(found.calls, calls, strict=True)
-            ]
+            results = []
+            for call, message in zip(found.calls, calls, strict=True):
+                results.append(await self._answered(call, message["id"], callable_))
             self._insert(results, calls)
         return "turns"
 
+    def summary(self, ended: str) -> Json:
+        """Logs the counts of the finished rollout and returns its metadata. `ended`: what `run` returned."""
+        unjudged = getattr(self.box, "unjudged", None)
+        if unjudged is not None:
+            self.errors["unjudged"] += 1
+        self.ctx.add("tool_calls", self.calls)
+        self.ctx.add("tool_errors", self.errors.total())
+        self.ctx.add("unreadable_calls", self.unreadable)
+        self.ctx.add("left_out", self.left_out)
+        metadata: Json = {
+            "ended": ended,
+            "turns": self.draft.turn,
+            "tool_calls": self.calls,
+            "tool_errors": dict(sorted(self.errors.items())),
+        }
+        if unjudged is not None:
+            metadata["unjudged"] = unjudged
+        return metadata
+
     def _sampling(self) -> Json | None:
-        """Parameters of the next turn; None where the context has no room for it."""
+        """Returns the sampling parameters of the next turn; None if the context has no room for it."""
         if self.context is None:
             return {}
         room = self.context - len(self.draft.token_ids)
-        return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])} if room > 0 else None
+        if room <= 0:
+            return None
+        return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])}
 
     def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
-        """Insert turns behind the model's, which made `calls`."""
-        self.messages += [dict(each) for each in turns]
+        """Inserts turns after the model's turn with `calls`."""
+        self.messages += [dict(turn) for turn in turns]
         after = self.draft.token_ids
-        self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.shown, calls=calls))
+        self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.tools, calls=calls))
 
     async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> Json:
-        """The turn that holds the result of a call."""
+        """Executes a call and returns the turn with its result."""
         self.calls += 1
         result = await self._result(call, callable_)
         self.left_out += result.left_out
         if result.error is not None:
             self.errors[result.error] += 1
-        text, most = result.text, self.max_result
-        if len(text) > most:
-            text = f"{text[:most]}\n({len(text) - most} characters left out)"
+        text = result.text
+        if len(text) > self.max_result:
+            text = f"{text[: self.max_result]}\n({len(text) - self.max_result} characters left out)"
         return {"role": "tool", "content": text, "name": call.name, "tool_call_id": id}
 
     async def _result(self, call: ToolCall, callable_: set[str]) -> ToolResult:
@@ -278,7 +287,7 @@ class _Talk:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            return ToolResult(text="The arguments are no JSON object.", error="bad_arguments")
+            return ToolResult(text="The arguments are not a JSON object.", error="bad_arguments")
         seconds = self.call_s
         try:
             async with asyncio.timeout(seconds) as limit:
@@ -295,19 +304,19 @@ class _Talk:
         return ToolResult(text=f"The tool took longer than {seconds:g} seconds.", error="deadline")
 
 
-async def _within[T](call: Any, seconds: float, what: str) -> T:
-    """The result of a call. Raises GivenUp past its deadline."""
+async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
+    """Awaits a call. Raises GivenUp past its deadline, with `text`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await call
     except TimeoutError:
         if not limit.expired():
             raise
-        raise GivenUp("tools deadline", f"{what} after {seconds:g} s") from None
+        raise GivenUp("tools deadline", f"{text} after {seconds:g} s") from None
 
 
 async def _end(box: Toolbox) -> None:
-    """Close a toolbox. Raises GivenUp for one that does not end; its server may still be there."""
+    """Closes a toolbox. Raises GivenUp if it cannot be closed; its server may still be running."""
     try:
         await _within(box.close(), CLOSE_S, "tools were not closed")
     except GivenUp:

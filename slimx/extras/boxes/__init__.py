@@ -1,1 +1,1 @@
-"""Boxes that run programs of a model apart from everything else: sandboxes, containers, terminals, remote boxes."""
+"""Sandboxes that isolate programs of a model: namespaces, containers, other machines, and a terminal in them."""

@@ -1,4 +1,4 @@
-"""Tar archives that others have made, read in bounded memory."""
+"""Reads untrusted tar archives in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,42 +6,49 @@ import tarfile
 from typing import IO, Any
 
 HEADERS = 2**20
-"""Bytes that the headers of one member take, at most: names, attributes, parts of a sparse file."""
+"""Maximum size of the headers of one member (names, attributes, sparse map), in bytes."""
 
 
 class Archive(tarfile.TarFile):
     """A tar archive whose headers are read in bounded memory.
 
-    tarfile itself reads an extended header whole and keeps it with its member, goes back over a negative size for ever,
-    and takes a damaged header for the end."""
+    tarfile itself reads a whole extended header and keeps it with its member, loops forever on a negative size, and
+    takes a damaged header for the end of the archive."""
 
     def next(self) -> tarfile.TarInfo | None:
-        """The next member. Raises tarfile.ReadError for headers that are too long or damaged."""
-        whole = self.fileobj
-        self.fileobj: Any = (headers := _Headers(whole))
+        """Returns the next member. Raises tarfile.ReadError for headers that are too long or damaged."""
+        file = self.fileobj
+        headers = _Headers(file)
+        self.fileobj: Any = headers
         try:
             member = super().next()
         except (ValueError, RecursionError) as error:
             raise tarfile.ReadError(f"a header is damaged ({error})") from error
         finally:
-            self.fileobj = whole
+            self.fileobj = file
         if sum(len(key) + len(value) for key, value in self.pax_headers.items()) > HEADERS:
             raise _too_long()
-        if member is None and headers.last.strip(b"\0"):
-            raise tarfile.ReadError("it goes on with something that is no header")  # which tarfile takes for its end
-        if member is not None:
-            if member.size < 0 or any(min(part) < 0 for part in member.sparse or ()):
-                raise tarfile.ReadError(f"{member.name} has a negative size")
-            member.pax_headers, member.uname, member.gname = {}, "", ""  # kept with each member, and never used
+        if member is None:
+            if headers.last.strip(b"\0"):
+                raise tarfile.ReadError("it goes on with an invalid header")  # tarfile takes it for the end
+            return None
+        if member.size < 0 or _has_negative_part(member):
+            raise tarfile.ReadError(f"{member.name} has a negative size")
+        # Unused, but kept with each member.
+        member.pax_headers = {}
+        member.uname = ""
+        member.gname = ""
         return member
 
 
 class _Headers:
-    """A file of which up to `HEADERS` bytes are read."""
+    """A file that allows to read up to `HEADERS` bytes."""
 
     def __init__(self, file: IO[bytes]):
-        self._file, self._left = file, HEADERS
-        self.seek, self.tell = file.seek, file.tell
+        self._file = file
+        self._left = HEADERS
+        self.seek = file.seek
+        self.tell = file.tell
         self.last = b""
 
     def read(self, size: int) -> bytes:
@@ -52,5 +59,15 @@ class _Headers:
         return self.last
 
 
+def sparse_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
+    """Returns offset and size of each part of a sparse file; none for other members."""
+    parts: Any = member.sparse  # typeshed declares it as bytes
+    return list(parts or ())
+
+
+def _has_negative_part(member: tarfile.TarInfo) -> bool:
+    return any(min(part) < 0 for part in sparse_parts(member))
+
+
 def _too_long() -> tarfile.ReadError:
-    return tarfile.ReadError(f"the headers of a member take more than {HEADERS} bytes")
+    return tarfile.ReadError(f"the headers of a member exceed {HEADERS} bytes")

@@ -1,4 +1,4 @@
-"""A box on this machine: a root directory behind bubblewrap's name spaces, limits and filter of system calls."""
+"""A sandbox on this machine: a root directory in bubblewrap's namespaces, with limits and a system call filter."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slimx.extras.boxes import roots
-from slimx.extras.boxes.programs.enclosure import MIB, NOBODY, Enclosure, NotStarted, Ran
+from slimx.extras.boxes import rootfs
+from slimx.extras.boxes.programs.enclosure import MIB, NOBODY, Enclosure, NotStarted, ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 
 NOT_FOUND = 127
-"""Exit status of a shell for a program that is not there."""
+"""Exit status of a shell for a missing program."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class BubblewrapBox(Box):
     """A `Box` that begins as a copy of `source`, a tar archive or a directory.
 
-    `Limits.disk_mib` bounds what it adds to that. Its /dev, /proc and, with `host_usr`, its /usr are not its own."""
+    `Limits.disk_mib` bounds what it adds. /dev, /proc and, with `host_usr`, /usr are mounted, not part of its root."""
 
     def __init__(
         self,
@@ -33,20 +33,20 @@ class BubblewrapBox(Box):
         base: Path | None = None,
         image_mib: int = 4096,
     ):
-        """`host_usr`: the box reads this machine's /usr, for roots that bring no programs. `base`: the directory of
-        its files. Raises SlimxError for a program that is missing, BoxRefusal for a source that is no root."""
+        """Creates the root. `host_usr`: mounts this machine's /usr, for roots without programs. `base`: parent
+        directory of the root. Raises SlimxError for a missing program, BoxRefusal for an unusable source."""
         super().__init__(limits)
         self._enclosure = Enclosure(self.limits)
         self._host_usr = host_usr
         self._removed = False
-        self._root = roots.make(source, base, image_mib, host_usr=host_usr)
-        self._began_with = roots.used(self._root.path)
+        self._root = rootfs.make(source, base, image_mib, host_usr=host_usr)
+        self._began_with = rootfs.used(self._root.path)
 
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
-    ) -> Ran:
-        """Run a program, as `Box.run` says. Ended is "disk" where the box holds more than its limit;
-        the status is 127 where it lacks the program or `cwd`."""
+    ) -> ProgramResult:
+        """Runs a program, see `Box.run`. `ended` is "disk" if the sandbox exceeds its disk limit; the status is 127 if
+        the program or `cwd` is missing."""
         check_run(command, stdin, cwd)
         with self._living():
             root = self._root.path
@@ -58,7 +58,10 @@ class BubblewrapBox(Box):
             words += ["--chdir", cwd, "--clearenv"]
             for name, value in {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/", "LANG": "C.UTF-8"}.items():
                 words += ["--setenv", name, value]
-            for name in ("proc", "dev", *(("usr",) if self._host_usr else ())):
+            mounts = ["proc", "dev"]
+            if self._host_usr:
+                mounts.append("usr")
+            for name in mounts:
                 self._mount_point(root, name)
             try:
                 return self._enclosure.run(
@@ -66,13 +69,13 @@ class BubblewrapBox(Box):
                     command,
                     group_mib=self.limits.memory_mib + self.limits.disk_mib,
                     stdin=stdin,
-                    stop=Either(self._given_up, stop),
-                    disk_used=lambda outermost: roots.used(root, outermost, most=most) - self._began_with,
+                    stop=Either(self._closing, stop),
+                    disk_used=lambda outermost: rootfs.used(root, outermost, most=most) - self._began_with,
                 )
             except NotStarted as error:
-                if not error.said.startswith(("bwrap: execvp ", "bwrap: Can't chdir to ")):
+                if not error.message.startswith(("bwrap: execvp ", "bwrap: Can't chdir to ")):
                     raise
-                return Ran("", error.said, "exit", NOT_FOUND, 0.0)
+                return ProgramResult("", error.message, "exit", NOT_FOUND, 0.0)
 
     def put(self, path: str, content: bytes) -> None:
         with self._living(), self._above(path, make=True) as (directory, name):
@@ -84,7 +87,7 @@ class BubblewrapBox(Box):
                 _plain(path, file)
                 os.truncate(file, 0)
                 opened.write(content)
-                self._own(file)
+                self._chown(file)
 
     def get(self, path: str, most: int) -> bytes:
         with self._living(), self._above(path, make=False) as (directory, name):
@@ -100,7 +103,7 @@ class BubblewrapBox(Box):
 
     def snapshot(self, to: Path) -> None:
         with self._living():
-            roots.copy(self._root.path, to)
+            rootfs.copy(self._root.path, to)
 
     def _end(self) -> None:
         if not self._removed:
@@ -108,7 +111,8 @@ class BubblewrapBox(Box):
             self._root.remove()
 
     def _mount_point(self, root: Path, name: str) -> None:
-        """A directory to mount on: what the box put in its place goes, so that no link leads bubblewrap elsewhere."""
+        """Ensures that a mount point is a directory. Removes anything else a program put there, such as a link that
+        would redirect bubblewrap's mount."""
         os.chmod(root, 0o755)
         point = root / name
         with contextlib.suppress(FileNotFoundError):
@@ -120,37 +124,38 @@ class BubblewrapBox(Box):
 
     @contextlib.contextmanager
     def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
-        """The directory that holds `path`, reached without following a link, and the last name of the path."""
+        """Yields a descriptor of the parent directory of `path`, reached without following links, and the file's
+        name. `make`: creates missing directories."""
         *names, last = names_of(path)
-        at = os.open(self._root.path, _DIRECTORY)
+        directory = os.open(self._root.path, _DIRECTORY)
         try:
             for name in names:
                 if make:
                     with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, 0o755, dir_fd=at)
-                        made = os.open(name, _DIRECTORY, dir_fd=at)
-                        self._own(made)
+                        os.mkdir(name, 0o755, dir_fd=directory)
+                        made = os.open(name, _DIRECTORY, dir_fd=directory)
+                        self._chown(made)
                         os.close(made)
-                below = os.open(name, _DIRECTORY, dir_fd=at)
-                os.close(at)
-                at = below
-            yield at, last
+                below = os.open(name, _DIRECTORY, dir_fd=directory)
+                os.close(directory)
+                directory = below
+            yield directory, last
         except OSError as error:
             raise _not_plain(path, error) from None
         finally:
-            os.close(at)
+            os.close(directory)
 
-    def _own(self, descriptor: int) -> None:
+    def _chown(self, descriptor: int) -> None:
         if os.geteuid() == 0:
             os.fchown(descriptor, NOBODY, NOBODY)
 
 
 def _plain(path: str, descriptor: int) -> int:
-    """Size of the file. Raises BoxRefusal if it is no regular file."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    """Returns the size of the file. Raises BoxRefusal if it is not a regular file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         raise _not_plain(path, None)
-    return found.st_size
+    return status.st_size
 
 
 def _not_plain(path: str, error: OSError | None) -> BoxRefusal:

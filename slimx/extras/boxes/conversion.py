@@ -7,10 +7,13 @@ import re
 import msgspec
 
 
-def place_of(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Dotted name of the field that a conversion has refused, and what is wrong with it."""
-    what, _, path = str(error).partition(" - at `$.")
-    if (field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", what)) is not None:
-        said = "is missing" if field[1] == "missing required" else "is unknown; docs/sandboxes.md lists what there is"
-        return ".".join(filter(None, (path[:-1], field[2]))), said
-    return re.sub(r"\[.*", "", path.rstrip("`")), what
+def refused_field(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Returns the dotted name of the field that a conversion refused, and the reason."""
+    reason, _, path = str(error).partition(" - at `$.")
+    field = re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", reason)
+    if field is None:
+        return re.sub(r"\[.*", "", path.rstrip("`")), reason
+    name = ".".join(filter(None, (path[:-1], field[2])))
+    if field[1] == "missing required":
+        return name, "is missing"
+    return name, "is unknown; docs/sandboxes.md lists the options"

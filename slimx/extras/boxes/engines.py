@@ -1,4 +1,4 @@
-"""Podman or Docker by its command line: which of them runs here, and what killed runs have left with it."""
+"""Podman or Docker by its command line: which of them runs here, and the cleanup after killed runs."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ from slimx.extras.boxes.protocol import BoxLost, BoxRefusal
 
 KNOWN = ("podman", "docker")
 OWNER = "slimx.owner"
-"""Label of containers and images that a box has made: which process it belongs to."""
+"""Label of containers and images with the process that owns them."""
 PIECE = 2**20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 CALL_S = 120.0
-"""Seconds for one call of the engine."""
-MAX_SAID = 500
-"""Characters that an error repeats of what the engine wrote."""
+"""Deadline of one engine command, in seconds."""
+MAX_QUOTED = 500
+"""Maximum length of engine output in an error message, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """One engine, and the words that start it."""
+    """A container engine, by the command that starts it."""
 
     words: tuple[str, ...]
     """Program and general options, as ("podman", "--runtime", "runc")."""
 
     @classmethod
     def find(cls, words: Sequence[str] = ()) -> ContainerEngine:
-        """The engine that `words` start, else the first of podman and docker that answers. Raises SlimxError with what
-        each of them said."""
-        said = []
-        for candidate in [tuple(words)] if words else [(name,) for name in KNOWN]:
+        """Returns the engine that `words` start, else the first of podman and docker that works. Raises SlimxError with
+        the error of each of them."""
+        problems = []
+        candidates = [tuple(words)] if words else [(name,) for name in KNOWN]
+        for candidate in candidates:
             engine = cls(candidate)
             try:
-                asked = engine.ask("ps", "--quiet")
+                listing = engine.ask("ps", "--quiet")
             except BoxLost as error:
-                said.append(str(error))
+                problems.append(str(error))
                 continue
-            if asked.returncode == 0:
+            if listing.returncode == 0:
                 return engine
-            said.append(f"{candidate[0]}: {asked.stderr.strip()[-MAX_SAID:]}")
+            problems.append(f"{candidate[0]}: {listing.stderr.strip()[-MAX_QUOTED:]}")
         raise SlimxError(
-            f"no container engine answers ({'; '.join(said)}); install podman, start Docker's service, or name the "
+            f"no container engine works ({'; '.join(problems)}); install podman, start Docker's service, or name the "
             "program and its options",
             code="box.engine",
             about=" ".join(words or KNOWN),
@@ -59,7 +60,7 @@ class ContainerEngine:
     def ask(
         self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run one command, and have its status and what it wrote. Raises BoxLost if it cannot run or takes too long."""
+        """Runs one command and returns its status and output. Raises BoxLost if it cannot run or takes too long."""
         try:
             return subprocess.run(
                 [*self.words, *words],
@@ -75,21 +76,27 @@ class ContainerEngine:
             raise self._lost(words, str(error)) from error
 
     def call(self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S) -> str:
-        """Run one command; what it wrote to standard output. Raises BoxLost if it fails."""
+        """Runs one command and returns its standard output. Raises BoxLost if it fails."""
         done = self.ask(*words, stdin=stdin, seconds=seconds)
         if done.returncode != 0:
-            raise self._lost(words, done.stderr.strip()[-MAX_SAID:])
+            raise self._lost(words, done.stderr.strip()[-MAX_QUOTED:])
         return done.stdout.strip()
 
     def save(self, *words: str, to: Path, most: int, seconds: float) -> bool:
-        """Write what one command writes to standard output, of up to `most` bytes, into the file `to`; False if it is
-        more. Raises BoxLost if the command fails, or takes longer than `seconds`."""
-        with to.open("wb") as written, tempfile.TemporaryFile() as said:
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": said}
-            process = subprocess.Popen([*self.words, *words], start_new_session=True, **pipes)
-            # The whole group: what the client started would keep the pipe open.
-            late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
-            late.start()
+        """Writes the standard output of one command to the file `to`. Returns False if it exceeds `most` bytes. Raises
+        BoxLost if the command fails, or takes longer than `seconds`."""
+        with to.open("wb") as written, tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                [*self.words, *words],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+            assert process.stdout is not None
+            # The whole process group: children of the client would keep the pipe open.
+            timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+            timer.start()
             try:
                 while piece := process.stdout.read(PIECE):
                     if written.tell() + len(piece) > most:
@@ -97,19 +104,20 @@ class ContainerEngine:
                     written.write(piece)
                 status = process.wait()
             finally:
-                late.cancel()
+                timer.cancel()
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 process.stdout.close()
             if status != 0:
-                said.seek(0)
-                raise self._lost(words, said.read().decode(errors="replace").strip()[-MAX_SAID:] or f"status {status}")
+                errors.seek(0)
+                message = errors.read().decode(errors="replace").strip()[-MAX_QUOTED:]
+                raise self._lost(words, message or f"status {status}")
         return True
 
     def has_image(self, name: str) -> bool:
-        """True if the engine has the image; nothing is pulled."""
-        if name.startswith("-"):  # which would be an option
+        """Returns True if the engine has the image; pulls nothing."""
+        if name.startswith("-"):  # would be read as an option
             return False
         return self.ask("image", "inspect", "--format", "{{.Id}}", name).returncode == 0
 
@@ -119,43 +127,43 @@ class ContainerEngine:
         )
 
     def sweep(self) -> int:
-        """Remove containers and images of boxes whose owners have died; how many there were. Those of other machines
-        and process name spaces, of which nobody here knows, stay."""
+        """Removes containers and images whose owners have died, and returns their number. Leaves those of other
+        machines and process namespaces, whose owners are not visible here."""
         removed = 0
-        for kind, listed in (("container", ("ps", "--all")), ("image", ("images",))):
-            ids = self.call(*listed, "--quiet", "--no-trunc", "--filter", f"label={OWNER}").split()
-            for each in dict.fromkeys(ids):
-                asked = self.ask(kind, "inspect", "--format", f'{{{{index .Config.Labels "{OWNER}"}}}}', each)
-                if asked.returncode == 0 and has_died(asked.stdout.strip()):
+        for kind, listing in (("container", ("ps", "--all")), ("image", ("images",))):
+            ids = self.call(*listing, "--quiet", "--no-trunc", "--filter", f"label={OWNER}").split()
+            for container in dict.fromkeys(ids):
+                label = self.ask(kind, "inspect", "--format", f'{{{{index .Config.Labels "{OWNER}"}}}}', container)
+                if label.returncode == 0 and has_died(label.stdout.strip()):
                     words = ("rm", "--force", "--volumes") if kind == "container" else ("rmi", "--force")
-                    removed += self.ask(*words, each).returncode == 0
+                    removed += self.ask(*words, container).returncode == 0
         return removed
 
-    def _lost(self, words: Sequence[str], what: str) -> BoxLost:
-        return BoxLost(f"{' '.join([*self.words, words[0]])} failed: {what}", about=self.words[0])
+    def _lost(self, words: Sequence[str], reason: str) -> BoxLost:
+        return BoxLost(f"{' '.join([*self.words, words[0]])} failed: {reason}", about=self.words[0])
 
 
 def owner() -> str:
-    """This process, as the label says it."""
-    return f"{_place()}/{os.getpid()}/{_started(os.getpid())}"
+    """Returns the label of this process."""
+    return f"{_pid_namespace()}/{os.getpid()}/{_started(os.getpid())}"
 
 
 def has_died(label: str) -> bool:
-    """True if the label is that of a process of this machine that has ended."""
-    place, _, process = label.partition("/")
-    pid, _, began = process.partition("/")
-    return place == _place() and pid.isdecimal() and _started(int(pid)) != began
+    """Returns True if the label is that of a process of this machine that has ended."""
+    namespace, _, process = label.partition("/")
+    pid, _, started = process.partition("/")
+    return namespace == _pid_namespace() and pid.isdecimal() and _started(int(pid)) != started
 
 
-def _place() -> str:
-    """Host name and process name space: a process number means something only there."""
+def _pid_namespace() -> str:
+    """Returns host name and process namespace, within which process ids are unique."""
     return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _started(pid: int) -> str | None:
-    """Clock ticks after boot at which a process began; None if there is none."""
+    """Returns the start time of a process, in clock ticks after boot; None if there is no such process."""
     try:
-        # proc(5), stat: field 22; the name in field 2 may hold anything up to the last parenthesis.
+        # proc(5), stat: field 22; the name in field 2 may contain anything up to the last parenthesis.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None

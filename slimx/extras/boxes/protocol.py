@@ -1,4 +1,4 @@
-"""The interface of a box: a root directory of its own, in which programs run one after the other."""
+"""The interface of a rollout's sandbox: a private root directory in which programs run one after the other."""
 
 from __future__ import annotations
 
@@ -9,128 +9,133 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slimx.errors import SlimxError
-from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 
-MAX_WORD, MAX_WORDS = 2**17 - 1, 2**20
-"""Bytes of a word of a command, for which Linux allows no more, and of the whole command."""
+MAX_WORD = 2**17 - 1
+"""Maximum length of one word of a command, in bytes: Linux's limit."""
+MAX_WORDS = 2**20
+"""Maximum length of a command, in bytes."""
 
 
 class BoxRefusal(SlimxError):
-    """Raised where a path in a box, or its image, is not what it must be. `about`: the path."""
+    """Raised if a path in a sandbox, or its image, is not usable. `about`: the path."""
 
     def __init__(self, text: str, *, code: str, about: str):
         super().__init__(text, code=f"box.{code}", about=about)
 
 
 class BoxLost(SlimxError):
-    """Raised where a box, or what it runs on, has gone or does not answer. `about`: container, engine or server."""
+    """Raised if a sandbox, or its host, is gone or does not respond. `about`: container, engine or server."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.lost", about=about)
 
 
 class BoxBusy(SlimxError):
-    """Raised where a server of boxes had none to give until the deadline. `about`: the server."""
+    """Raised if a sandbox server had none free until the deadline. `about`: the server."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.busy", about=about)
 
 
 class Box(ABC):
-    """One per rollout; its files stay from one program to the next, its processes do not. Calls block and take turns:
-    make them by `slimx.extras.boxes.programs.enclosure.in_thread`. Any call may raise BoxLost."""
+    """The sandbox of one rollout. Files persist from one program to the next, processes do not. Calls block and take
+    turns; make them in `slimx.extras.boxes.programs.enclosure.in_thread`. Any call may raise BoxLost."""
 
     def __init__(self, limits: Limits | None) -> None:
         self.limits = limits or Limits()
-        self._turn, self._given_up = threading.Lock(), threading.Event()
+        self._turn = threading.Lock()
+        self._closing = threading.Event()
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Take a turn. Raises BoxRefusal if the box has ended."""
+        """Takes a turn. Raises BoxRefusal if the sandbox has ended."""
         with self._turn:
-            if self._given_up.is_set():
+            if self._closing.is_set():
                 raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
             yield
 
     @abstractmethod
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
-    ) -> Ran:
-        """Run a program within the box's limits; everything that it started has ended when this returns. `cwd`: the
-        directory in the box that it begins in. `stop`: ends it."""
+    ) -> ProgramResult:
+        """Runs a program within the sandbox's limits. Its processes have ended when this returns. `cwd`: working
+        directory in the sandbox. `stop`: ends the program when set."""
 
     @abstractmethod
     def put(self, path: str, content: bytes) -> None:
-        """Write a file, and the directories above it where they are missing. Raises BoxRefusal for a link, or
-        something else that is no plain file, in the way."""
+        """Writes a file and creates missing parent directories. Raises BoxRefusal if the path contains a link or is not
+        a regular file."""
 
     @abstractmethod
     def get(self, path: str, most: int) -> bytes:
-        """Read a file of up to `most` bytes. Raises BoxRefusal for anything else."""
+        """Reads a regular file of up to `most` bytes. Raises BoxRefusal for anything else."""
 
     @abstractmethod
     def snapshot(self, to: Path) -> None:
-        """Copy the root to the directory `to`, which must not exist; another box can begin from it."""
+        """Copies the root to the directory `to`, which must not exist. Another sandbox can begin from it."""
 
     def end(self) -> None:
-        """End what runs and remove the root; a second call does nothing."""
-        self._given_up.set()
+        """Ends the running program and removes the root. A second call does nothing."""
+        self._closing.set()
         with self._turn:
             self._end()
 
     @abstractmethod
     def _end(self) -> None:
-        """Do it, in turn."""
+        """Removes the root, in turn. May be called again."""
 
 
 def names_of(path: str) -> list[str]:
-    """The names that an absolute path of a file in a box goes through. Raises BoxRefusal for another path."""
+    """Returns the components of a file's absolute path in a sandbox. Raises BoxRefusal for any other path."""
     names = [name for name in path.split("/") if name]
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
-        raise BoxRefusal(f"{path!r} is no absolute path of a file in a box", code="path", about=path)
+        raise BoxRefusal(f"{path!r} is not an absolute path of a file in a box", code="path", about=path)
     return names
 
 
 def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
-    """Raises BoxRefusal for what no program can be started with: a NUL or half a surrogate pair, or too many bytes."""
+    """Raises BoxRefusal for a command that cannot be executed: a NUL, an unpaired surrogate, or too many bytes."""
     try:
         words = [word.encode() for word in (*command, cwd)]
         stdin.encode()
     except UnicodeEncodeError as error:
         raise BoxRefusal(
-            f"a command has half a surrogate pair ({error}); send text", code="command", about=""
+            f"a command has an unpaired surrogate ({error}); send valid text", code="command", about=""
         ) from None
     if any(b"\0" in word for word in words):
         raise BoxRefusal("a command or its directory has a NUL; leave it out", code="command", about=command[0])
     if max(map(len, words)) > MAX_WORD or sum(map(len, words)) > MAX_WORDS:
         raise BoxRefusal(
-            f"a command has words of {MAX_WORD} bytes and {MAX_WORDS} in all at most; put more into a file",
+            f"a command exceeds {MAX_WORD} bytes in one word or {MAX_WORDS} in all; put the data into a file",
             code="command",
             about=command[0][:100],
         )
 
 
 def not_plain(path: str, reason: str) -> BoxRefusal:
-    """The refusal of what is no plain file, or is reached over a link."""
+    """Returns the error for a path that is not a regular file or contains a link."""
     return BoxRefusal(
-        f"{path} in the box is no file reached without links ({reason}); name a plain file", code="file", about=path
+        f"{path} in the box is not a regular file reached without links ({reason}); name a regular file",
+        code="file",
+        about=path,
     )
 
 
 def too_large(path: str, size: str, most: int) -> BoxRefusal:
-    """The refusal of a file of `size`, in words, to be read up to `most` bytes."""
+    """Returns the error for a file of more than `most` bytes. `size`: its size in words."""
     return BoxRefusal(
         f"{path} in the box has {size} bytes, and {most} are allowed; keep it smaller", code="large", about=path
     )
 
 
 class Either(threading.Event):
-    """Set if it or one of two other events is."""
+    """An event that also counts as set if one of two other events is."""
 
     def __init__(self, first: threading.Event, second: threading.Event | None):
         super().__init__()
-        self._others = [each for each in (first, second) if each is not None]
+        self._others = [first] if second is None else [first, second]
 
     def is_set(self) -> bool:
-        return super().is_set() or any(each.is_set() for each in self._others)
+        return super().is_set() or any(other.is_set() for other in self._others)

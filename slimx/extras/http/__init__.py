@@ -1,1 +1,1 @@
-"""HTTP servers and clients that trust nobody: bounded connections, bodies and redirects."""
+"""HTTP servers and clients for untrusted peers: bounded connections and bodies, no redirects."""

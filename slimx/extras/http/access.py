@@ -1,4 +1,5 @@
-"""Tokens of servers that others can reach. Imports Python's own library alone: servers beside other projects use it."""
+"""Bearer tokens of servers on non-loopback addresses. Imports only the standard library, because servers installed next
+to other projects use it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import os
 
 
 def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """The token in the variable `arguments.token_env`; None without one, which only loopback as `arguments.host` may
-    have. Ends the program otherwise."""
+    """Returns the token in the environment variable `arguments.token_env`, or None without that option. Exits with a
+    usage error if the variable is empty, or if `arguments.host` is not loopback and the option is missing."""
     if arguments.token_env is None:
         if not is_loopback(arguments.host):
             parser.error(f"--host {arguments.host} is open to others: give --token-env")
@@ -21,10 +22,10 @@ def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return token
 
 
-def permitted(given: str, token: str | None) -> bool:
-    """True for a request whose header Authorization bears the token, if there is one."""
-    wanted = f"Bearer {token}".encode()
-    return token is None or hmac.compare_digest(given.encode(errors="surrogateescape"), wanted)
+def permitted(authorization: str, token: str | None) -> bool:
+    """Returns True if the value of an Authorization header has the token, or if there is no token."""
+    expected = f"Bearer {token}".encode()
+    return token is None or hmac.compare_digest(authorization.encode(errors="surrogateescape"), expected)
 
 
 def is_loopback(host: str) -> bool:

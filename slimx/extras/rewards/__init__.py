@@ -1,1 +1,1 @@
-"""Reward hooks that come with slimx: mathematics, choices, patterns, instructions, judges."""
+"""Built-in reward hooks: mathematics, choices, patterns, instructions, judges."""

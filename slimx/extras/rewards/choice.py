@@ -1,4 +1,4 @@
-"""The reward of multiple-choice tasks: 1 if the letter that the final answer decides for is the prompt's answer."""
+"""A reward for multiple-choice tasks: 1 if the final answer chooses the letter of the prompt's answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimx.rewards.needs import needs_answer
 LETTERS = "ABCDEFGHIJ"
 _SPACE = re.compile(r"\\q?quad(?![A-Za-z])|\\[,;: ]|~")
 _MARKUP = re.compile(r"\\(?:text|math)?(?:bf|rm|sf|it|tt|normal)?(?![A-Za-z])\s*+(?=\{)|\\[()\[\]]|[*_`${}]")
-r"""Marks that only set off what they surround: **B**, $B$, \(B\), \textbf{B}."""
+r"""Markup around a letter: **B**, $B$, \(B\), \textbf{B}."""
 _BE = r"(?:is|are|was|would\s+be|should\s+be|must\s+be|will\s+be)\b"
 _STATED = re.compile(
     rf"\b(?:answers?\b\s*+(?:{_BE}\s*+)?+[:=→–-]?+|(?:option|choice)\s*+(?:{_BE}\s*+:?|[:=]))\s*+"
@@ -23,17 +23,18 @@ _STATED = re.compile(
     r":?\s*+)*+",
     re.IGNORECASE,
 )
-"""All up to the letter: "answer is", "Answer:", "the correct choice is option"."""
+"""Text in front of the letter: "answer is", "Answer:", "the correct choice is option"."""
 
 
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS) -> float:
-    """1.0 if `chosen` is the answer, a letter of `letters`; else 0.0. SlimxError: the answer is none of them."""
+    """Returns 1.0 if the response chooses the prompt's answer, else 0.0. Raises SlimxError if the answer is not one of
+    `letters`."""
     answer = answer_of(ctx, __name__).strip().strip("().").upper()
     if len(answer) != 1 or answer not in letters:
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, which is none of the letters {letters}; "
-            "correct it or set the option letters",
+            f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, which is not one of the letters "
+            f"{letters}; correct it or set the option letters",
             code="reward.answer",
             about=ctx.prompt.id,
         )
@@ -41,43 +42,52 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
 
 
 def chosen(text: str, letters: str = LETTERS) -> str | None:
-    """The letter that a response decides for: that of its last box; else the last that follows "answer" or "option is";
-    else the one that begins the last line, with a mark or nothing behind it. A letter inside a sentence ("A train
-    leaves") decides nothing, and neither do several ("A or B") or a torn box."""
-    found = boxes(text)
-    if found and (found[-1].end is None or len(joined_boxes(text, found)) > 1):
+    """Returns the letter that a response chooses: in its last box; else the last one after "answer" or "option is";
+    else at the start of the last line, if punctuation or nothing follows it. Returns None without a clear choice: a
+    letter that is a word ("A train leaves"), several letters ("A or B"), an unclosed box."""
+    in_boxes = boxes(text)
+    if in_boxes and (in_boxes[-1].end is None or len(joined_boxes(text, in_boxes)) > 1):
         return None
-    if found:
-        inside = re.sub(
-            r"(?i)^(?:option|choice|answer)\s*:?\s*", "", _plain(text[found[-1].inside : found[-1].end]).strip()
-        )
-        inside = inside.upper() if len(inside.strip("().")) == 1 else inside
-        if (letter := _letter(inside, 0, letters)) is not None:
+    if in_boxes:
+        content = _plain(text[in_boxes[-1].inside : in_boxes[-1].end]).strip()
+        content = re.sub(r"(?i)^(?:option|choice|answer)\s*:?\s*", "", content)
+        if len(content.strip("().")) == 1:
+            content = content.upper()
+        letter = _letter(content, 0, letters)
+        if letter is not None:
             return letter or None
     plain = _plain(text)
     for stated in reversed(list(_STATED.finditer(plain))):
-        if (letter := _letter(plain, stated.end(), letters)) is not None:
+        letter = _letter(plain, stated.end(), letters)
+        if letter is not None:
             return letter or None
-    last = plain.strip().rpartition("\n")[2].strip()
-    # "A train leaves" begins with a letter too; behind a mark, or with nothing behind it, it is a choice.
-    return (_letter(last, 0, letters) or None) if re.match(rf"\(?[{re.escape(letters)}](?:[).:]|$)", last) else None
+    last_line = plain.strip().rpartition("\n")[2].strip()
+    # "A train leaves" begins with a letter too: it is a choice only if punctuation or nothing follows.
+    if re.match(rf"\(?[{re.escape(letters)}](?:[).:]|$)", last_line):
+        return _letter(last_line, 0, letters) or None
+    return None
 
 
 def _plain(text: str) -> str:
     return _MARKUP.sub("", _SPACE.sub(" ", text))
 
 
-def _letter(text: str, at: int, letters: str) -> str | None:
-    """The letter at `at`; "" where others are joined to it ("A or B"); None if there is none: a word, the article or
-    pronoun that begins one, or a term."""
-    found = _pattern(letters).match(text, at)
-    return None if found is None else "" if found["more"] else (found["enclosed"] or found["bare"]).upper()
+def _letter(text: str, start: int, letters: str) -> str | None:
+    """Returns the letter at index `start`; "" if others are joined to it ("A or B"); None if it is not a choice: a word
+    (the article "A", the pronoun "I") or part of a formula."""
+    match = _pattern(letters).match(text, start)
+    if match is None:
+        return None
+    if match["more"]:
+        return ""
+    return (match["enclosed"] or match["bare"]).upper()
 
 
 @cache
 def _pattern(letters: str) -> re.Pattern[str]:
-    one, ends = f"[{re.escape(letters)}]", r"(?![\w'’])"
-    # In front of a word, "A" and "I" are words too, unless the word gives the reason for the choice.
+    one = f"[{re.escape(letters)}]"
+    ends = r"(?![\w'’])"
+    # "A" and "I" before a word are words themselves, unless that word introduces the reason for the choice.
     word = r"(?!(?<=[AI])\s+(?!(?:because|since|as|is|and|or|due|for)\b)[a-z])"
     bare = rf"(?P<bare>{one}){ends}{word}(?!\s*[+*=^<>]|-\w)"
     enclosed = rf"[(\[]\s*(?P<enclosed>[{re.escape(letters + letters.lower())}])\s*[)\]]"

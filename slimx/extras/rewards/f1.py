@@ -1,4 +1,4 @@
-"""The reward of short free answers: how many words the final answer shares with the answer (SQuAD's F1, 1606.05250)."""
+"""A reward for short free-form answers: word overlap of the final answer and the reference (SQuAD's F1, 1606.05250)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """The best F1 with the prompt's `answer` and with each of its metadata's `answers`, 0 to 1. SlimxError: no answer
-    at all."""
+    """Returns the highest F1, 0 to 1, against the prompt's `answer` and the `answers` in its metadata. Raises
+    SlimxError if there are none."""
     answers = list(ctx.prompt.metadata.get("answers") or [])
     if ctx.prompt.answer is not None or not answers:
         answers.append(answer_of(ctx, __name__))
@@ -22,14 +22,16 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def f1(text: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of words, without case, punctuation and articles; 1 if both are empty."""
-    said, right = words(text), words(answer)
-    if not said or not right:
-        return float(said == right)
-    shared = sum((Counter(said) & Counter(right)).values())
-    return 2 * shared / (len(said) + len(right))
+    """Returns the harmonic mean of word precision and recall, without case, punctuation and articles; 1 if both texts
+    are empty."""
+    predicted = words(text)
+    reference = words(answer)
+    if not predicted or not reference:
+        return float(predicted == reference)
+    shared = sum((Counter(predicted) & Counter(reference)).values())
+    return 2 * shared / (len(predicted) + len(reference))
 
 
 def words(text: str) -> list[str]:
-    """Words of a text without case, punctuation and articles."""
+    """Returns the words of a text without case, punctuation and articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

@@ -1,16 +1,16 @@
-"""The reward that another model gives: a judge that writes its verdict, or a reward model that scores a conversation.
+"""Rewards from another model: a judge that writes its verdict, or a reward model that scores a conversation.
 
-Both are asked over HTTP at the address of an SGLang server (or, for a judge, any server with OpenAI's chat API). A
-judge may be one of the run's own frozen engines instead."""
+Both are called over HTTP, at an SGLang server (for a judge: any server with OpenAI's chat API) or at a group of frozen
+engines of the run."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared.http import post
+from slimx.json_types import Json
 from slimx.rewards.context import Context
 
 TEMPLATE = """Question:
@@ -39,40 +39,41 @@ async def reward(
     timeout: float = 60.0,
     retries: int = 3,
 ) -> float:
-    """The last number that `pattern` finds in the judge's greedy answer, over `scale`.
+    """Returns the last number that `pattern` finds in the judge's greedy response, divided by `scale`.
 
-    `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. `template` may
-    hold {question}, {answer} and {text}, the final answer. Raises SlimxError for a verdict without a number."""
+    `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `template` may contain
+    {question}, {answer} and {text}, the final answer. Raises SlimxError for a verdict without a number."""
     headers = None
     if url is None:
         url, headers = _server(ctx, engine)
-    # Not str.format: a response may hold braces.
-    given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.final_answer}
-    asked = re.sub(r"\{(question|answer|text)\}", lambda name: given[name[1]], template)
-    body: dict[str, Any] = {
+    # Not str.format: a response may contain braces.
+    values = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.final_answer}
+    content = re.sub(r"\{(question|answer|text)\}", lambda match: values[match[1]], template)
+    body: Json = {
         "model": model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0.0,
         "max_tokens": max_tokens,
     }
-    where = f"{url.rstrip('/')}/v1/chat/completions"
-    said = await post(where, body, timeout_s=timeout, retries=retries, headers=headers)
+    address = f"{url.rstrip('/')}/v1/chat/completions"
+    response = await post(address, body, timeout_s=timeout, retries=retries, headers=headers)
     try:
-        verdict = said["choices"][0]["message"]["content"] or ""
+        verdict = response["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError) as error:
         raise SlimxError(
-            f"{url} answered {str(said)[:200]}, which is no chat completion; is it a judge?",
+            f"{url} answered {str(response)[:200]}, which is not a chat completion; check that it serves a judge",
             code="reward.verdict",
             about=url,
         ) from error
-    found = re.findall(pattern, verdict)
-    if not found:
+    scores = re.findall(pattern, verdict)
+    if not scores:
         raise SlimxError(
-            f"the judge at {url} wrote no score that {pattern!r} finds, but {verdict[-200:]!r}",
+            f"the verdict of the judge at {url} does not match {pattern!r}: {verdict[-200:]!r}; correct the option "
+            "pattern or template",
             code="reward.verdict",
             about=url,
         )
-    return float(found[-1]) / scale
+    return float(scores[-1]) / scale
 
 
 async def score(
@@ -85,46 +86,50 @@ async def score(
     timeout: float = 60.0,
     retries: int = 3,
 ) -> float:
-    """The number that a reward model with one output gives to the conversation.
+    """Returns the score of the conversation by a reward model with one output.
 
-    `url`: of an SGLang server, without a path, whose /classify is asked; or `engine`: the name of a frozen group of
-    rollout.engines, whose router forwards /v1/embeddings alone, where SGLang answers the same number. The whole
-    trajectory is sent as text, decoded by the policy's tokenizer; with `ids` as its token ids, for a reward model with
-    the policy's vocabulary. Raises SlimxError for another answer."""
+    `url`: base URL of an SGLang server, called at /classify; or `engine`: name of a frozen group of rollout.engines.
+    A group is called at /v1/embeddings, the only path its router forwards; SGLang returns the same number there. The
+    whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` as token ids, for a reward model
+    with the policy's vocabulary. Raises SlimxError for any other response."""
     tokens = trajectory.token_ids.tolist()
-    said = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
+    content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
+    headers = None
+    body: Json
     if url is None:
         base, headers = _server(ctx, engine)
-        address, body = f"{base}/v1/embeddings", {"model": engine, "input": [said]}
+        address = f"{base}/v1/embeddings"
+        body = {"model": engine, "input": [content]}
     else:
-        address, headers = f"{url.rstrip('/')}/classify", None
-        body = {"input_ids" if ids else "text": [said]}
-    answer = await post(address, body, timeout_s=timeout, retries=retries, headers=headers)
+        address = f"{url.rstrip('/')}/classify"
+        body = {"input_ids" if ids else "text": [content]}
+    response = await post(address, body, timeout_s=timeout, retries=retries, headers=headers)
     try:
-        (value,) = (answer[0] if url else answer["data"][0])["embedding"]
+        row = response[0] if url else response["data"][0]
+        (value,) = row["embedding"]
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
         raise SlimxError(
-            f"{address} answered {str(answer)[:200]}; a reward model gives one number",
+            f"{address} answered {str(response)[:200]}, which is not one number; check that it serves a reward model",
             code="reward.verdict",
-            about=url or engine,
+            about=url or engine or "",
         ) from error
 
 
 def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
-    """Address and headers of a frozen group."""
-    if engine not in ctx.engines:
+    """Returns URL and headers of a frozen group."""
+    if engine is None or engine not in ctx.engines:
         raise SlimxError(
-            f"slimx.extras.rewards.judge asks {engine!r}, and the frozen groups of rollout.engines are "
+            f"slimx.extras.rewards.judge: {engine!r} is not a frozen group of rollout.engines, which are "
             f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url",
             code="reward.engine",
-            about=engine,
+            about=engine or "",
         )
     return ctx.engines[engine].url, ctx.engines[engine].headers
 
 
 def question(ctx: Context) -> str:
-    """The prompt as text: its last user message, or its decoded ids."""
+    """Returns the prompt as text: its last user message, else its decoded token ids."""
     for message in reversed(ctx.prompt.messages or []):
         if message.get("role") == "user":
             return str(message.get("content", ""))

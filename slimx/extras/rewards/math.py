@@ -1,4 +1,4 @@
-"""The reward of mathematical tasks: 1 if the response ends in a value equal to the answer, by math-verify."""
+"""A reward for mathematical tasks: 1 if the final value of the response equals the answer, by math-verify."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from slimx.rewards.needs import needs_answer, needs_process
 SECONDS = 5
 """CPU seconds for parsing a response, and again for comparing it."""
 DEEPEST = 100
-"""Brackets inside one another that a response may have: at thousands the grammar computes for minutes."""
+"""Maximum nesting depth of brackets in a response: with thousands, the grammar takes minutes."""
 ANSWER_SECONDS = 60
-"""CPU seconds for parsing a prompt's answer: the first one of a process waits for the library's grammar, longer than a
-response may. An answer that is not read in time would refuse its prompt."""
+"""CPU seconds for parsing a prompt's answer. The first call of a process builds the library's grammar, which takes
+longer than `SECONDS`; a timeout would reject the prompt."""
 
 
 @needs_process
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """1.0 if the value that the final answer states last (boxed, in LaTeX, or plain) equals the prompt's answer,
-    else 0.0; an expression that cannot be compared within 5 s counts as wrong.
+    """Returns 1.0 if the last value in the final answer (boxed, in LaTeX, or plain) equals the prompt's answer, else
+    0.0. An expression that cannot be compared within 5 s counts as wrong.
 
-    Raises SlimxError for a prompt whose answer is missing or no mathematical expression."""
+    Raises SlimxError if the prompt's answer is missing or not a mathematical expression."""
     gold = _gold(answer_of(ctx, __name__))
     if not gold:
         raise SlimxError(
@@ -41,41 +41,48 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
             code="reward.answer",
             about=ctx.prompt.id,
         )
-    # parse and verify take what they cannot do, or not in time, for wrong.
+    # parse and verify treat failures and timeouts as wrong answers.
     stated = in_time(lambda: _stated(latex(ctx.final_answer)), SECONDS)
-    said = parse(stated, seconds=SECONDS) if stated and depth(stated) <= DEEPEST else []
-    compared = in_time(lambda: (_complex(gold), _complex(said)), SECONDS)
-    return float(verify(*compared, seconds=SECONDS)) if compared else 0.0
+    if not stated or depth(stated) > DEEPEST:
+        return 0.0
+    predicted = parse(stated, seconds=SECONDS)
+    sides = in_time(lambda: (_complex(gold), _complex(predicted)), SECONDS)
+    if sides is None:
+        return 0.0
+    return float(verify(*sides, seconds=SECONDS))
 
 
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
-    """Values that the answer can mean. An expression is read as if it stood between dollar signs: outside them the
-    library looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
+    """Returns the values that the answer can mean. An expression is put between dollar signs: outside them the library
+    only looks for numbers, and finds 2 in `2\\pi`. In text with words, only its numbers count."""
     answer = latex(answer)
-    given = last_boxes(answer, boxes(answer)) or (answer if DELIMITED.search(answer) else expression(answer) or answer)
-    return tuple(parse(given, seconds=ANSWER_SECONDS))
+    boxed = last_boxes(answer, boxes(answer))
+    if boxed:
+        answer = boxed
+    elif not DELIMITED.search(answer):
+        answer = expression(answer) or answer
+    return tuple(parse(answer, seconds=ANSWER_SECONDS))
 
 
 def _complex(values: Iterable[Any]) -> list[Any]:
-    """The values with the imaginary unit for the letter i, of which math-verify knows no more than that it is not real.
-    Both sides are treated alike, so that an i that only counts stays equal to itself."""
-    return [
-        value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
-        if any(symbol.name == "i" for symbol in getattr(value, "free_symbols", ()))
-        else value
-        for value in values
-    ]
+    """Replaces the letter i in the values by the imaginary unit, because math-verify only assumes that i is not real.
+    Both sides are treated alike, so an i that is an index stays equal to itself."""
+    replaced = []
+    for value in values:
+        letters = [symbol for symbol in getattr(value, "free_symbols", ()) if symbol.name == "i"]
+        replaced.append(value.subs(dict.fromkeys(letters, I)) if letters else value)
+    return replaced
 
 
 def _stated(text: str) -> str:
-    """The part of a response that math-verify shall read: its last box, nothing if that is torn; else all of it if it
-    marks its mathematics; else the expression that its last line consists of, or ends in after "answer is" or
-    "answer:"."""
-    if (found := boxes(text)) and not re.search("(?i)final answer is", text[found[-1].stop :]):
-        return last_boxes(text, found) or ""
+    """Returns the part of a response that math-verify reads: its last box, "" if that is unclosed; else all of it if it
+    has delimited mathematics; else the expression in its last line, or at its end after "answer is" or "answer:"."""
+    in_boxes = boxes(text)
+    if in_boxes and not re.search("(?i)final answer is", text[in_boxes[-1].stop :]):
+        return last_boxes(text, in_boxes) or ""
     if DELIMITED.search(text):
         return text
-    last = text.strip().rpartition("\n")[2].replace("**", "")
-    said = re.split(r"(?i:answer)(?:\s+is)?\s*:?\s*|(?i:therefore|thus|hence|so)\s*,?\s*", last)[-1].rstrip(". ")
-    return expression(said) or text
+    last_line = text.strip().rpartition("\n")[2].replace("**", "")
+    parts = re.split(r"(?i:answer)(?:\s+is)?\s*:?\s*|(?i:therefore|thus|hence|so)\s*,?\s*", last_line)
+    return expression(parts[-1].rstrip(". ")) or text

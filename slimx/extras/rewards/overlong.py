@@ -1,4 +1,4 @@
-"""The penalty of responses that come near the length limit: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
+"""A penalty for responses near the length limit: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimx.rewards.context import Context
 
 
 async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: int) -> float:
-    """0.0 up to `limit - buffer` sampled tokens, then linearly down to -1.0 at `limit` and beyond.
+    """Returns 0.0 up to `limit - buffer` sampled tokens, then linearly down to -1.0 at `limit` and beyond.
 
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:

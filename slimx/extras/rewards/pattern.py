@@ -1,4 +1,4 @@
-"""The reward of a required form: 1 if a regular expression finds itself in the response."""
+"""A reward for a required form: 1 if the response matches a regular expression."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_process
 
 
-# An expression can take exponential time on a text, and `re` cannot be interrupted.
+# An expression can take exponential time, and `re` cannot be interrupted.
 @needs_process
 async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: bool = False) -> float:
-    """1.0 if `pattern` (Python's `re`, `.` matches line ends) occurs in the text, or with `whole` is all of it; else
-    0.0. If the pattern has a group named `answer`, what its last occurrence holds must be the prompt's answer, and must
-    stand in the final answer.
+    """Returns 1.0 if `pattern` (Python's `re`, `.` matches line ends) occurs in the text, or with `whole` matches all
+    of it; else 0.0. If the pattern has a group named `answer`, that group of the last match must equal the prompt's
+    answer and be part of the final answer.
 
-    Raises SlimxError for a pattern that is no regular expression."""
+    Raises SlimxError if the pattern is not a regular expression."""
     expression = compiled(pattern)
-    found = [expression.fullmatch(ctx.text)] if whole else list(expression.finditer(ctx.text))
-    if not found or found[-1] is None:
+    if whole:
+        last_match = expression.fullmatch(ctx.text)
+    else:
+        last_match = None
+        for match in expression.finditer(ctx.text):
+            last_match = match
+    if last_match is None:
         return 0.0
     if "answer" not in expression.groupindex:
         return 1.0
-    if found[-1].start("answer") < len(ctx.text) - len(ctx.final_answer):
+    if last_match.start("answer") < len(ctx.text) - len(ctx.final_answer):
         return 0.0
-    return float(found[-1]["answer"].strip() == answer_of(ctx, __name__).strip())
+    return float(last_match["answer"].strip() == answer_of(ctx, __name__).strip())
 
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The expression, or a SlimxError that says what is wrong with it."""
+    """Compiles a pattern. Raises SlimxError with the reason if it is not a regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise SlimxError(
-            f"slimx.extras.rewards.pattern: {pattern!r} is no regular expression ({error}); correct the option pattern",
+            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); correct the option "
+            "pattern",
             code="reward.option",
             about="pattern",
         ) from error

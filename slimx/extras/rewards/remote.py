@@ -1,24 +1,23 @@
-"""The reward that a server of yours computes: one HTTP request per trajectory."""
+"""A reward from the user's web service: one HTTP request per trajectory."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared.http import post
+from slimx.json_types import Json
 from slimx.rewards.context import Context
 
 
 async def reward(
     ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 30.0, retries: int = 3
 ) -> float | dict[str, float]:
-    """The answer of `url` to a POST of `{"id", "prompt", "text", "final_answer", "answer", "metadata"}`: a number,
-    `{"reward": number}`, or an object of numbers whose sum is the reward. `prompt`: the messages, or the token ids.
+    """Posts `{"id", "prompt", "text", "final_answer", "answer", "metadata"}` to `url` and returns the response: a
+    number, `{"reward": number}`, or an object of numbers whose sum is the reward. `prompt`: messages or token ids.
 
-    `timeout`: seconds of one request. Raises SlimxError for another answer, or none."""
+    `timeout`: deadline of one request, in seconds. Raises SlimxError for any other response, or none."""
     prompt = ctx.prompt
-    body: dict[str, Any] = {
+    body: Json = {
         "id": trajectory.id,
         "prompt": prompt.messages if prompt.messages is not None else prompt.token_ids,
         "text": ctx.text,
@@ -26,12 +25,14 @@ async def reward(
         "answer": prompt.answer,
         "metadata": prompt.metadata,
     }
-    said = await post(url, body, timeout_s=timeout, retries=retries)
-    values = said.values() if isinstance(said, dict) else (said,)
+    response = await post(url, body, timeout_s=timeout, retries=retries)
+    values = list(response.values()) if isinstance(response, dict) else [response]
     if not values or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise SlimxError(
-            f"{url} answered {str(said)[:200]}; a reward is a number or an object of numbers",
+            f"{url} answered {str(response)[:200]}; return a number or an object of numbers as the reward",
             code="reward.verdict",
             about=url,
         )
-    return said["reward"] if isinstance(said, dict) and said.keys() == {"reward"} else said
+    if isinstance(response, dict) and response.keys() == {"reward"}:
+        return response["reward"]
+    return response

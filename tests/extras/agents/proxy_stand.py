@@ -53,9 +53,9 @@ class Script:
 
     def __init__(self, *texts: str | Exception) -> None:
         self.texts = list(texts)
-        self.asked: list[tuple[str, dict[str, Any], int]] = []
+        self.received: list[tuple[str, dict[str, Any], int]] = []
         self.prompts: list[list[int]] = []
-        self.said: list[Completion] = []
+        self.completions: list[Completion] = []
         self.gate: Any = None
         """Awaited before an answer, if there is one."""
         self.pause = 0.0
@@ -64,9 +64,9 @@ class Script:
         """Streams that were not read to their end."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        number = len(self.asked)
+        number = len(self.received)
         token_ids, sampling = list(request.token_ids), request.sampling
-        self.asked.append((tokenizer().decode(token_ids), sampling, request.seed))
+        self.received.append((tokenizer().decode(token_ids), sampling, request.seed))
         self.prompts.append(token_ids)
         if self.gate is not None:
             await self.gate(number)
@@ -87,7 +87,7 @@ class Script:
             cached_tokens=2,
             seconds=0.1,
         )
-        self.said.append(out)
+        self.completions.append(out)
         return out
 
     @asynccontextmanager
@@ -193,7 +193,7 @@ async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
     return await client.chat.completions.create(model="m", messages=messages, **options)
 
 
-async def said(client: Any, messages: list[Any], **options: Any) -> Any:
+async def chat(client: Any, messages: list[Any], **options: Any) -> Any:
     return (await ask(client, messages, **options)).choices[0].message
 
 
@@ -218,10 +218,10 @@ async def with_a_tool() -> Trajectory:
     """The rollout of an agent that asks chat completions twice, with a tool's result in between."""
 
     async def converse(client: Any, prompt: Any) -> None:
-        asked = [{"role": "system", "content": "Count."}, *USER]
-        first = await said(client, asked, tools=TOOLS)
+        messages = [{"role": "system", "content": "Count."}, *USER]
+        first = await chat(client, messages, tools=TOOLS)
         result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "2"}
-        await said(client, [*asked, first, result], tools=TOOLS)
+        await chat(client, [*messages, first, result], tools=TOOLS)
 
     (found,) = await rollout(Script(*ANSWERS), converse)
     return found

@@ -181,9 +181,9 @@ async def test_text_environments_with_gyms_former_interface_run_too():
     ],
 )
 def test_what_cannot_be_played_is_refused_before_the_run(gymnasium, options, code, about):
-    asked = {"environment": PATH, "environment_options": options}
+    hook_options = {"environment": PATH, "environment_options": options}
     with refused(code, about=about):
-        load_hooks(config_of(generate="multi_turn", options=asked))
+        load_hooks(config_of(generate="multi_turn", options=hook_options))
 
 
 def test_a_machine_without_the_package_is_told_its_version(monkeypatch):

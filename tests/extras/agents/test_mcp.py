@@ -19,7 +19,7 @@ from slimx.extras.agents import tools
 from slimx.extras.agents.hubs.mcp import McpTools
 from slimx.extras.agents.hubs.mcp_bounds import MAX_STDERR
 from slimx.extras.agents.toolbox import ToolsLost
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 from tests.extras.agents.proxy_stand import PROMPT, Script
@@ -69,10 +69,10 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
         calling("fail") + calling("draw"),
         "46",
     )
-    shown = json.loads(script.asked[0][0].partition("[tools ")[2].partition("]<user>")[0])
+    shown = json.loads(script.received[0][0].partition("[tools ")[2].partition("]<user>")[0])
     add = next(each["function"] for each in shown if each["function"]["name"] == "add")
     assert add["description"] == "Add two numbers." and set(add["parameters"]["properties"]) == {"a", "b"}
-    first, second = (after.rpartition("<end>\n<assistant>")[0] for after, _, _ in script.asked[1:])
+    first, second = (after.rpartition("<end>\n<assistant>")[0] for after, _, _ in script.received[1:])
     assert first.endswith("<user>tool: 46")
     said = second.partition("fail")[2]
     assert "<user>tool: Error executing tool fail" in said and "<user>tool: A dot:\n(image of image/png" in said
@@ -84,7 +84,7 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
         "judged": {},
     }
     assert ctx.metrics == {"tool_calls": 3.0, "tool_errors": 1.0, "unreadable_calls": 0.0, "left_out": 1.0}
-    sampled = [token for each in script.said for token in each.token_ids.tolist()]
+    sampled = [token for each in script.completions for token in each.token_ids.tolist()]
     assert trajectory.token_ids[trajectory.loss_mask == 1].tolist() == sampled and trajectory.spans[-1].turn == 2
     assert not servers_left()
 
@@ -92,7 +92,10 @@ async def test_tools_are_shown_called_and_their_results_read(kind, url):
 async def test_a_started_server_belongs_to_its_rollout_alone(url):
     says = (calling("keep", name="n"), calling("keep", name="n"), "done")
     both = await asyncio.gather(*(play(STDIO, *says) for _ in range(2)))
-    assert ["n 2" in script.asked[2][0] and "n 3" not in script.asked[2][0] for _, _, script in both] == [True, True]
+    assert ["n 2" in script.received[2][0] and "n 3" not in script.received[2][0] for _, _, script in both] == [
+        True,
+        True,
+    ]
 
 
 async def test_tools_of_several_servers_and_a_choice_of_them(url):
@@ -123,9 +126,9 @@ async def test_a_server_gets_the_variables_and_headers_that_are_named(url, monke
     monkeypatch.setenv("OTHER_SECRET", "two")
     says = (calling("secret"), "done")
     _, _, script = await play({**STDIO, "environment": ["TOOL_SECRET"]}, *says)
-    assert "tool: one none none" in script.asked[1][0]
+    assert "tool: one none none" in script.received[1][0]
     _, _, script = await play({"url": url, "headers_env": {"x-secret": "OTHER_SECRET"}}, *says)
-    assert "tool: none none two" in script.asked[1][0]
+    assert "tool: none none two" in script.received[1][0]
 
 
 async def test_calls_that_cannot_be_made_are_told_and_counted(url):
@@ -141,8 +144,8 @@ async def test_calls_that_cannot_be_made_are_told_and_counted(url):
     )
     assert trajectory.metadata["tool_errors"] == {"tool": 1, "unknown_tool": 1}
     assert ctx.metrics == {"tool_calls": 3.0, "tool_errors": 2.0, "unreadable_calls": 3.0, "left_out": 0.0}
-    assert "There is no tool subtract" in script.asked[1][0] and trajectory.metadata["ended"] == "done"
-    assert script.asked[4][0].count(tools.UNREADABLE) == 2
+    assert "There is no tool subtract" in script.received[1][0] and trajectory.metadata["ended"] == "done"
+    assert script.received[4][0].count(tools.UNREADABLE) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ async def test_an_agent_that_never_ends_is_ended(url, ended, options, turns):
     says = [said.get(ended, calling("keep", name="again"))] * 40
     trajectory, _, script = await play({"url": url}, *says, **options)
     assert trajectory.metadata["ended"] == ended
-    assert trajectory.metadata["turns"] == len(script.asked) == turns
+    assert trajectory.metadata["turns"] == len(script.received) == turns
     assert len(trajectory.token_ids) <= options.get("max_context", 10**6)
 
 
@@ -172,7 +175,7 @@ async def test_a_cut_off_turn_ends_the_rollout(url):
 
 async def test_a_long_result_is_cut_and_says_so(url):
     _, _, script = await play({"url": url}, calling("write", characters=5000), "ok", max_result=100)
-    said = script.asked[1][0].rpartition("tool: ")[2]
+    said = script.received[1][0].rpartition("tool: ")[2]
     assert said.startswith("x" * 100 + "\n(4900 characters left out)")
 
 
@@ -181,7 +184,7 @@ async def test_a_call_that_takes_too_long_is_told_and_the_second_ends_the_rollou
     server = STDIO if kind == "stdio" else {"url": url}
     late = calling("hang")
     trajectory, ctx, script = await play(server, late, calling("add", a=1, b=1), "2", call_deadline=10.0)
-    assert trajectory.metadata["tool_errors"] == {"deadline": 1} and script.asked[2][0].count("tool: 2<end>") == 1
+    assert trajectory.metadata["tool_errors"] == {"deadline": 1} and script.received[2][0].count("tool: 2<end>") == 1
     with pytest.raises(GivenUp) as caught:
         await play(server, late, late, "2", call_deadline=0.5)
     assert caught.value.reason == "tools deadline" and not servers_left()
@@ -201,16 +204,16 @@ async def test_a_server_that_dies_is_named_with_its_last_words():
 
 async def test_an_answer_over_http_that_is_too_long_is_not_read(url):
     trajectory, _, script = await play({"url": url}, calling("write", characters=2**20), "2", max_result=10)
-    assert trajectory.metadata["tool_errors"] == {} and "tool: xxx" in script.asked[1][0]
+    assert trajectory.metadata["tool_errors"] == {} and "tool: xxx" in script.received[1][0]
     with pytest.raises(GivenUp) as caught:
-        await play({"url": url}, calling("write", characters=MAX_ANSWER + 1), calling("add", a=1, b=1), "2")
+        await play({"url": url}, calling("write", characters=MAX_RESPONSE + 1), calling("add", a=1, b=1), "2")
     assert caught.value.reason == "tools lost"
 
 
 async def test_a_started_server_that_answers_too_much_is_lost_at_once():
     with pytest.raises(GivenUp) as caught:
-        await play(STDIO, calling("write", characters=MAX_ANSWER + 1), "2", call_deadline=600.0)
-    assert caught.value.reason == "tools lost" and str(MAX_ANSWER) in str(caught.value) and not servers_left()
+        await play(STDIO, calling("write", characters=MAX_RESPONSE + 1), "2", call_deadline=600.0)
+    assert caught.value.reason == "tools lost" and str(MAX_RESPONSE) in str(caught.value) and not servers_left()
 
 
 async def test_of_a_servers_standard_error_only_the_end_is_kept():
@@ -252,7 +255,7 @@ async def test_a_rollout_that_is_cancelled_leaves_no_server():
     task = asyncio.create_task(
         tools.generate(ctx, PROMPT, toolbox=BOX, toolbox_options={"servers": {"test": STDIO}}, call_deadline=500.0)
     )
-    while not script.said:
+    while not script.completions:
         await asyncio.sleep(0.05)
     assert servers_left()
     task.cancel()
@@ -283,9 +286,9 @@ async def test_a_rollout_that_is_cancelled_leaves_no_server():
     ],
 )
 def test_tools_that_cannot_work_are_refused_before_the_run(options, code, about):
-    asked = {"toolbox": BOX, "toolbox_options": {"servers": {"a": STDIO}}} | options
+    hook_options = {"toolbox": BOX, "toolbox_options": {"servers": {"a": STDIO}}} | options
     with refused(code, about=about):
-        load_hooks(config_of(generate="tools", options=asked))
+        load_hooks(config_of(generate="tools", options=hook_options))
 
 
 def test_a_machine_without_the_package_is_told_its_version(monkeypatch):

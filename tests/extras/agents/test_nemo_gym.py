@@ -15,7 +15,7 @@ from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
 from slimx.extras.agents.hubs import nemo_gym
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp, RewardContext
 from tests.extras.agents.served import program, stand_in
@@ -68,7 +68,7 @@ async def test_a_session_counts_and_its_verdict_is_the_reward(server):
     wrong = play(server, add[0], calling("get_counter_value"), "6")
     (done, script, reward), (_, other, none) = await asyncio.gather(right, wrong)
     assert (reward, none) == ({"reward": 1.0}, {"reward": 0.0}), "each rollout has a session of its own"
-    assert '"count":6' in script.asked[4][0] and '"count":4' in other.asked[2][0]
+    assert '"count":6' in script.received[4][0] and '"count":4' in other.received[2][0]
     assert done.metadata["tool_errors"] == {"status_422": 1} and done.metadata["tool_calls"] == 4
 
 
@@ -97,8 +97,8 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
     async with stand_in(server) as url:
         trajectory, script, reward = await play(url, f"So: {calling('get_counter_value')}", "<tool_call>{", "It is 3.")
     assert reward == {"reward": 0.5} and trajectory.metadata["ended"] == "done"
-    assert script.asked[0][0].startswith("[tools ") and "<user>system: Count.<end>" in script.asked[0][0]
-    assert "<user>user: add 1 then add 2<end>" in script.asked[0][0]
+    assert script.received[0][0].startswith("[tools ") and "<user>system: Count.<end>" in script.received[0][0]
+    assert "<user>user: add 1 then add 2<end>" in script.received[0][0]
     paths = [path for path, _ in server.heard]
     assert paths == ["seed_session", "get_counter_value", "verify"] and server.heard[0][1] == ROW
     verified = server.heard[2][1]
@@ -117,7 +117,7 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
         ({"seed_session": (500, "no")}, "tools lost"),
         ({"seed_session": (0, "")}, "tools deadline"),
         ({"get_counter_value": (-200, "")}, "tools lost"),
-        ({"get_counter_value": (200, "x" * (MAX_ANSWER + 1))}, "tools lost"),
+        ({"get_counter_value": (200, "x" * (MAX_RESPONSE + 1))}, "tools lost"),
         ({"verify": (500, "no")}, "tools lost"),
         ({"verify": (200, "no")}, "tools lost"),
         ({"verify": (200, "[]")}, "tools lost"),
@@ -145,7 +145,7 @@ async def test_a_server_that_is_not_there_is_counted():
 
 
 @pytest.mark.parametrize(
-    ("asked", "about"),
+    ("parameters", "about"),
     [
         (None, INPUT),
         ({"input": []}, INPUT),
@@ -153,9 +153,9 @@ async def test_a_server_that_is_not_there_is_counted():
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, INPUT),
     ],
 )
-def test_rows_that_cannot_begin_a_rollout_are_refused(asked, about):
+def test_rows_that_cannot_begin_a_rollout_are_refused(parameters, about):
     with refused("nemo_gym.row", about=about):
-        nemo_gym.to_prompt({"responses_create_params": asked})
+        nemo_gym.to_prompt({"responses_create_params": parameters})
 
 
 def test_rows_are_read_from_a_file_though_their_ids_repeat(tmp_path):
@@ -188,5 +188,5 @@ async def test_a_prompt_without_a_row_is_named():
 @pytest.mark.parametrize("url", ["localhost", 3])
 def test_an_address_that_is_none_is_refused_before_the_run(url):
     with refused("nemo_gym.url", about=f"{KEY}.url"):
-        asked = {"toolbox": BOX, "toolbox_options": {"url": url}}
-        load_hooks(config_of(generate="tools", options=asked))
+        parameters = {"toolbox": BOX, "toolbox_options": {"url": url}}
+        load_hooks(config_of(generate="tools", options=parameters))

@@ -203,6 +203,6 @@ async def test_actions_may_be_whole_objects_and_observations_too():
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_the_run(options, code, about):
-    asked = {"environment": PATH, "environment_options": options}
+    hook_options = {"environment": PATH, "environment_options": options}
     with refused(code, about=about):
-        load_hooks(config_of(generate="multi_turn", options=asked))
+        load_hooks(config_of(generate="multi_turn", options=hook_options))

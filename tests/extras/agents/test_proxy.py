@@ -21,10 +21,10 @@ from tests.extras.agents.proxy_stand import (
     ask,
     assert_equal,
     call,
+    chat,
     context,
     encode,
     rollout,
-    said,
     text_of,
     tokenizer,
     trained,
@@ -33,8 +33,8 @@ from tests.extras.agents.proxy_stand import (
 
 async def test_an_agent_of_two_turns_is_the_rollout_that_a_hook_would_have_made():
     async def two_turns(client: Any, prompt: Any) -> str:
-        first = await said(client, USER)
-        second = await said(client, [*USER, first, {"role": "user", "content": "Sure?"}])
+        first = await chat(client, USER)
+        second = await chat(client, [*USER, first, {"role": "user", "content": "Sure?"}])
         return second.content
 
     engine = Script("it is 3", "it is 2")
@@ -47,7 +47,7 @@ async def test_an_agent_of_two_turns_is_the_rollout_that_a_hook_would_have_made(
     draft.add_inserted(ctx.turn("Sure?", after=draft.token_ids))
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=1))
     assert_equal(found, draft.finish())
-    assert engine.asked == other.asked
+    assert engine.received == other.received
     assert found.metadata == {"requests": 2, "overridden": [], "result": "it is 2", "branch": 0}
     assert trained(found) == "it is 3<end>it is 2<end>"
 
@@ -62,9 +62,9 @@ async def test_sampled_ids_stand_where_their_text_would_be_tokenized_otherwise()
             return completion
 
     async def two_turns(client: Any, prompt: Any) -> None:
-        first = await said(client, USER)
+        first = await chat(client, USER)
         assert first.content == "it is "
-        await said(client, [*USER, first, {"role": "user", "content": "Sure?"}])
+        await chat(client, [*USER, first, {"role": "user", "content": "Sure?"}])
 
     engine = Odd("it is 3", "2")
     (found,) = await rollout(engine, two_turns)
@@ -74,11 +74,11 @@ async def test_sampled_ids_stand_where_their_text_would_be_tokenized_otherwise()
 
 async def test_an_answer_that_the_agent_rewrote_begins_a_branch_and_leaves_the_other_whole():
     async def rewrite(client: Any, prompt: Any) -> None:
-        first = await said(client, USER)
+        first = await chat(client, USER)
         second = {"role": "user", "content": "More?"}
-        answer = await said(client, [*USER, first, second])
+        answer = await chat(client, [*USER, first, second])
         altered = {"role": "assistant", "content": answer.content.upper()}
-        await said(client, [*USER, first, second, altered, {"role": "user", "content": "End?"}])
+        await chat(client, [*USER, first, second, altered, {"role": "user", "content": "End?"}])
 
     one, two = await rollout(Script("a", "bc", "d"), rewrite)
     assert text_of(one) == "<user>user: 1+1=<end>\n<assistant>a<end>\n<user>user: More?<end>\n<assistant>bc<end>"
@@ -93,14 +93,14 @@ async def test_an_answer_that_the_agent_rewrote_begins_a_branch_and_leaves_the_o
 
 async def test_sub_agents_summaries_and_second_tries_are_trajectories_of_one_rollout():
     async def busy(client: Any, prompt: Any) -> None:
-        first = await said(client, USER)
+        first = await chat(client, USER)
         await asyncio.gather(
-            said(client, [{"role": "system", "content": "helper"}, *USER]),
-            said(client, [*USER, first, {"role": "user", "content": "A"}]),
-            said(client, [*USER, first, {"role": "user", "content": "B"}]),
+            chat(client, [{"role": "system", "content": "helper"}, *USER]),
+            chat(client, [*USER, first, {"role": "user", "content": "A"}]),
+            chat(client, [*USER, first, {"role": "user", "content": "B"}]),
         )
-        await said(client, USER)
-        await said(client, [{"role": "user", "content": "so far: 2"}])
+        await chat(client, USER)
+        await chat(client, [{"role": "user", "content": "so far: 2"}])
 
     found = await rollout(Script("1", "2", "3", "4", "5", "6"), busy)
     texts = {trained(trajectory) for trajectory in found}
@@ -113,7 +113,7 @@ async def test_sub_agents_summaries_and_second_tries_are_trajectories_of_one_rol
 
 async def test_what_an_agent_may_do_to_an_answer_without_changing_it():
     async def sloppy(client: Any, prompt: Any) -> None:
-        first = await said(client, USER, tools=TOOLS)
+        first = await chat(client, USER, tools=TOOLS)
         call = first.tool_calls[0]
         again = {
             "role": "assistant",
@@ -123,7 +123,7 @@ async def test_what_an_agent_may_do_to_an_answer_without_changing_it():
             ],
         }
         result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "2"}]}
-        await said(client, [*USER, again, result], tools=TOOLS)
+        await chat(client, [*USER, again, result], tools=TOOLS)
 
     (found,) = await rollout(Script(CALL, "2"), sloppy)
     assert text_of(found).endswith(f"<assistant>{CALL}<end>\n<user>tool: 2<end>\n<assistant>2<end>")
@@ -131,8 +131,8 @@ async def test_what_an_agent_may_do_to_an_answer_without_changing_it():
 
 async def test_calls_of_tools_are_counted():
     async def calls(client: Any, prompt: Any) -> None:
-        await said(client, USER, tools=TOOLS)
-        await said(client, [{"role": "user", "content": "again"}], tools=TOOLS)
+        await chat(client, USER, tools=TOOLS)
+        await chat(client, [{"role": "user", "content": "again"}], tools=TOOLS)
 
     proxy, call.function = ChatProxy(context=1000), calls
     try:
@@ -145,8 +145,8 @@ async def test_calls_of_tools_are_counted():
 
 async def test_other_tools_are_another_conversation():
     async def change(client: Any, prompt: Any) -> None:
-        first = await said(client, USER, tools=TOOLS)
-        await said(client, [*USER, first, {"role": "user", "content": "B"}])
+        first = await chat(client, USER, tools=TOOLS)
+        await chat(client, [*USER, first, {"role": "user", "content": "B"}])
 
     one, two = await rollout(Script("1", "2"), change)
     assert text_of(one).startswith("[tools ") and text_of(two).startswith("<user>")
@@ -180,8 +180,8 @@ async def test_tool_calls_are_parsed_and_malformed_ones_are_text():
         for expected in ('<tool_call>{"name": </tool_call>', '<tool_call>{"name": "add"', "<tool_call>[1]</tool_call>"):
             answer = await ask(client, USER, tools=TOOLS)
             assert answer.choices[0].message.content == expected and not answer.choices[0].message.tool_calls
-        assert (await said(client, USER, tools=TOOLS, tool_choice="none")).content == CALL
-        assert (await said(client, USER)).content == CALL, "no tools, no calls"
+        assert (await chat(client, USER, tools=TOOLS, tool_choice="none")).content == CALL
+        assert (await chat(client, USER)).content == CALL, "no tools, no calls"
 
     await rollout(
         Script(
@@ -200,7 +200,7 @@ async def test_tool_calls_are_parsed_and_malformed_ones_are_text():
 async def test_a_parser_sees_the_special_tokens_that_mark_calls_but_the_agent_does_not(apart):
     async def look(client: Any, prompt: Any) -> None:
         for content, calls in (("so", ["add"]), ("so", [])):
-            answer = await said(client, USER, tools=TOOLS)
+            answer = await chat(client, USER, tools=TOOLS)
             assert answer.content == content and [c.function.name for c in answer.tool_calls or []] == calls
 
     thought = "<think>add <user>them</think>" if apart else ""
@@ -210,9 +210,9 @@ async def test_a_parser_sees_the_special_tokens_that_mark_calls_but_the_agent_do
 
 async def test_reasoning_is_set_apart_if_asked_for_and_stays_in_the_tokens():
     async def look(client: Any, prompt: Any) -> None:
-        first = await said(client, USER)
+        first = await chat(client, USER)
         assert first.content == "2" and first.reasoning_content == "well"
-        await said(client, [*USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}])
+        await chat(client, [*USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}])
 
     (found,) = await rollout(Script("<think>well</think>\n\n2", "yes"), look, separate_reasoning=True)
     assert trained(found) == "<think>well</think>\n\n2<end>yes<end>"
@@ -231,11 +231,11 @@ async def test_a_stream_has_the_text_of_a_whole_answer_and_is_captured_alike():
         assert "".join(parts) == "it is 3" and sum(map(bool, parts)) == 4 and finish == "stop"
         assert usage.completion_tokens == 8 and [entry.logprob for entry in told] == [-n / 8 for n in range(1, 9)]
         first = {"role": "assistant", "content": "".join(parts)}
-        await said(client, [*USER, first, {"role": "user", "content": "Sure?"}])
+        await chat(client, [*USER, first, {"role": "user", "content": "Sure?"}])
 
     async def plain(client: Any, prompt: Any) -> None:
-        first = await said(client, USER)
-        await said(client, [*USER, first, {"role": "user", "content": "Sure?"}])
+        first = await chat(client, USER)
+        await chat(client, [*USER, first, {"role": "user", "content": "Sure?"}])
 
     (streamed,), (whole,) = [await rollout(Script("it is 3", "2"), function) for function in (streaming, plain)]
     assert_equal(streamed, whole)
@@ -248,7 +248,7 @@ async def test_a_stream_with_tools_brings_the_calls_at_its_end():
         assert (call.index, call.function.name) == (0, "add") and chunks[-1].finish_reason == "tool_calls"
         assert "".join(chunk.delta.content or "" for chunk in chunks) == "so"
         first = {"role": "assistant", "content": "so", "tool_calls": [call.model_dump(exclude={"index"})]}
-        await said(client, [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "2"}], tools=TOOLS)
+        await chat(client, [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "2"}], tools=TOOLS)
 
     assert len(await rollout(Script(f"so {CALL}", "2"), look)) == 1
 
@@ -261,14 +261,14 @@ async def test_stop_strings_end_the_text_and_stay_in_the_tokens(stream):
             assert not any("O" in part for part in parts[:3]), "what may begin a stop string is held back"
             text = "".join(parts)
         else:
-            text = (await said(client, USER, stop=["Obs:", "zz"])).content
+            text = (await chat(client, USER, stop=["Obs:", "zz"])).content
         assert text == "act Ob 1 "
-        await said(client, [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": "2"}])
+        await chat(client, [*USER, {"role": "assistant", "content": text}, {"role": "user", "content": "2"}])
 
     engine = Script("act Ob 1 Obs: no", "done")
     (found,) = await rollout(engine, look)
     assert "act Ob 1 Obs: no<end>\n<user>user: 2" in text_of(found)
-    assert engine.asked[0][1]["stop"] == (["Obs:"] if stream else ["Obs:", "zz"])
+    assert engine.received[0][1]["stop"] == (["Obs:"] if stream else ["Obs:", "zz"])
 
 
 def test_the_synchronous_client_works_too():

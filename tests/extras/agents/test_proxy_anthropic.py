@@ -51,13 +51,13 @@ async def messages(engine: Any, function: Any, *, tokens: int = 1000, retries: i
         await proxy.stop()
 
 
-async def ask(client: Any, asked: list[Any], **options: Any) -> Any:
-    return await client.messages.create(**{"model": "m", "max_tokens": 100, "messages": asked, **options})
+async def ask(client: Any, turns: list[Any], **options: Any) -> Any:
+    return await client.messages.create(**{"model": "m", "max_tokens": 100, "messages": turns, **options})
 
 
-async def streamed(client: Any, asked: list[Any], **options: Any) -> Any:
+async def streamed(client: Any, turns: list[Any], **options: Any) -> Any:
     """The message that the client builds from the events."""
-    async with client.messages.stream(model="m", max_tokens=100, messages=asked, **options) as stream:
+    async with client.messages.stream(model="m", max_tokens=100, messages=turns, **options) as stream:
         return await stream.get_final_message()
 
 
@@ -176,7 +176,7 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
         await ask(client, USER)
 
     (found,) = await messages(engine, look)
-    assert len(engine.asked) == 1 and found.metadata["requests"] == 1
+    assert len(engine.received) == 1 and found.metadata["requests"] == 1
     assert found.metadata["errors"] == Counter(code for _, code, _ in REFUSED.values())
 
 
@@ -188,7 +188,7 @@ async def test_a_stream_that_fails_ends_with_an_error_and_is_no_turn():
 
         async def generate(self, *arguments: Any) -> Any:
             completion = await super().generate(*arguments)
-            return replace(completion, finish_reason="abort") if len(self.asked) == 1 else completion
+            return replace(completion, finish_reason="abort") if len(self.received) == 1 else completion
 
     async def look(client: Any) -> None:
         with pytest.raises(anthropic.APIStatusError) as failed:
@@ -206,7 +206,7 @@ async def test_a_retry_of_the_client_is_no_second_turn():
 
     engine = Script(SlimxError("no", code="test.no"), "2")
     (found,) = await messages(engine, look, retries=2)
-    assert len(engine.asked) == 2 and trained(found) == "2<end>"
+    assert len(engine.received) == 2 and trained(found) == "2<end>"
 
 
 async def test_a_session_that_does_not_exist_is_not_found():
@@ -226,13 +226,13 @@ async def test_a_harness_that_compacts_its_history_makes_several_trajectories_of
     """The session of a coding agent: two tool turns, a summary in place of the past, and work after it."""
 
     async def harness(client: Any) -> None:
-        asked: list[Any] = [{"role": "user", "content": "fix it"}]
+        history: list[Any] = [{"role": "user", "content": "fix it"}]
         for _ in range(2):
-            answer = await ask(client, asked, system="code", tools=[ADD])
+            answer = await ask(client, history, system="code", tools=[ADD])
             blocks = [block.model_dump(exclude_none=True) for block in answer.content]
             result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "ok"}
-            asked += [{"role": "assistant", "content": blocks}, *one(result)]
-        summary = await ask(client, [*asked[:-1], one_more(asked[-1])], system="code", tools=[ADD])
+            history += [{"role": "assistant", "content": blocks}, *one(result)]
+        summary = await ask(client, [*history[:-1], one_more(history[-1])], system="code", tools=[ADD])
         fresh = [{"role": "user", "content": f"so far: {summary.content[0].text}"}]
         await ask(client, fresh, system="code", tools=[ADD])
 

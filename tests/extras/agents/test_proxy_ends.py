@@ -26,11 +26,11 @@ from tests.extras.agents.proxy_stand import (
     ask,
     bare,
     call,
+    chat,
     client_of,
     context,
     encode,
     rollout,
-    said,
     trained,
 )
 from tests.refusals import invalid, refused
@@ -72,19 +72,19 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_apis_own_shape_and_i
         with pytest.raises(openai.NotFoundError) as caught:
             await client.completions.create(model="m", prompt="x")
         assert caught.value.code == "unknown_url"
-        await said(client, USER)
+        await chat(client, USER)
 
     engine = Script("2")
-    assert len(await rollout(engine, refused, tokens=150)) == 1 and len(engine.asked) == 1
+    assert len(await rollout(engine, refused, tokens=150)) == 1 and len(engine.received) == 1
 
 
 async def test_the_run_decides_temperature_and_top_p_or_refuses_others():
     async def own(client: Any, prompt: Any) -> None:
-        await said(client, USER, temperature=0.2, top_p=1.0)
+        await chat(client, USER, temperature=0.2, top_p=1.0)
 
     engine = Script("2")
     (found,) = await rollout(engine, own)
-    assert engine.asked[0][1]["temperature"] == 1.0 and found.metadata["overridden"] == ["temperature"]
+    assert engine.received[0][1]["temperature"] == 1.0 and found.metadata["overridden"] == ["temperature"]
     with refused("hooks.given_up", about="agent failed", kind=GivenUp) as caught:
         await rollout(Script("2"), own, sampling="strict")
     cause = caught.value.__cause__
@@ -96,7 +96,7 @@ async def test_the_length_of_an_answer_is_what_the_narrowest_limit_allows():
 
     async def lengths(client: Any, _: Any) -> None:
         for options in ({}, {"max_tokens": 5}, {}):
-            await said(client, USER, **options)
+            await chat(client, USER, **options)
 
     for tokens, budget, expected in (
         (1000, None, [100, 5, 100]),
@@ -105,7 +105,7 @@ async def test_the_length_of_an_answer_is_what_the_narrowest_limit_allows():
     ):
         engine = Script("x" * 50, "x" * 50, "x" * 50)
         found = await rollout(engine, lengths, tokens=tokens, max_tokens=budget)
-        assert [sampling["max_new_tokens"] for _, sampling, _ in engine.asked] == expected
+        assert [sampling["max_new_tokens"] for _, sampling, _ in engine.received] == expected
         assert [t.status for t in found] == ["completed" if n > 51 else "truncated" for n in expected]
     engine = Script("x" * 50, "x" * 50)
     assert [t.status for t in await rollout(engine, lengths, max_tokens=56)] == ["completed", "truncated"]
@@ -123,11 +123,11 @@ async def test_an_agent_that_falls_over_a_limit_has_not_failed_its_conversation_
     options, text = LIMITS[limit]
 
     async def forever(client: Any, prompt: Any) -> None:
-        await said(client, [{"role": "user", "content": "x"}])
+        await chat(client, [{"role": "user", "content": "x"}])
         messages = list(USER)
         while True:
             try:
-                answer = await said(client, messages)
+                answer = await chat(client, messages)
             except openai.BadRequestError as error:
                 assert text in str(error)
                 raise
@@ -140,18 +140,18 @@ async def test_an_agent_that_falls_over_a_limit_has_not_failed_its_conversation_
 
 async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reason():
     async def raises(client: Any, prompt: Any) -> None:
-        await said(client, USER)
+        await chat(client, USER)
         raise KeyError("tool")
 
     async def silent(client: Any, prompt: Any) -> None:
         return None
 
     async def asks(client: Any, prompt: Any) -> None:
-        await said(client, USER)
+        await chat(client, USER)
 
     async def swallows(client: Any, prompt: Any) -> None:
         with pytest.raises(openai.InternalServerError):
-            await said(client, USER)
+            await chat(client, USER)
 
     gone, late = SlimxError("the engine is gone"), DeadlineError(REQUEST, 600, "http://router")
     for function, answer, reason, cause, named in (
@@ -179,7 +179,7 @@ async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along()
     shared = client_of("http://127.0.0.1:1/v1")  # a client takes long to be made
 
     async def various(base_url: str, prompt: Any) -> None:
-        await said(shared.with_options(base_url=base_url), prompt.messages)
+        await chat(shared.with_options(base_url=base_url), prompt.messages)
         if prompt.id == unlucky[0]:
             raise ValueError("no tool")
         if prompt.id == unlucky[1]:
@@ -216,13 +216,13 @@ async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
             await over.wait()
 
     async def impatient(client: Any, prompt: Any) -> None:
-        first = asyncio.create_task(said(client, USER))
+        first = asyncio.create_task(chat(client, USER))
         await begun.wait()
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await said(client, USER)
+        await chat(client, USER)
         over.set()  # the engine would answer now
-        await said(client, USER)
+        await chat(client, USER)
 
     engine = Script("too late", "2", "3")
     engine.gate = gate
@@ -236,7 +236,7 @@ async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_
             if chunk.choices[0].delta.content:
                 await stream.close()
                 break
-        await said(client, USER)
+        await chat(client, USER)
 
     engine = Script("x" * 90, "2")
     engine.pause = 0.02
@@ -247,9 +247,9 @@ async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_
 async def test_a_parser_that_raises_is_told_to_the_agent():
     async def look(client: Any, prompt: Any) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
-            await said(client, USER, tools=TOOLS)
+            await chat(client, USER, tools=TOOLS)
         assert caught.value.code == "tool_parser_failed" and "IndexError: 1" in caught.value.message
-        await said(client, USER)
+        await chat(client, USER)
 
     assert len(await rollout(Script("1", "2"), look, tool_parser="tests.extras.agents.proxy_stand.fragile")) == 1
 
@@ -281,9 +281,9 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
 
     async def leaves(client: Any, prompt: Any) -> None:
         left["client"] = client_of(str(client.base_url))
-        left["pending"] = asyncio.create_task(said(left["client"], USER))
+        left["pending"] = asyncio.create_task(chat(left["client"], USER))
         await begun.wait()
-        await said(client, USER)
+        await chat(client, USER)
 
     call.function = leaves
     try:
@@ -292,11 +292,11 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
         with pytest.raises(openai.APIConnectionError):
             await left["pending"]
         with pytest.raises(openai.NotFoundError) as caught:
-            await said(left["client"], USER)
+            await chat(left["client"], USER)
         assert caught.value.code == "session_not_found"
         other = str(left["client"].base_url).replace("/v1/", "x/v1/")
         with pytest.raises(openai.NotFoundError) as caught:
-            await said(client_of(other), USER)
+            await chat(client_of(other), USER)
         assert caught.value.code == "session_not_found"
     finally:
         await left["client"].close()

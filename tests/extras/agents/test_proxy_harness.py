@@ -28,9 +28,9 @@ from tests.extras.agents.proxy_stand import (
     Script,
     ask,
     bare,
+    chat,
     context,
     rollout,
-    said,
     text_of,
     trained,
 )
@@ -116,15 +116,15 @@ async def test_a_coding_agents_session_is_as_many_trajectories_as_it_has_pasts_a
             for number, step in enumerate(steps):
                 thread = threads.setdefault(step["thread"], Thread(step, threads))
                 summary = threads[step["summary"]].answers[-1] if "summary" in step else ""
-                asked = {
+                params = {
                     "model": "m",
                     "system": [{"type": "text", "text": thread.system, "cache_control": {"type": "ephemeral"}}],
                     "messages": thread.asks(step, summary),
                     **({"tools": thread.tools} if thread.tools else {}),
                 }
                 if number % 10 == 0:
-                    counted = await client.messages.count_tokens(**asked)
-                async with client.messages.stream(**asked, max_tokens=1000, extra_body=DEFAULTS) as stream:
+                    counted = await client.messages.count_tokens(**params)
+                async with client.messages.stream(**params, max_tokens=1000, extra_body=DEFAULTS) as stream:
                     answer = await stream.get_final_message()
                 if number % 10 == 0:
                     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
@@ -154,7 +154,7 @@ async def test_a_coding_agents_session_is_as_many_trajectories_as_it_has_pasts_a
     assert [trained(trajectory) for trajectory in found] == ["".join(a + "<end>" for a in own[name]) for name in order]
     assert {trajectory.rollout_id for trajectory in found} == {"g/0"} and len({each.id for each in found}) == len(order)
     # Each sampled token has the log-prob that the engine told, wherever it stands, and is trained exactly once.
-    said_ones = [each for each in engine.said if each.finish_reason]
+    said_ones = [each for each in engine.completions if each.finish_reason]
     assert sum(int(each.loss_mask.sum()) for each in found) == sum(len(each.token_ids) for each in said_ones)
     for trajectory in found:
         spans = [span for span in trajectory.spans if span.source == "sampled"]
@@ -206,7 +206,7 @@ async def test_what_a_harness_of_the_responses_api_sends_by_default_is_served_an
 
     engine = Script(f"so {CALL}", "it is 2")
     (found,) = await rollout(engine, harness)
-    assert trained(found) == f"so {CALL}<end>it is 2<end>" and "web_search" not in engine.asked[0][0]
+    assert trained(found) == f"so {CALL}<end>it is 2<end>" and "web_search" not in engine.received[0][0]
     assert found.metadata["overridden"] == ["include", "reasoning", "text.verbosity", "tools.web_search"]
 
 
@@ -242,11 +242,11 @@ def forced_asks() -> Iterator[tuple[str, Any, tuple[str, ...], bool]]:
 
             base = str(client.base_url).rstrip("/").removesuffix("/v1")
             async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as own:
-                asked = {"model": "m", "max_tokens": 100, "messages": USER, "tools": tools, "tool_choice": choice}
+                params = {"model": "m", "max_tokens": 100, "messages": USER, "tools": tools, "tool_choice": choice}
                 if not stream:
-                    answer = await own.messages.create(**asked)
+                    answer = await own.messages.create(**params)
                 else:
-                    async with own.messages.stream(**asked) as events:
+                    async with own.messages.stream(**params) as events:
                         answer = await events.get_final_message()
                 assert [block.type for block in answer.content] == ["tool_use"] and answer.stop_reason == "tool_use"
 
@@ -270,16 +270,16 @@ async def test_forced_tools_ask_for_a_grammar_and_their_tokens_are_not_trained(a
 
     async def forces(client: Any, prompt: Any) -> None:
         await asks(client)
-        await said(client, [{"role": "user", "content": "and now?"}])
+        await chat(client, [{"role": "user", "content": "and now?"}])
 
     forced, free = await rollout(engine, forces)
-    matches = matcher(engine.asked[0][1]["ebnf"])
+    matches = matcher(engine.received[0][1]["ebnf"])
     calls = {name: f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("add", "sub")}
     assert {name for name, call in calls.items() if matches(call)} == set(names)
     first = calls[names[0]]
     assert matches(f"{first}\n{first}") is not once
     assert not matches("") and not matches("so " + first) and not matches(first.replace("{}", "[]"))
-    assert "ebnf" not in engine.asked[1][1]
+    assert "ebnf" not in engine.received[1][1]
     assert (trained(forced), trained(free)) == ("", "2<end>") and text_of(forced).endswith(f"{CALL}<end>")
     assert forced.metadata["forced"] == free.metadata["forced"] == 1
 
@@ -312,11 +312,11 @@ async def test_what_cannot_be_forced_is_refused_before_an_engine_is_asked():
             with pytest.raises(openai.BadRequestError) as refused:
                 await ask(client, USER, **{"tools": TOOLS, "tool_choice": "required", **options})
             assert (refused.value.code, refused.value.param) == ("invalid_value", param), case
-        await said(client, USER)
+        await chat(client, USER)
 
     engine = Script("2")
     (found,) = await rollout(engine, look, tokens=100_000)
-    assert len(engine.asked) == 1 and found.metadata["errors"] == {"invalid_value": len(FORCED)}
+    assert len(engine.received) == 1 and found.metadata["errors"] == {"invalid_value": len(FORCED)}
 
 
 async def test_an_engine_that_pays_no_heed_to_a_grammar_is_found_out():
@@ -324,7 +324,7 @@ async def test_an_engine_that_pays_no_heed_to_a_grammar_is_found_out():
         with pytest.raises(openai.InternalServerError) as refused:
             await ask(client, USER, tools=TOOLS, tool_choice="required")
         assert (refused.value.status_code, refused.value.code) == (502, "engine_failed")
-        await said(client, USER)
+        await chat(client, USER)
 
     (found,) = await rollout(Script("I would rather talk", "2"), look)
     assert trained(found) == "2<end>" and found.metadata["errors"] == {"engine_failed": 1}
@@ -335,7 +335,7 @@ async def test_tools_are_forced_for_parsers_with_a_grammar_only():
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(client, USER, tools=TOOLS, tool_choice="required")
         assert (refused.value.code, refused.value.param) == ("unsupported_value", "tool_choice")
-        await said(client, USER)
+        await chat(client, USER)
 
     (found,) = await rollout(Script("2"), look, tool_parser="tests.extras.agents.proxy_stand.marked")
     assert found.metadata["errors"] == {"unsupported_value": 1}
@@ -360,9 +360,9 @@ async def test_calls_that_do_not_parse_and_requests_that_nobody_waited_for_are_c
 
     async def look(base_url: str, prompt: Any) -> None:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
-            assert (await said(client, USER, tools=TOOLS)).tool_calls is None
-            assert (await said(client, USER)).content == "<tool_call>{"  # no tools were offered: text
-            left = asyncio.create_task(said(client, USER))
+            assert (await chat(client, USER, tools=TOOLS)).tool_calls is None
+            assert (await chat(client, USER)).content == "<tool_call>{"  # no tools were offered: text
+            left = asyncio.create_task(chat(client, USER))
             await begun.wait()
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)

@@ -75,8 +75,8 @@ async def test_nonsense_is_refused_with_the_name_of_the_field(case: str):
 
 async def test_arguments_nested_too_deeply_are_shown_to_the_model_as_they_were_written():
     deep = "[" * 100_000
-    asked = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}, *USER]
-    status, error = await served(lambda url: post(url, body(messages=asked)))
+    turns = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}, *USER]
+    status, error = await served(lambda url: post(url, body(messages=turns)))
     assert (status, error["code"]) == (400, "context_length_exceeded"), "the length is what is wrong with them"
 
 
@@ -111,9 +111,9 @@ async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest
 
     async def turns_of_the_loop(url: str) -> int:
         async with aiohttp.ClientSession() as http:
-            asked = asyncio.ensure_future(http.post(f"{url}/chat/completions", json={"messages": USER}))
+            response = asyncio.ensure_future(http.post(f"{url}/chat/completions", json={"messages": USER}))
             turns = 0
-            while not asked.done():
+            while not response.done():
                 await asyncio.sleep(0.01)
                 turns += begun.is_set()
                 if turns == 10:

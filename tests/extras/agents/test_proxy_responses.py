@@ -29,15 +29,15 @@ ADD = {"type": "function", **TOOLS[0]["function"], "strict": False}
 """The tool of TOOLS in this API's words."""
 
 
-async def ask(client: Any, asked: Any, **options: Any) -> Any:
-    return await client.responses.create(model="m", input=asked, **options)
+async def ask(client: Any, input_items: Any, **options: Any) -> Any:
+    return await client.responses.create(model="m", input=input_items, **options)
 
 
-async def streamed(client: Any, asked: Any, **options: Any) -> Any:
+async def streamed(client: Any, input_items: Any, **options: Any) -> Any:
     """The response at the end of a stream, whose events say the same."""
     text, calls, items, last = "", "", [], None
     numbers = []
-    async for event in await client.responses.create(model="m", input=asked, stream=True, **options):
+    async for event in await client.responses.create(model="m", input=input_items, stream=True, **options):
         numbers.append(event.sequence_number)
         if event.type == "response.output_text.delta":
             text += event.delta
@@ -144,7 +144,7 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_words_of_the_api():
 
     engine = Script("2")
     (found,) = await rollout(engine, look)
-    assert len(engine.asked) == 1 and found.metadata["requests"] == 1
+    assert len(engine.received) == 1 and found.metadata["requests"] == 1
     assert found.metadata["errors"] == Counter(code for _, code, _ in REFUSED.values())
 
 
@@ -154,7 +154,7 @@ async def test_a_retry_and_a_stream_that_fails_are_no_turns():
 
         async def generate(self, *arguments: Any) -> Any:
             completion = await super().generate(*arguments)
-            return replace(completion, finish_reason="abort") if len(self.asked) == 1 else completion
+            return replace(completion, finish_reason="abort") if len(self.received) == 1 else completion
 
     async def look(client: Any, prompt: Any) -> None:
         events = [event async for event in await client.responses.create(model="m", input=USER, stream=True)]

@@ -23,10 +23,10 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.extras.agents import agent
 from slimx.extras.agents.hubs import verifiers
 from slimx.extras.agents.proxy.server import ChatProxy
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import GivenUp
-from tests.extras.agents.proxy_stand import Script, client_of, context, said, trained
+from tests.extras.agents.proxy_stand import Script, chat, client_of, context, trained
 from tests.extras.agents.served import program, stand_in
 from tests.extras.boxes.calls import calling
 from tests.needed import hub_python
@@ -99,13 +99,13 @@ def answering(status: int, body: Any, *, asks: int = 0) -> Any:
     """A server that samples `asks` times, as an environment would, and then gives its verdict."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        answer.heard.append((request.path, asked["task"]))
+        episode = await request.json()
+        answer.heard.append((request.path, episode["task"]))
         answer.token = request.headers.get("Authorization")
-        async with client_of(asked["base_url"]) as client:
-            messages = [{"role": "user", "content": asked["task"]["prompt"]}]
+        async with client_of(episode["base_url"]) as client:
+            messages = [{"role": "user", "content": episode["task"]["prompt"]}]
             for _ in range(asks):
-                messages = [*messages, await said(client, messages), {"role": "user", "content": "Sure?"}]
+                messages = [*messages, await chat(client, messages), {"role": "user", "content": "Sure?"}]
         if status == 0:
             await asyncio.Event().wait()
         text = body if isinstance(body, str) else json.dumps(body)
@@ -139,7 +139,7 @@ async def test_the_verdict_is_the_reward_of_what_was_sampled():
         (400, {"error": "ValidationError: answer"}, "answered 400"),
         (500, GOOD, "answered 500"),
         (307, GOOD, "answered 307"),
-        (200, "x" * (MAX_ANSWER + 1), "more than"),
+        (200, "x" * (MAX_RESPONSE + 1), "more than"),
     ],
 )
 async def test_an_episode_without_a_verdict_is_counted_and_named(status, body, told):
@@ -220,7 +220,7 @@ def test_a_server_that_others_reach_does_not_start_without_a_token(hub_server, m
 @pytest.mark.parametrize(("given", "status"), [("", 401), ("Bearer wrong", 401), ("Bearer secret", 400)])
 async def test_a_request_without_the_token_is_refused(hub_server, given, status):
     tasks = type("Tasks", (), {"task_type": MagicMock()})
-    server = hub_server.Server(SimpleNamespace(taskset=tasks()), 1, "secret")
+    server = hub_server.EpisodeServer(SimpleNamespace(taskset=tasks()), 1, "secret")
     request = MagicMock(headers={"Authorization": given}, json=AsyncMock(return_value={}))
     assert (await server.episode(request)).status == status
 

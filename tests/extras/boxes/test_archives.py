@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.archives import HEADERS
 from slimx.extras.boxes.programs.enclosure import MIB
-from slimx.extras.boxes.roots import ENTRY
+from slimx.extras.boxes.rootfs import ENTRY
 from slimx.extras.boxes.terminal.judging import NoVerdict, judged
 from slimx.extras.boxes.terminal.tasks import Checks, Task
 from tests.refusals import refused
@@ -118,14 +118,14 @@ def test_headers_of_an_archive_take_bounded_memory(tmp_path, to, case, request):
     path = packed(tmp_path / "image.tar.xz", HOSTILE[case])
     request.getfixturevalue("bounded")
     with refused("box.image", about=str(path)):
-        roots.unpack(path, to, 1024 * MIB)
+        rootfs.unpack(path, to, 1024 * MIB)
 
 
 def test_headers_of_many_members_are_not_kept(tmp_path, to, request):
     members = [COMMENT + header(tarfile.REGTYPE, 0, f"file{number}") for number in range(64)]
     path = packed(tmp_path / "image.tar.xz", b"".join(members))
     request.getfixturevalue("bounded")
-    roots.unpack(path, to, 64 * MIB)
+    rootfs.unpack(path, to, 64 * MIB)
     assert len(os.listdir(to)) == 64
 
 
@@ -134,9 +134,9 @@ def test_what_a_sparse_file_holds_counts_whatever_its_size_says(tmp_path, to):
     keys["GNU.sparse.map"] = b"0,%d" % MIB
     head = extended(tarfile.XHDTYPE, b"".join(record(key, value) for key, value in keys.items()))
     path = packed(tmp_path / "image.tar.xz", head + header(tarfile.REGTYPE, MIB) + bytes(MIB))
-    roots.unpack(path, to, 2 * MIB)
+    rootfs.unpack(path, to, 2 * MIB)
     with refused("box.large", about=str(path)):
-        roots.unpack(path, to, MIB)
+        rootfs.unpack(path, to, MIB)
 
 
 @pytest.mark.parametrize("compress", [lzma.compress, gzip.compress, bz2.compress])
@@ -146,7 +146,7 @@ def test_damaged_compression_is_refused(tmp_path, to, compress):
     whole[2**15 : 2**15 + 64] = b"\xff" * 64
     (tmp_path / "image.tar").write_bytes(whole)
     with refused("box.image", about=str(tmp_path / "image.tar")):
-        roots.unpack(tmp_path / "image.tar", to, MIB)
+        rootfs.unpack(tmp_path / "image.tar", to, MIB)
 
 
 def test_an_archive_that_a_model_has_written_is_read_to_an_end():
@@ -162,10 +162,10 @@ def test_holes_of_a_directory_count_when_it_becomes_an_archive(tmp_path):
     for number in range(60):
         with (tmp_path / f"{number}").open("wb") as file:
             file.truncate(32 * MIB)
-    assert roots.used(tmp_path) < MIB
+    assert rootfs.used(tmp_path) < MIB
     archive = io.BytesIO()
     with refused("box.large", about=str(tmp_path)):
-        roots.pack(tmp_path, archive, 100 * MIB)
+        rootfs.pack(tmp_path, archive, 100 * MIB)
     assert archive.tell() <= 100 * MIB
 
 
@@ -175,6 +175,6 @@ def test_a_packed_directory_unpacks_to_itself(tmp_path, to):
     (tmp_path / "made/b").symlink_to("a")
     os.link(tmp_path / "made/a", tmp_path / "made/c")
     with (tmp_path / "a.tar").open("wb") as file:
-        roots.pack(tmp_path / "made", file, 4 * ENTRY + 1)
-    roots.unpack(tmp_path / "a.tar", to, 4 * ENTRY + 1)
+        rootfs.pack(tmp_path / "made", file, 4 * ENTRY + 1)
+    rootfs.unpack(tmp_path / "a.tar", to, 4 * ENTRY + 1)
     assert (to / "b").readlink() == Path("a") and (to / "a").read_bytes() == b"a" and (to / "c").samefile(to / "a")

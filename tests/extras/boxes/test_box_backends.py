@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.engines import OWNER
 from slimx.extras.boxes.programs.sandbox import Limits
 from slimx.extras.boxes.protocol import Box
@@ -39,7 +39,7 @@ def begin(request):
         if request.param == "remote":
             with served(base, "--memory-mib", "128", "--disk-mib", "8", "--seconds", "60") as (server, _):
                 yield box_stand.made("remote", server, base)
-                state = server.ask("GET", "")[1]
+                state = server.request("GET", "")[1]
                 assert b'"held": 0' in state, state
         else:
             yield box_stand.made(request.param, None, base)
@@ -47,7 +47,7 @@ def begin(request):
             engine = needed_engine()
             for listed in ("ps", "--all"), ("images",):
                 assert engine.call(*listed, "--quiet", "--filter", f"label={OWNER}") == ""
-        assert list(base.glob(f"{roots.PREFIX}*")) == [], "every box has ended"
+        assert list(base.glob(f"{rootfs.PREFIX}*")) == [], "every box has ended"
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_ending_a_box_ends_what_runs_in_it(box):
         box.run(["true"])
 
 
-def test_a_program_is_ended_when_it_is_given_up(box):
+def test_a_program_is_ended_when_it_is_closing(box):
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
     assert python(box, "import time; time.sleep(300)", stop=stop).ended == "stop"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from slimx.extras.boxes.held import Boxes, Images
-from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.leases import Boxes, Images
+from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import BoxRefusal, check_run, names_of
 from slimx.extras.boxes.serve import MAX_BODY, Service
@@ -26,7 +26,7 @@ class Stub:
     """A box in which nothing runs."""
 
     def run(self, command, *, stdin, cwd, stop):
-        return Ran("", "", "exit", 0, 0.0)
+        return ProgramResult("", "", "exit", 0, 0.0)
 
     def put(self, path, content):
         names_of(path)
@@ -72,37 +72,37 @@ async def test_a_request_that_cannot_be_carried_out_is_refused_and_none_is_the_s
         {"none": 1},
         {"seconds": []},
     ]
-    async with client(tmp_path) as asked:
+    async with client(tmp_path) as http:
         for body in bodies:
-            answer = await asked.put(RUN, data=body)
+            answer = await http.put(RUN, data=body)
             assert answer.status == 400, body[:100]
-            assert (await asked.get(RUN)).status == 404, "and nothing was started"
+            assert (await http.get(RUN)).status == 404, "and nothing was started"
         for value in [*limits, {"seconds": 10**400}]:
             body = json.dumps({"image": "base.tar", "limits": value})
-            assert (await asked.put("/v1/boxes/11aa11aa", data=body)).status == 400, value
+            assert (await http.put("/v1/boxes/11aa11aa", data=body)).status == 400, value
         for path in ("file?path=", "file?path=/../x", "file?path=/a%00b", "file", "file?path=/x&most=x"):
-            assert (await asked.get(f"{BOX}/{path}")).status == 400, path
-        assert (await asked.get(f"{BOX}/file?path=/x&most={10**30}")).status == 413
-        assert (await asked.get(f"{BOX}/file?path=/x&most=-1")).status == 413
+            assert (await http.get(f"{BOX}/{path}")).status == 400, path
+        assert (await http.get(f"{BOX}/file?path=/x&most={10**30}")).status == 413
+        assert (await http.get(f"{BOX}/file?path=/x&most=-1")).status == 413
         for path in ("zz", "0" * 65, "..%2f..", "%00"):
-            assert (await asked.put(f"/v1/boxes/{path}", json={})).status in (400, 404), path
-        assert (await asked.put(RUN, data=b" " * (MAX_BODY + 1))).status == 413
-        assert (await asked.put(RUN, json=GOOD)).status == 202
+            assert (await http.put(f"/v1/boxes/{path}", json={})).status in (400, 404), path
+        assert (await http.put(RUN, data=b" " * (MAX_BODY + 1))).status == 413
+        assert (await http.put(RUN, json=GOOD)).status == 202
         for wait in ("nan", "-1", "1e400"):
-            assert (await asked.get(f"{RUN}?wait={wait}")).status == 200
-        assert (await asked.get(f"{RUN}?wait=x")).status == 400
+            assert (await http.get(f"{RUN}?wait={wait}")).status == 200
+        assert (await http.get(f"{RUN}?wait=x")).status == 400
 
 
 async def test_a_body_is_unicode_whatever_its_header_names(tmp_path):
     """Python's punycode takes seconds for this one, in which the server would answer nobody."""
     slow = b"a" * 1_000_000 + b"-" + b"b" * 200_000
-    async with client(tmp_path) as asked, asyncio.timeout(60):
+    async with client(tmp_path) as http, asyncio.timeout(60):
         for charset in ("punycode", "no-such", "idna", "utf-16"):
             kind = {"Content-Type": f"application/json; charset={charset}"}
             began = asyncio.get_running_loop().time()
-            assert (await asked.put(RUN, data=slow, headers=kind)).status == 400
+            assert (await http.put(RUN, data=slow, headers=kind)).status == 400
             assert asyncio.get_running_loop().time() - began < 4.0, charset
-        assert (await asked.put(RUN, data=json.dumps(GOOD), headers=kind)).status == 202
+        assert (await http.put(RUN, data=json.dumps(GOOD), headers=kind)).status == 202
 
 
 @pytest.mark.parametrize("words", [["a\0"], ["\udcff"], ["x" * 2**17], ["x" * 2**16] * 17])

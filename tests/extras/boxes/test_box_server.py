@@ -21,7 +21,7 @@ import requests
 
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.programs.enclosure import MIB
 from slimx.extras.boxes.programs.sandbox import Limits
 from slimx.extras.boxes.protocol import BoxBusy, BoxLost
@@ -54,7 +54,7 @@ def place():
 def server(place):
     with served(place, *WORDS, "--lease", str(LEASE_S), "--images", str(place / "images")) as (server, _):
         yield RemoteServer(server.url, server.token, again_s=1.0)
-    assert list(place.glob(f"{roots.PREFIX}*")) == [], "a server that is told to end ends its boxes"
+    assert list(place.glob(f"{rootfs.PREFIX}*")) == [], "a server that is told to end ends its boxes"
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_is_too_large_is_refused_before_it_is_sent(server, box, method, pat
 
 def test_an_archive_must_be_the_one_that_it_is_named_after(server):
     with refused("box.request"):
-        server.ask("PUT", "images/sha256-" + "1" * 64, data=b"else")
+        server.request("PUT", "images/sha256-" + "1" * 64, data=b"else")
 
 
 def test_archives_that_were_used_longest_ago_make_room(server):
@@ -134,7 +134,7 @@ def test_archives_that_were_used_longest_ago_make_room(server):
     for number in range(3):
         content = bytes([number]) * (MIB * 4 // 10)
         names.append(f"sha256-{hashlib.sha256(content).hexdigest()}")
-        server.ask("PUT", f"images/{names[-1]}", data=content)
+        server.request("PUT", f"images/{names[-1]}", data=content)
         time.sleep(0.02)
         if number == 1:
             assert server.has_image(names[0]), "which is a use"
@@ -156,10 +156,10 @@ def test_a_call_that_is_made_again_is_not_done_again(server, box):
     run = f"{box._path}/runs/0a0b0c0d"
     body = {"command": ["sh", "-c", "echo x >> /work/count"], "stdin": "", "cwd": "/"}
     for _ in range(3):
-        server.ask("PUT", run, body=body)
-        while server.ask("GET", f"{run}?wait=5")[0] != 200:
+        server.request("PUT", run, body=body)
+        while server.request("GET", f"{run}?wait=5")[0] != 200:
             pass
-        server.ask("PUT", box._path, body={"image": "base.tar", "limits": {}})
+        server.request("PUT", box._path, body={"image": "base.tar", "limits": {}})
     assert box.get("/work/count", 100) == b"x\n" and state(server)["held"] == 1
 
 
@@ -176,13 +176,13 @@ def test_a_box_whose_client_died_is_ended_and_one_whose_client_thinks_is_not(ser
     )
     subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=300)
     eventually(lambda: state(server)["expired"] == before + 1 and state(server)["held"] == 1)
-    assert state(server)["left"] == 0 and len(list(place.glob(f"{roots.PREFIX}*"))) == 1
+    assert state(server)["left"] == 0 and len(list(place.glob(f"{rootfs.PREFIX}*"))) == 1
     assert box.run(["true"]).ok, "its client has renewed the lease"
 
 
 def test_a_box_that_the_server_has_ended_is_lost_by_name(server):
     box = RemoteBox("base.tar", SMALL, server=server)
-    server.ask("DELETE", box._path)
+    server.request("DELETE", box._path)
     with refused("box.lost", about=server.url, kind=BoxLost):
         box.run(["true"])
     box.end()
@@ -216,9 +216,9 @@ async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_box
         finally:
             del os.environ["BOXES_TOKEN"]
         assert given.value.reason == "tools lost" and started.is_set(), given.value
-    assert len(list(directory.glob(f"{roots.PREFIX}*"))) == 1
+    assert len(list(directory.glob(f"{rootfs.PREFIX}*"))) == 1
     with served(directory, *WORDS, *images):
-        assert list(directory.glob(f"{roots.PREFIX}*")) == []
+        assert list(directory.glob(f"{rootfs.PREFIX}*")) == []
 
 
 # A crowd without the token --------------------------------------------------------------------------------------------
@@ -239,4 +239,4 @@ def test_a_crowd_that_asks_nothing_takes_no_descriptors_from_boxes(place):
         assert box.run(["echo", "x"]).stdout == "x\n" and state(server)["held"] == 1
         box.end()
     assert (directory / "server.log").read_text() == ""
-    assert list(directory.glob(f"{roots.PREFIX}*")) == []
+    assert list(directory.glob(f"{rootfs.PREFIX}*")) == []

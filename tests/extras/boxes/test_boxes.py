@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.bubblewrap import BubblewrapBox
 from tests.extras.boxes.box_stand import SMALL, archive, link, plain
 from tests.refusals import refused
@@ -25,7 +25,7 @@ def base():
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
-        assert list(Path(directory).glob(f"{roots.PREFIX}*")) == [], "every box has ended"
+        assert list(Path(directory).glob(f"{rootfs.PREFIX}*")) == [], "every box has ended"
 
 
 @pytest.fixture
@@ -121,16 +121,16 @@ def test_a_box_whose_owner_died_is_removed_by_the_next_sweep_and_a_living_one_is
         "BubblewrapBox(Path(sys.argv[1]), base=Path(sys.argv[2])); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program, image, base], check=True, timeout=300)
-    assert len(list(base.glob(f"{roots.PREFIX}*"))) == 2
-    assert roots.sweep(base) == 1
+    assert len(list(base.glob(f"{rootfs.PREFIX}*"))) == 2
+    assert rootfs.sweep(base) == 1
     assert box.run(["true"]).ok
 
 
 def test_counting_stops_where_a_program_adds_entries_faster_than_they_are_counted(tmp_path):
     for number in range(100):
         (tmp_path / str(number)).touch()
-    assert roots.used(tmp_path) == 100 * roots.ENTRY
-    assert roots.used(tmp_path, most=10 * roots.ENTRY) == 11 * roots.ENTRY
+    assert rootfs.used(tmp_path) == 100 * rootfs.ENTRY
+    assert rootfs.used(tmp_path, most=10 * rootfs.ENTRY) == 11 * rootfs.ENTRY
 
 
 # Images -------------------------------------------------------------------------------------------------------------

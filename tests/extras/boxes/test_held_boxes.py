@@ -9,9 +9,9 @@ import threading
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.engines import ContainerEngine
-from slimx.extras.boxes.held import Boxes, Images
+from slimx.extras.boxes.leases import Boxes, Images
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import BoxLost, BoxRefusal
 from slimx.extras.boxes.remote import RemoteBox
@@ -52,12 +52,12 @@ async def test_a_box_keeps_its_place_until_it_has_ended_and_is_ended_once(boxes,
     await boxes.begin("a", "hangs", None)
     ends = [asyncio.create_task(boxes.end("a")) for _ in range(2)]
     await until(lambda: made[0].ended)
-    assert len(boxes.held) == 1 and not any(each.done() for each in ends)
+    assert len(boxes.leases) == 1 and not any(each.done() for each in ends)
     with refused("box.lost", about="a"):
         await boxes.begin("a", "hangs", None)
     made[0].may_end.set()
     await asyncio.gather(*ends)
-    assert boxes.held == {} and made[0].ended == 1
+    assert boxes.leases == {} and made[0].ended == 1
     await boxes.close()
 
 
@@ -71,7 +71,7 @@ async def test_a_box_that_is_still_made_has_a_place_until_it_is_ended(made):
 
     boxes = Boxes(make, most=1, lease_s=60)
     began = asyncio.create_task(boxes.begin("a", "ends", None))
-    await until(lambda: boxes.held)
+    await until(lambda: boxes.leases)
     end = asyncio.create_task(boxes.end("a"))
     await asyncio.sleep(0.05)
     assert boxes.full and not end.done()
@@ -86,9 +86,9 @@ async def test_one_box_that_does_not_end_keeps_no_other_and_failures_are_counted
     watch = asyncio.create_task(boxes.watch())
     await until(lambda: made[0].ended)
     await boxes.begin("b", "fails", None)
-    await until(lambda: "b" not in boxes.held)
+    await until(lambda: "b" not in boxes.leases)
     assert boxes.expired == 2 and boxes.left == 1 and "box b: " in capsys.readouterr().out
-    assert "a" in boxes.held
+    assert "a" in boxes.leases
     watch.cancel()
     made[0].may_end.set()
     await boxes.close()
@@ -148,13 +148,13 @@ class Server:
     url = "http://boxes"
 
     def __init__(self, *statuses):
-        self.statuses, self.asked = list(statuses), []
+        self.statuses, self.received = list(statuses), []
 
     def has_image(self, name):
         return True
 
-    def ask(self, method, path, **_):
-        self.asked.append((method, path.split("/")[0]))
+    def request(self, method, path, **_):
+        self.received.append((method, path.split("/")[0]))
         if method == "DELETE":
             raise BoxLost("gone", about=self.url)
         if path.startswith("images"):
@@ -166,8 +166,8 @@ def test_an_archive_that_made_room_for_others_is_sent_again(tmp_path):
     (tmp_path / "root").mkdir()
     server = Server(404, 201)
     box = RemoteBox(tmp_path / "root", server=server)  # type: ignore[arg-type]
-    assert server.asked == [("PUT", "boxes"), ("PUT", "images"), ("PUT", "boxes")]
-    box._given_up.set()
+    assert server.received == [("PUT", "boxes"), ("PUT", "images"), ("PUT", "boxes")]
+    box._closing.set()
 
 
 def test_the_first_error_is_told_and_not_that_of_the_end(tmp_path):
@@ -181,7 +181,7 @@ def test_the_first_error_is_told_and_not_that_of_the_end(tmp_path):
 def test_a_copy_that_is_too_deep_for_python_is_removed(tmp_path):
     here = os.open(".", os.O_RDONLY)
     try:
-        with roots.scratch(tmp_path) as place:
+        with rootfs.scratch(tmp_path) as place:
             assert place.holder.stat().st_mode & 0o777 == 0o700
             place.path.mkdir()
             os.chdir(place.path)

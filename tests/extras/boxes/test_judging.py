@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slimx.extras.agents.toolbox import ToolsLost
-from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.protocol import BoxRefusal
 from slimx.extras.boxes.terminal.judging import NoVerdict, judged, verdict
 from slimx.extras.boxes.terminal.tasks import Checks, Task
@@ -145,7 +145,7 @@ class Boxes:
         self.refusal, self.says = refusal, says
 
     def run(self, command, **_):
-        return Ran(self.says, "", "exit", 0, 0.0)
+        return ProgramResult(self.says, "", "exit", 0, 0.0)
 
     def get(self, path, most):
         return tar()

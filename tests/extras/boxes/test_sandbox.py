@@ -12,7 +12,7 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs import enclosure
-from slimx.extras.boxes.programs.sandbox import Limits, Ran, Sandbox
+from slimx.extras.boxes.programs.sandbox import Limits, ProgramResult, Sandbox
 from slimx.extras.boxes.rewards import code
 from tests.extras.boxes.sandbox_stand import Marked
 from tests.extras.rewards.reward_stand import context, trajectory
@@ -25,7 +25,7 @@ PATIENT = replace(QUICK, seconds=120.0)
 """For programs that are to end in another way, on a loaded machine too."""
 
 
-def run(program: str, **options: object) -> Ran:
+def run(program: str, **options: object) -> ProgramResult:
     return Sandbox(PATIENT).run_blocking(program, **options)
 
 

@@ -32,7 +32,7 @@ def call(numbers, *arguments):
 """
 
 
-def run(program: str, limits: Limits = SMALL) -> sandbox.Ran:
+def run(program: str, limits: Limits = SMALL) -> sandbox.ProgramResult:
     return Sandbox(limits).run_blocking(program)
 
 
@@ -125,19 +125,19 @@ def test_groups_of_version_2_are_made_where_memory_is_handed_on(
     own, controls, directory, system, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(memory_group, "_delegated", lambda directory: True)
-    found = memory_group._places(system(own, controls))
+    found = memory_group._hierarchies(system(own, controls))
     assert found[:1] == ([] if directory is None else [Hierarchy(tmp_path / "cgroup" / directory, 2)])
 
 
 def test_roots_own_groups_are_not_divided_unless_they_are_marked_as_delegated(system, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "getxattr", lambda path, name: (_ for _ in ()).throw(OSError()))
-    assert memory_group._places(system("unit", {"": "memory", "unit": ""})) == []
+    assert memory_group._hierarchies(system("unit", {"": "memory", "unit": ""})) == []
 
 
 def test_where_there_is_no_group_the_bound_is_named_and_programs_run(monkeypatch):
     with_group = Sandbox(SMALL)
-    monkeypatch.setattr(enclosure, "_place", lambda: None)
+    monkeypatch.setattr(enclosure, "_hierarchy", lambda: None)
     without = Sandbox(SMALL)
     assert without.memory_bound != with_group.memory_bound or memory_group.find() is None
     assert without.run_blocking("print(1)").ok
@@ -237,7 +237,7 @@ def test_a_run_that_is_given_up_as_it_begins_leaves_no_process():
         assert box.processes() == []
 
 
-async def test_slow_programs_leave_the_shared_threads_alone_and_end_when_they_are_given_up():
+async def test_slow_programs_leave_the_shared_threads_alone_and_end_when_they_are_closing():
     box = Sandbox(Limits(seconds=1200.0))
     runs = [asyncio.create_task(box.run("import time; time.sleep(1000)")) for _ in range(24)]
     await asyncio.sleep(0.5)

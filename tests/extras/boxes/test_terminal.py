@@ -16,7 +16,7 @@ from slimx.data.prompts.mapping import make_mapping
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
-from slimx.extras.boxes import roots
+from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.terminal import tasks
 from slimx.rollout.hook_loading import check_generated, load_hooks
 from slimx.rollout.hooks import RewardContext
@@ -45,13 +45,15 @@ def base():
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
-        assert list(Path(directory).glob(f"{roots.PREFIX}*")) == []
+        assert list(Path(directory).glob(f"{rootfs.PREFIX}*")) == []
 
 
 async def play(prompt: Prompt, base: Path, *says: str, box: dict[str, Any] | None = None, **options: Any) -> Any:
     ctx, script = context(*says, "Done.")
-    asked = {"tasks": str(EXAMPLES), "box": {**BOX, "base": str(base), **(box or {})}, **options}
-    trajectory = await tools.generate(ctx, prompt, toolbox=TERMINAL, toolbox_options=asked, call_deadline=300.0)
+    toolbox_options = {"tasks": str(EXAMPLES), "box": {**BOX, "base": str(base), **(box or {})}, **options}
+    trajectory = await tools.generate(
+        ctx, prompt, toolbox=TERMINAL, toolbox_options=toolbox_options, call_deadline=300.0
+    )
     return trajectory, script, await tools.reward(RewardContext(prompt, None, "", False), trajectory)
 
 
@@ -71,7 +73,7 @@ async def test_ten_repairs_are_judged_by_tests_that_the_model_does_not_see(promp
     }
     for name, (trajectory, script, _) in done.items():
         assert trajectory.metadata["ended"] == "done" and trajectory.metadata["tool_errors"] == {}, name
-        assert not any("unittest" in asked for asked, *_ in script.asked), "the tests are not in the model's box"
+        assert not any("unittest" in config for config, *_ in script.received), "the tests are not in the model's box"
 
 
 HIDDEN = """import unittest
@@ -160,13 +162,13 @@ async def test_the_tools_say_what_went_wrong_and_it_is_counted(task, tmp_path, b
         shell("od -An -c latin"),
     ]
     trajectory, script, _ = await play(task(), base, *says, tasks=str(tmp_path))
-    heard = [asked for asked, *_ in script.asked]
+    heard = [config for config, *_ in script.received]
     assert [found in heard[1] for found in ("return a - b\n", "oops\n", " 3)")] == [True] * 3
     assert heard[2].count("return a - b") == 2
     assert "b   :     374  \\n" in heard[9], "an edit leaves bytes that are no UTF-8"
     assert trajectory.metadata["tool_errors"] == {"box_file": 1, "box_path": 1, "edit": 1, "bad_arguments": 1}
     trajectory, script, _ = await play(task(), base, shell("sleep 600"), tasks=str(tmp_path), box={"seconds": 1})
-    assert "over the limit of time" in script.asked[1][0]
+    assert "over the limit of time" in script.received[1][0]
     assert trajectory.metadata["tool_errors"]["limit_time"] == 1  # what is left may not be packed in a second either
 
 
@@ -201,7 +203,7 @@ def test_a_row_that_is_no_task_is_refused_and_its_line_named(tmp_path, row, abou
         read_prompts(path, make_mapping(None, f"{tasks.__name__}.to_prompt", None))
 
 
-def asked(base: Path, **options: Any) -> Config:
+def config(base: Path, **options: Any) -> Config:
     box = {"host_usr": True, **options.pop("box", {})}
     deadlines = {"call_deadline": options.pop("call_deadline", 300.0)}
     options = {"toolbox": TERMINAL, "toolbox_options": {"tasks": str(base), "box": box, **options}}
@@ -218,25 +220,25 @@ def asked(base: Path, **options: Any) -> Config:
     ],
 )
 def test_a_prompt_whose_box_cannot_begin_is_refused_before_the_run_by_its_name(task, tmp_path, more, code):
-    hooks = load_hooks(asked(tmp_path))
+    hooks = load_hooks(config(tmp_path))
     check_generated(hooks.generate, [task()], None)
     with refused(code, about="p"):
         check_generated(hooks.generate, [task(**more)], None)
 
 
 def test_a_deadline_that_ends_before_the_tests_do_is_refused_before_the_run(task, tmp_path):
-    hooks = load_hooks(asked(tmp_path, call_deadline=79.0))  # 60 s of tests, 10 s of one program, 10 s to copy files
+    hooks = load_hooks(config(tmp_path, call_deadline=79.0))  # 60 s of tests, 10 s of one program, 10 s to copy files
     with refused("tools.limit", about="rollout.options.call_deadline"):
         check_generated(hooks.generate, [task()], None)
     check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})], None)
 
 
 def test_the_trial_of_a_box_has_the_time_of_its_tests_and_not_that_of_a_program(task, tmp_path):
-    check_generated(load_hooks(asked(tmp_path, box={"seconds": 0.001})).generate, [task()], None)
+    check_generated(load_hooks(config(tmp_path, box={"seconds": 0.001})).generate, [task()], None)
 
 
 def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):
-    hooks = load_hooks(asked(tmp_path, box={"host_usr": False}))
+    hooks = load_hooks(config(tmp_path, box={"host_usr": False}))
     with refused("box.trial", about="p"):
         check_generated(hooks.generate, [task()], None)
 
@@ -254,7 +256,7 @@ def test_a_root_without_a_shell_is_refused_before_the_run(task, tmp_path):
 )
 def test_options_of_boxes_that_cannot_work_are_refused_by_their_key(tmp_path, options, code, about):
     with refused(code, about=about):
-        load_hooks(asked(tmp_path, **options))
+        load_hooks(config(tmp_path, **options))
 
 
 async def test_a_prompt_without_a_task_is_named(base):

@@ -93,20 +93,20 @@ async def test_a_request_that_takes_longer_than_the_idle_time_is_answered():
 async def test_the_connection_that_waits_longest_makes_room_and_those_that_are_answered_stay():
     answer, connections = asyncio.Event(), Connections(most=3, idle=HANGS_S)
     async with serving(connections, answer) as port:
-        asked = [await opened(port, ASK) for _ in range(2)]
+        busy = [await opened(port, ASK) for _ in range(2)]
         idle = [await opened(port)]
         while len(connections._waiting) != 1 or len(connections) != 3:
             await asyncio.sleep(0.01)
-        asked.append(await opened(port, ASK))
+        busy.append(await opened(port, ASK))
         assert await received(idle[0][0]) == b""
         while connections._waiting:
             await asyncio.sleep(0.01)
         late = await opened(port, ASK)
         assert await received(late[0]) == b"", "all three are being answered"
         answer.set()
-        assert all([b"here" in await received(reader, 4096) for reader, _ in asked])
+        assert all([b"here" in await received(reader, 4096) for reader, _ in busy])
         assert connections.refused == 2
-        for _, writer in [*asked, *idle, late]:
+        for _, writer in [*busy, *idle, late]:
             writer.close()
 
 

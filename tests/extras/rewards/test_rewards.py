@@ -11,7 +11,7 @@ from aiohttp import web
 
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.records import Prompt
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.extras.rewards import choice, f1, judge, math, overlong, pattern, remote
 from slimx.extras.rewards.shared import http
 from slimx.extras.served_models.client import FrozenEngine
@@ -159,7 +159,7 @@ class Server:
     """Answers every POST with the next of `answers` (the last for ever): a status and a body."""
 
     def __init__(self, *answers: tuple[int, Any], location: str = ""):
-        self.answers, self.asked, self._headers = list(answers), [], {"Location": location}
+        self.answers, self.received, self._headers = list(answers), [], {"Location": location}
 
     async def __aenter__(self) -> Server:
         app = web.Application()
@@ -175,7 +175,7 @@ class Server:
         await self.runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        self.asked.append((request.path, await request.json()))
+        self.received.append((request.path, await request.json()))
         status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         text = body if isinstance(body, str) else json.dumps(body)
         return web.Response(status=status, text=text, headers=self._headers)
@@ -189,22 +189,22 @@ def _short_pauses(monkeypatch):
 async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
     async with Server((503, "busy"), (429, "slower"), (200, {"reward": 0.5})) as server:
         assert await remote.reward(context("hi", "4", level=2), trajectory(), url=server.url) == 0.5
-    assert len(server.asked) == 3
+    assert len(server.received) == 3
     messages = [{"role": "user", "content": "Why?"}]
     asked = {"id": "t", "prompt": messages, "text": "hi", "final_answer": "hi", "answer": "4", "metadata": {"level": 2}}
-    assert server.asked[-1][1] == asked
+    assert server.received[-1][1] == asked
 
 
 async def test_an_answer_of_a_reward_server_is_bounded_and_no_redirect_is_followed():
-    async with Server((200, "1" + " " * (MAX_ANSWER // 2)), (200, "1" + " " * MAX_ANSWER)) as server:
+    async with Server((200, "1" + " " * (MAX_RESPONSE // 2)), (200, "1" + " " * MAX_RESPONSE)) as server:
         assert await remote.reward(context(), trajectory(), url=server.url, retries=0) == 1
         with refused("reward.server", about=server.url) as caught:
             await remote.reward(context(), trajectory(), url=server.url, retries=0)
-        assert str(MAX_ANSWER) in str(caught.value)
+        assert str(MAX_RESPONSE) in str(caught.value)
     async with Server((200, 1)) as elsewhere, Server((307, 1), location=elsewhere.url) as server:
         with refused("reward.server", about=server.url):
             await remote.reward(context(), trajectory(), url=server.url)
-        assert elsewhere.asked == []
+        assert elsewhere.received == []
 
 
 async def test_a_remote_reward_may_have_parts():
@@ -227,7 +227,7 @@ async def test_a_remote_reward_that_gives_none_is_named_with_what_it_said(answer
     async with Server(answer) as server:
         with refused(code, about=server.url) as told:
             await remote.reward(context(), trajectory(), url=server.url, retries=2)
-    assert said in str(told.value) and server.url in str(told.value) and len(server.asked) == asked
+    assert said in str(told.value) and server.url in str(told.value) and len(server.received) == asked
 
 
 async def test_a_server_that_is_not_there_is_named():
@@ -243,7 +243,7 @@ async def test_a_judge_reads_question_answer_and_response_and_its_last_score_cou
     async with Server(chat("Score: 3? No. Score: 7.5")) as server:
         value = await judge.reward(context("{answer} is {x}", "4"), trajectory(), url=server.url)
     assert value == 0.75
-    path, body = server.asked[0]
+    path, body = server.received[0]
     assert path == "/v1/chat/completions" and body["temperature"] == 0.0
     said = body["messages"][0]["content"]
     assert "Why?" in said and "Reference answer:\n4\n" in said and "judged:\n{answer} is {x}\n" in said
@@ -267,14 +267,14 @@ async def test_a_reward_model_scores_the_whole_conversation():
         assert await judge.score(ctx, trajectory(2), url=server.url, ids=True) == 1.25
         with refused("reward.engine", about="nobody"):
             await judge.score(ctx, trajectory(2), engine="nobody")
-    assert server.asked == [("/classify", {"text": ["1 2 3"]}), ("/classify", {"input_ids": [[1, 2, 3]]})]
+    assert server.received == [("/classify", {"text": ["1 2 3"]}), ("/classify", {"input_ids": [[1, 2, 3]]})]
     async with Server((200, [{"embedding": [1.0, 2.0]}])) as server:
         with refused("reward.verdict", about=server.url):
             await judge.score(ctx, trajectory(), url=server.url)
     async with Server((200, {"data": [{"embedding": [0.5]}]})) as server:
         object.__setattr__(ctx, "engines", {"judge": FrozenEngine("judge", server.url, deadline_s=300, retries=0)})
         assert await judge.score(ctx, trajectory(2), engine="judge", ids=True) == 0.5
-    assert server.asked == [("/v1/embeddings", {"model": "judge", "input": [[1, 2, 3]]})]
+    assert server.received == [("/v1/embeddings", {"model": "judge", "input": [[1, 2, 3]]})]
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from slimx.extras.agents import tools
 from slimx.extras.agents.proxy.answer import spoken, written
 from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes
 from slimx.rollout.hooks import GivenUp
-from tests.extras.agents.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, rollout, said, text_of, tokenizer
+from tests.extras.agents.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, chat, rollout, text_of, tokenizer
 from tests.refusals import refused
 
 CALLS = [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
@@ -70,7 +70,7 @@ def test_ids_that_the_model_wrote_are_kept_if_they_tell_its_calls_apart():
 async def test_results_carry_the_ids_of_the_answer_where_an_agent_has_others():
     async def converse(client: Any, prompt: Any) -> None:
         tool = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-        first = (await said(client, PROMPT.messages, tools=tool)).model_dump(exclude_none=True)
+        first = (await chat(client, PROMPT.messages, tools=tool)).model_dump(exclude_none=True)
         first["tool_calls"][0]["id"] = "toolu_9"
         await ask(client, [*PROMPT.messages, first, {**RESULT, "tool_call_id": "toolu_9"}], tools=tool)
 
@@ -154,7 +154,7 @@ async def test_a_call_in_the_thinking_is_not_made():
 
     ctx, script = context(f"<think>I could {CALL}</think>It is 2.")
     found = await tools.generate(ctx, PROMPT, toolbox="tests.unit.rollout.test_turns.Adding")
-    assert (found.metadata["ended"], found.metadata["tool_calls"], len(script.asked)) == ("done", 0, 1)
+    assert (found.metadata["ended"], found.metadata["tool_calls"], len(script.received)) == ("done", 0, 1)
 
 
 class Adding:

@@ -9,7 +9,7 @@ import ray
 
 from slimx import cli
 from slimx.cluster.waiting import explain
-from slimx.extras.boxes.programs.enclosure import Ran
+from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.runtime.logs import begin_log, how_ended, log_end, marked, quoted
 
 
@@ -32,7 +32,7 @@ def test_a_status_of_no_signal_stays_a_number(status: int) -> None:
     ("ended", "status", "word"), [("exit", 137, "SIGKILL"), ("exit", 3, "3"), ("memory", None, "memory")]
 )
 def test_a_program_in_a_sandbox_ends_in_the_same_words(ended, status, word) -> None:
-    assert word in Ran("", "", ended, status, 1.0).ending
+    assert word in ProgramResult("", "", ended, status, 1.0).ending
 
 
 def test_marks_colours_and_words_of_an_earlier_process_are_no_lines_of_an_end(tmp_path: Path) -> None:

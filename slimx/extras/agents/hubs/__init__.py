@@ -1,1 +1,1 @@
-"""Environments that other projects have written, run as they are: each module is the adapter of one interface."""
+"""Adapters for unmodified environments and tools of other projects, one module per interface."""

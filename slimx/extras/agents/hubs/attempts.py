@@ -1,5 +1,5 @@
-"""Shared parts of step environments of other projects: a view shows observations and reads actions, and turns that
-ask for no action are counted."""
+"""Shared parts of step environments of other projects: a view renders observations and parses actions; turns without an
+action are counted."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ from slimx.errors import SlimxError
 from slimx.extras.agents.hubs.views import state_digest
 
 NO_ACTION = "That was no action."
+"""Text for the model after a turn without an action."""
 
 
 class StepEnvironment:
-    """The account of one rollout, and the state that the model reads of."""
+    """The counts of one rollout, and the current state as text."""
 
     def __init__(self, key: str, invalid_reward: float, max_invalid: int) -> None:
-        """`invalid_reward`: for a turn without an action; `max_invalid`: such turns in a row, after which the rollout
-        ends. Raises SlimxError for a bound that is no whole number above 0, naming `key`."""
+        """Starts the counts. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of such turns
+        in a row that ends the rollout. Raises SlimxError, naming `key`, if that is not a whole number above 0."""
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
                 f"{key}.max_invalid is {max_invalid!r}; give a whole number of turns, at least 1",
                 code="environment.max_invalid",
                 about=f"{key}.max_invalid",
             )
-        self._invalid_reward, self._max_invalid = float(invalid_reward), max_invalid
-        self._steps = self._invalid = self._in_a_row = 0
+        self._invalid_reward = float(invalid_reward)
+        self._max_invalid = max_invalid
+        self._steps = 0
+        self._invalid = 0
+        self._in_a_row = 0
         self._gained = 0.0
         self._view: Any = None
-        self._state = self._shown = ""
+        self._state = ""
+        self._shown = ""
 
-    def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a function of the view."""
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of the view. `name`: the function in an error message."""
         return function(*arguments)
 
-    def _look(self, observation: Any, info: Any) -> None:
+    def _look(self, observation: object, info: object) -> None:
+        """Renders an observation."""
         self._shown = str(self._call("the view's show", self._view.show, observation, info))
         state = getattr(self._view, "state", None)
         if state is None:
@@ -44,18 +50,18 @@ class StepEnvironment:
         else:
             self._state = str(self._call("the view's state", state, observation, info))
 
-    def _begun(self) -> Begin:
+    def _beginning(self) -> Begin:
         return Begin(text=self._shown, state_key=self._state)
 
-    def _refused(self, why: str = "") -> Step:
-        """The answer to a turn without an action: it says so, `why`, and the state again."""
+    def _refused(self, reason: str = "") -> Step:
+        """Returns the step of a turn without an action: a notice, `reason`, and the unchanged state."""
         self._invalid += 1
         self._in_a_row += 1
-        text = "\n".join(filter(None, [NO_ACTION, why, self._shown]))
+        text = "\n".join(filter(None, [NO_ACTION, reason, self._shown]))
         return self._step(text, self._invalid_reward, done=self._in_a_row >= self._max_invalid, invalid=1)
 
     def _carried_out(self, reward: float, *, done: bool) -> Step:
-        """The answer to a turn whose action was carried out."""
+        """Returns the step of a turn whose action was carried out."""
         self._in_a_row = 0
         self._steps += 1
         self._gained += reward
@@ -68,7 +74,7 @@ class StepEnvironment:
 
 
 def finite(reward: Any) -> float | None:
-    """A reward as a number; None for what is none, or not finite."""
+    """Returns a reward as a float; None if it is not a finite number."""
     try:
         value = float(reward)
     except (TypeError, ValueError):

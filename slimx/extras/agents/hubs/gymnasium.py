@@ -1,4 +1,4 @@
-"""Step environments with gymnasium's interface, as text: its own games, RAGEN's, verl-agent's, yours.
+"""Step environments with gymnasium's interface, as text: its games, those of RAGEN and verl-agent, custom ones.
 
 rollout:
   generate: multi_turn
@@ -28,10 +28,10 @@ WORDS = "slimx.extras.agents.hubs.views.Words"
 
 
 class Gymnasium(StepEnvironment):
-    """One environment of a rollout: turns become actions, observations become turns and keys of states.
+    """The environment of one rollout: turns become actions, observations become turns and state keys.
 
-    All rollouts of a prompt begin in the same state: the environment's seed is the prompt's `metadata.seed`, or else a
-    number made of its id, and `metadata.reset` are the options of its `reset`."""
+    All rollouts of a prompt begin in the same state: the environment's seed is the prompt's `metadata.seed`, else
+    derived from its id, and `metadata.reset` are the options of its `reset`."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class Gymnasium(StepEnvironment):
         invalid_reward: float = 0.0,
         max_invalid: int = 3,
     ) -> None:
-        """`id`: for `gymnasium.make`, MODULE:ID for an environment that a module registers; or `make`: dotted path of a
-        function or class that makes the environment. `make_options`: its keyword arguments. `text`: dotted path of a
-        `slimx.extras.agents.hubs.views.View`, and `text_options`, its keyword arguments. `invalid_reward`: for a turn
-        without an action. `max_invalid`: such turns in a row, after which the rollout ends."""
+        """Resolves the names. `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers;
+        or `make`: dotted path of a function or class that creates the environment. `make_options`: its keyword
+        arguments. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`; `text_options`: its keyword
+        arguments. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of such turns in a row
+        that ends the rollout."""
         if (id is None) == (make is None):
             raise SlimxError(
                 f"{KEY}: give either id, a name for gymnasium.make, or make, a dotted path",
@@ -58,26 +59,27 @@ class Gymnasium(StepEnvironment):
         self._name = id or make or ""
         self._maker: Callable[..., Any] = _registered(id) if id is not None else imported(f"{KEY}.make", make or "")
         self._make_options = dict(make_options or {})
-        self._text, self._text_options = imported(f"{KEY}.text", text), dict(text_options or {})
+        self._text = imported(f"{KEY}.text", text)
+        self._text_options = dict(text_options or {})
         self._world: Any = None
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        """Refuse an environment that cannot be made, reset and shown (SlimxError), before the run starts."""
-        tried = cls(**options)
+        """Raises SlimxError for an environment that cannot be created, reset and shown, before the run starts."""
+        trial = cls(**options)
         try:
-            tried._open(0, None)
+            trial._open(0, None)
         finally:
-            tried._close()
+            trial._close()
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
-        """Begin in the state of the prompt. Raises SlimxError for a seed that is no whole number."""
-        own = seed_of_prompt(prompt)
-        self._open(own, prompt.metadata.get("reset"))
-        return self._begun()
+        """Resets the environment to the state of the prompt. Raises SlimxError for a seed that is not a whole
+        number."""
+        self._open(seed_of_prompt(prompt), prompt.metadata.get("reset"))
+        return self._beginning()
 
     async def step(self, text: str) -> Step:
-        """Carry out the action of a turn. One without an action changes nothing, and says so."""
+        """Executes the action of a turn. A turn without one changes nothing and returns a notice."""
         action = self._call("the view's action", self._view.action, text)
         space = getattr(self._world, "action_space", None)
         if action is None or not (space is None or self._call("action_space.contains", space.contains, action)):
@@ -86,43 +88,50 @@ class Gymnasium(StepEnvironment):
         if not isinstance(answer, tuple) or len(answer) not in (4, 5):
             raise self._broken("step", "(observation, reward, terminated, truncated, info)", answer)
         observation, reward, *ended, info = answer
-        if (gained := finite(reward)) is None:
+        gained = finite(reward)
+        if gained is None:
             raise self._broken("a reward", "a finite number", reward)
         self._look(observation, info)
         return self._carried_out(gained, done=any(map(bool, ended)))
 
     async def close(self) -> None:
-        """Close the environment, if it was made."""
+        """Closes the environment, if it was created."""
         self._close()
 
     def _open(self, seed: int, options: Any) -> None:
-        self._world = self._call("its making", self._maker, **self._make_options)
+        self._world = self._call("its constructor", self._maker, **self._make_options)
         self._view = self._call("its view", self._text, self._world, **self._text_options)
-        begun = self._call("reset", self._world.reset, seed=seed, **({} if options is None else {"options": options}))
-        pair = isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping)
-        self._look(*(begun if pair else (begun, {})))
+        keywords = {"seed": seed}
+        if options is not None:
+            keywords["options"] = options
+        begun = self._call("reset", self._world.reset, **keywords)
+        if isinstance(begun, tuple) and len(begun) == 2 and isinstance(begun[1], Mapping):
+            observation, info = begun
+            self._look(observation, info)
+        else:
+            self._look(begun, {})
 
     def _close(self) -> None:
-        world, self._world = self._world, None
-        close = getattr(world, "close", None)
+        close = getattr(self._world, "close", None)
+        self._world = None
         if close is not None:
             self._call("close", close)
 
-    def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except SlimxError:
             raise
         except Exception as error:
             raise SlimxError(
-                f"{self._name}: {what} raised {raised(error)}; correct {KEY}, or the environment",
+                f"{self._name}: {name} raised {raised(error)}; correct {KEY}, or the environment",
                 code="gymnasium.raised",
                 about=self._name,
             ) from error
 
-    def _broken(self, what: str, wanted: str, found: Any) -> SlimxError:
+    def _broken(self, name: str, expected: str, value: object) -> SlimxError:
         return SlimxError(
-            f"{self._name}: {what} should be {wanted} and is {str(found)[:200]!r}; correct the environment",
+            f"{self._name}: {name} should be {expected} and is {str(value)[:200]!r}; correct the environment",
             code="gymnasium.answer",
             about=self._name,
         )

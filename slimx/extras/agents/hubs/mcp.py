@@ -18,42 +18,47 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimx.data.records import Prompt
-from slimx.data.whole import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.hubs.mcp_bounds import Stderr, bounded_client
 from slimx.extras.agents.hubs.mcp_stdio import started
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
+from slimx.json_types import Json
 from slimx.runtime.process import guarded_argv
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult, Tool
 
 PACKAGE = "mcp==2.3.0"
 KEY = "rollout.options.toolbox_options"
 FIELDS = {"url": {"url", "headers", "headers_env"}, "command": {"command", "environment", "directory"}}
-"""Keys of a server, by the one that says how it is reached."""
+"""Valid keys of a server, by the key of its transport."""
 CLOSE_S = 10.0
-"""Seconds for one connection to end; a server that was started has three times END_S to leave."""
+"""Deadline for closing one connection, in seconds; a started server has three times END_S to exit."""
 MAX_PAGES = 100
-"""Pages of a server's list of tools that are read."""
+"""Maximum number of pages of a server's tool list."""
 
 
 class McpTools:
-    """The tools of one or several servers. A server with a `command` is started for each rollout and ends with it; one
-    with a `url` runs already, and each rollout has a session of its own with it."""
+    """The tools of one or several servers. A server with a `command` is started for each rollout and ended with it; one
+    with a `url` is already running, and each rollout has a separate session with it."""
 
     def __init__(self, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
-        """`servers`: by a name for errors, each with `url` (and `headers`, or `headers_env`, which names the variables
-        that hold their values), or with `command` (and `environment`, names of variables that it gets besides those
-        that start programs, and `directory`, in which it runs). `tools`: names of those that are shown; None: all."""
-        self._servers, self._wanted = {name: dict(each) for name, each in servers.items()}, tools
-        self._connections: dict[str, _Connection] = {}
-        self._by_tool: dict[str, _Connection] = {}
+        """Stores the configuration. `servers`: by name, each with `url` (and `headers`, or `headers_env`, the
+        environment variables with their values), or with `command` (and `environment`, additional environment variables
+        that it inherits, and `directory`, its working directory). `tools`: names of the tools to use; None: all."""
+        self._servers = {name: dict(server) for name, server in servers.items()}
+        self._selected = tools
+        self._connections: dict[str, _McpConnection] = {}
+        self._by_tool: dict[str, _McpConnection] = {}
 
     @classmethod
     def check(cls, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
-        """Refuse servers that cannot be asked (SlimxError); none is started or asked here."""
+        """Raises SlimxError for invalid servers or tools, without starting or calling a server."""
         if not isinstance(servers, Mapping) or not servers:
             raise _refusal("name at least one server, with its url or its command", "servers")
         if isinstance(tools, str):
@@ -70,62 +75,65 @@ class McpTools:
             ) from error
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Connect to every server; their tools. Raises ToolsLost for one that is not there, SlimxError for a name that
-        two have, or that none has."""
-        shown: list[Json] = []
+        """Connects to all servers and returns their tools. Raises ToolsLost for an unreachable server, SlimxError for a
+        tool name that two servers have, or none."""
+        tools: list[Json] = []
         for name, server in self._servers.items():
-            connection = self._connections[name] = _Connection(name, server)
+            connection = _McpConnection(name, server)
+            self._connections[name] = connection
             for tool in await connection.open():
-                if self._wanted is not None and tool.name not in self._wanted:
+                if self._selected is not None and tool.name not in self._selected:
                     continue
                 if tool.name in self._by_tool:
                     raise SlimxError(
                         f"the MCP servers {self._by_tool[tool.name].name} and {name} both have a tool {tool.name}; "
-                        f"leave one of them out of {KEY}.servers",
+                        f"remove one of them from {KEY}.servers",
                         code="mcp.twice",
                         about=tool.name,
                     )
                 self._by_tool[tool.name] = connection
                 function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-                shown.append({"type": "function", "function": function})
-        if absent := [name for name in self._wanted or () if name not in self._by_tool]:
+                tools.append({"type": "function", "function": function})
+        absent = [name for name in self._selected or () if name not in self._by_tool]
+        if absent:
             known = ", ".join(self._by_tool) or "none of these"
             raise SlimxError(
                 f"{KEY}.tools: no server has a tool {absent[0]}; they have {known}",
                 code="mcp.tool",
                 about=absent[0],
             )
-        return shown
+        return tools
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Call a tool. What it answers as an error is the model's to read; a server that has gone is ToolsLost."""
+        """Calls a tool. Errors of the tool are results for the model. Raises ToolsLost if the server is gone."""
         return await self._by_tool[name].call(name, arguments)
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """MCP knows of no rewards."""
+        """Returns {}: MCP has no rewards."""
         return {}
 
     async def close(self) -> None:
-        """End all sessions and processes."""
+        """Ends all sessions and processes."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
 
 
-class _Connection:
-    """One server. What the SDK opens has to be closed by the same task, so one task keeps it."""
+class _McpConnection:
+    """The connection to one server. A task keeps it open, because the SDK must close it in the task that opened it."""
 
     def __init__(self, name: str, server: Json) -> None:
-        self.name, self._server = name, server
-        self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.name = name
+        self._server = server
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stderr: Stderr | None = None
 
-    async def open(self) -> list[Any]:
-        """Connect; the server's tools. Raises ToolsLost."""
+    async def open(self) -> list[Tool]:
+        """Connects and returns the server's tools. Raises ToolsLost."""
         self._task = asyncio.create_task(self._keep(), name=f"slimx-mcp-{self.name}")
         try:
             client = await asyncio.shield(self._ready)
-            tools: list[Any] = []
+            tools: list[Tool] = []
             cursor = None
             for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
@@ -134,7 +142,7 @@ class _Connection:
                 if cursor is None:
                     return tools
         except Exception as error:
-            raise self._lost("cannot be asked for its tools", error) from error
+            raise self._lost("does not list its tools", error) from error
         raise ToolsLost(f"the MCP server {self.name} lists tools on more than {MAX_PAGES} pages", about=self.name)
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
@@ -145,21 +153,21 @@ class _Connection:
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            # The SDK reports a server that cannot be reached as an internal error of the request.
+            # The SDK reports an unreachable server as an internal error of the request.
             if error.code == CONNECTION_CLOSED or (error.code == INTERNAL_ERROR and not await self._lives()):
-                raise self._lost("has gone", error) from error
+                raise self._lost("is gone", error) from error
             return ToolResult(text=f"Error: {error}", error="protocol")
         except Exception as error:
             if await self._lives():
                 return ToolResult(
-                    text=f"The answer of the tool cannot be read: {raised(error)}"[:500], error="protocol"
+                    text=f"The response of the tool cannot be read: {raised(error)}"[:500], error="protocol"
                 )
-            raise self._lost("has gone", error) from error
+            raise self._lost("is gone", error) from error
         text, left_out = _text(result)
         return ToolResult(text=text, error="tool" if result.is_error else None, left_out=left_out)
 
     async def close(self) -> None:
-        """End the session, and the process of a server that was started."""
+        """Ends the session, and the process of a started server."""
         self._stop.set()
         if self._task is not None:
             if not self._ready.done():  # it is still connecting
@@ -169,13 +177,13 @@ class _Connection:
                 self._task.cancel()
                 await asyncio.wait({self._task}, timeout=CLOSE_S)
         if self._ready.done():
-            self._ready.exception()  # read, so that asyncio does not tell of it
+            self._ready.exception()  # read: asyncio would report it as never retrieved
         if self._stderr is not None:
             self._stderr.close()
             self._stderr = None
 
     async def _lives(self) -> bool:
-        """True if the server still lists its tools."""
+        """Returns True if the server still lists its tools."""
         with suppress(Exception):
             async with asyncio.timeout(5.0):
                 await self._ready.result().list_tools()
@@ -203,36 +211,39 @@ class _Connection:
         if "url" in server:
             headers = dict(server.get("headers") or {})
             headers |= {name: os.environ[variable] for name, variable in (server.get("headers_env") or {}).items()}
-            # A call has the deadline of its rollout; a server that sends nothing for ten minutes has gone.
+            # The rollout bounds each call; a server that sends nothing for ten minutes is considered gone.
             http = await stack.enter_async_context(bounded_client(headers, 600.0))
             return streamable_http_client(server["url"], http_client=http)
         self._stderr = Stderr()
-        named = {name: os.environ[name] for name in server.get("environment") or ()}
+        variables = {name: os.environ[name] for name in server.get("environment") or ()}
         command = guarded_argv([str(word) for word in server["command"]])
-        return started(command, named, server.get("directory"), self._stderr)
+        return started(command, variables, server.get("directory"), self._stderr)
 
-    def _lost(self, what: str, error: Exception) -> ToolsLost:
-        said = "" if self._stderr is None else self._stderr.text()
-        wrote = f"; it wrote: {said}" if said else ""
-        if self._stderr is not None and self._stderr.note:
-            wrote = f"; {self._stderr.note}{wrote}"
-        return ToolsLost(f"the MCP server {self.name} {what} ({raised(_leaf(error))}){wrote}", about=self.name)
+    def _lost(self, state: str, error: Exception) -> ToolsLost:
+        text = f"the MCP server {self.name} {state} ({raised(_leaf(error))})"
+        if self._stderr is not None:
+            if self._stderr.note:
+                text += f"; {self._stderr.note}"
+            output = self._stderr.text()
+            if output:
+                text += f"; it wrote: {output}"
+        return ToolsLost(text, about=self.name)
 
 
-def _text(result: Any) -> tuple[str, int]:
-    """The text of a result, and how many parts of it are no text."""
+def _text(result: CallToolResult) -> tuple[str, int]:
+    """Returns the text of a result, and the number of its non-text parts."""
     parts: list[str] = []
     left_out = 0
     for block in result.content:
-        resource = getattr(block, "resource", None)
-        text = getattr(block, "text", None) if resource is None else getattr(resource, "text", None)
+        content = getattr(block, "resource", block)
+        text = getattr(content, "text", None)
         if text is not None:
             parts.append(text)
         elif block.type == "resource_link":
             parts.append(f"({block.name}: {block.uri})")
         else:
             left_out += 1
-            kind = getattr(block if resource is None else resource, "mime_type", None) or "unknown type"
+            kind = getattr(content, "mime_type", None) or "unknown type"
             parts.append(f"({block.type} of {kind}, which cannot be shown)")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -240,30 +251,32 @@ def _text(result: Any) -> tuple[str, int]:
 
 
 def _leaf(error: BaseException) -> BaseException:
-    """The first error of a group."""
+    """Returns the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _check_server(name: str, server: Any) -> None:
-    ways = [way for way in FIELDS if isinstance(server, Mapping) and way in server]
-    if len(ways) != 1:
+def _check_server(name: str, server: object) -> None:
+    transports = [key for key in FIELDS if isinstance(server, Mapping) and key in server]
+    if not isinstance(server, Mapping) or len(transports) != 1:
         raise _refusal("give either url or command", f"servers.{name}")
-    if unknown := sorted(set(server) - FIELDS[ways[0]]):
-        raise _refusal(
-            f"a server with {ways[0]} has the keys {', '.join(sorted(FIELDS[ways[0]]))}", f"servers.{name}.{unknown[0]}"
-        )
-    if ways == ["url"]:
+    transport = transports[0]
+    unknown = sorted(set(server) - FIELDS[transport])
+    if unknown:
+        keys = ", ".join(sorted(FIELDS[transport]))
+        raise _refusal(f"is unknown; a server with {transport} has the keys {keys}", f"servers.{name}.{unknown[0]}")
+    if transport == "url":
         check_url(server["url"], f"{KEY}.servers.{name}.url", code="mcp.server")
     elif not isinstance(server["command"], Sequence) or isinstance(server["command"], str) or not server["command"]:
         raise _refusal("give a list: a program and its arguments", f"servers.{name}.command")
     elif shutil.which(str(server["command"][0])) is None:
-        raise _refusal(f"there is no program {server['command'][0]}; give its path", f"servers.{name}.command")
+        raise _refusal(f"the program {server['command'][0]} is not found; give its path", f"servers.{name}.command")
     variables = [*(server.get("headers_env") or {}).values(), *(server.get("environment") or ())]
-    if unset := [variable for variable in variables if variable not in os.environ]:
+    unset = [variable for variable in variables if variable not in os.environ]
+    if unset:
         raise _refusal(f"{unset[0]} is not set; export it where the run is started", f"servers.{name}")
 
 
-def _refusal(what: str, key: str) -> SlimxError:
-    return SlimxError(f"{KEY}.{key}: {what}", code="mcp.server", about=f"{KEY}.{key}")
+def _refusal(reason: str, key: str) -> SlimxError:
+    return SlimxError(f"{KEY}.{key}: {reason}", code="mcp.server", about=f"{KEY}.{key}")

@@ -1,4 +1,4 @@
-"""Bounds what an MCP server makes the official SDK read: its answers, and what it writes to its standard error."""
+"""Bounds the input of the official SDK from an MCP server: its responses, and its standard error."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 
 MAX_STDERR = 2_000
-"""Bytes that are kept of the end of what a server wrote to its standard error."""
+"""Bytes of a server's standard error that are kept, from its end."""
 
 
 def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
-    """Returns a client of the SDK's HTTP library that follows no redirect, and reads no more of a response than
-    `MAX_ANSWER` bytes."""
+    """Returns a client of the SDK's HTTP library that does not follow redirects and reads at most `MAX_RESPONSE` bytes
+    of a response."""
     import httpx2  # the SDK's own HTTP client
 
     class Bounded(httpx2.AsyncByteStream):
@@ -24,11 +24,11 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
             self._stream = stream
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = MAX_ANSWER
+            left = MAX_RESPONSE
             async for piece in self._stream:
                 left -= len(piece)
                 if left < 0:
-                    raise httpx2.ReadError(f"the answer has more than {MAX_ANSWER} bytes")
+                    raise httpx2.ReadError(f"the response has more than {MAX_RESPONSE} bytes")
                 yield piece
 
         async def aclose(self) -> None:
@@ -36,7 +36,7 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
 
     async def bound(response: Any) -> None:
         if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes could become gigabytes
-            raise httpx2.DecodingError("the answer is compressed")
+            raise httpx2.DecodingError("the response is compressed")
         response.stream = Bounded(response.stream)
 
     return httpx2.AsyncClient(
@@ -47,22 +47,22 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
 
 
 class Stderr:
-    """The end of what a server writes to `file`, its standard error."""
+    """The end of a server's standard error, which it writes to `file`."""
 
     def __init__(self) -> None:
         self._read_end, write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         self.file = os.fdopen(write_end, "w")
-        self._end = b""
+        self._tail = b""
         self.note = ""
-        """Why the session was ended here, for errors."""
+        """Reason why the client ended the session, for errors."""
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def text(self) -> str:
         """Returns the last `MAX_STDERR` bytes."""
-        for _ in range(16):  # a pipe holds no more
+        for _ in range(16):  # the capacity of a pipe
             self._read()
-        return self._end.decode(errors="replace").strip()
+        return self._tail.decode(errors="replace").strip()
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._read_end)
@@ -71,4 +71,4 @@ class Stderr:
 
     def _read(self) -> None:
         with suppress(BlockingIOError):
-            self._end = (self._end + os.read(self._read_end, 2**16))[-MAX_STDERR:]
+            self._tail = (self._tail + os.read(self._read_end, 2**16))[-MAX_STDERR:]

@@ -1,4 +1,4 @@
-"""A process as a transport of the official MCP SDK. The SDK's own gathers a line of a server without a bound."""
+"""A process as a transport of the official MCP SDK. Replaces the SDK's transport, which reads lines of any length."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from slimx.extras.agents.asyncio_processes import ended
 from slimx.extras.agents.hubs.mcp_bounds import Stderr
-from slimx.extras.http.answers import MAX_ANSWER
+from slimx.extras.http.responses import MAX_RESPONSE
 
 END_S = 2.0
-"""Seconds that a server has to leave, and again after SIGTERM and SIGKILL."""
+"""Seconds that a server has to exit, and again after SIGTERM and SIGKILL."""
 
 
 @asynccontextmanager
 async def started(
     command: Sequence[str], environment: Mapping[str, str], directory: str | None, stderr: Stderr
 ) -> AsyncIterator[Any]:
-    """Start a server, and end it behind the block. An answer that is too long closes the session, as its end would."""
+    """Starts a server, and ends it after the block. A response that is too long closes the session."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -33,7 +33,7 @@ async def started(
         env=get_default_environment() | dict(environment),
         cwd=directory,
         start_new_session=True,
-        limit=MAX_ANSWER,
+        limit=MAX_RESPONSE,
     )
     received, read = anyio.create_memory_object_stream[Any](0)
     write, sent = anyio.create_memory_object_stream[Any](0)
@@ -57,12 +57,12 @@ async def _receive(process: asyncio.subprocess.Process, received: Any, stderr: S
     from mcp_types import jsonrpc_message_adapter
 
     assert process.stdout is not None
-    async with received:  # closed, it ends the calls that wait
+    async with received:  # closing it ends the waiting calls
         while True:
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                stderr.note = f"an answer has more than {MAX_ANSWER} bytes"
+                stderr.note = f"a response has more than {MAX_RESPONSE} bytes"
                 return
             if not line:
                 return
@@ -77,16 +77,16 @@ async def _send(process: asyncio.subprocess.Process, sent: Any, received: Any) -
     assert process.stdin is not None
     async with sent:
         with suppress(ConnectionError):
-            async for each in sent:
-                line = each.message.model_dump_json(by_alias=True, exclude_unset=True)
+            async for message in sent:
+                line = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                 process.stdin.write(f"{line}\n".encode(errors="replace"))
                 await process.stdin.drain()
             return
-    received.close()  # the server reads no more: no answer comes
+    received.close()  # the server no longer reads, so it will not respond
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a server and what it has started: its input ends first."""
+    """Ends a server and its descendants, first by closing its input."""
     assert process.stdin is not None
     process.stdin.close()
     for signum in (None, signal.SIGTERM, signal.SIGKILL):

@@ -1,4 +1,4 @@
-"""Resources servers of NeMo Gym: their tools over HTTP, their sessions, and their verdict as the reward.
+"""Resources servers of NeMo Gym: their tools and sessions over HTTP, and their verdict as the reward.
 
 rollout:
   prompts: resources_servers/example_session_state_mgmt/data/example.jsonl
@@ -7,7 +7,7 @@ rollout:
   options: {toolbox: nemo_gym, toolbox_options: {url: "http://127.0.0.1:8000"}}
 reward: {function: tools}
 
-The server runs in an environment of its own (`ng_run`); slimx needs nothing of the package.
+The server runs in a separate Python environment (`ng_run`); slimx does not need the package.
 """
 
 from __future__ import annotations
@@ -16,64 +16,68 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
 
 import aiohttp
 
 from slimx.data.records import Prompt
-from slimx.data.whole import Json
 from slimx.errors import SlimxError, raised
 from slimx.extras.agents.hubs.addresses import check_url
 from slimx.extras.agents.toolbox import ToolResult, ToolsLost
-from slimx.extras.http.answers import text_of
+from slimx.extras.http.responses import text_of
+from slimx.json_types import Json
 
 KEY = "rollout.options.toolbox_options"
 ROW = "nemo_gym"
-"""Key of a prompt's metadata under which its row is kept."""
-OWN = frozenset({"seed_session", "verify", "aggregate_metrics"})
-"""Paths of a resources server that are no tools."""
+"""Key of the row in a prompt's metadata."""
+RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics"})
+"""Paths of a resources server that are not tools."""
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]+")
-"""Names of tools: one segment of a path, which does not lead upwards."""
+"""Names of tools: one segment of a path, not . or .."""
 MAX_SHOWN = 300
-"""Characters of an answer that an error repeats."""
+"""Maximum length of a quoted response in an error, in characters."""
 
 
 def to_prompt(row: Json) -> Json:
-    """The prompt of a row of NeMo Gym's data: for `rollout.map`. The row itself goes into the metadata, since its
-    server wants it back. Raises SlimxError for a row without messages."""
-    asked = row.get("responses_create_params")
-    said = asked.get("input") if isinstance(asked, Mapping) else None
-    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    """Returns the prompt of a row of NeMo Gym's data. For `rollout.map`. The metadata keeps the whole row, because the
+    server needs it for the verdict. Raises SlimxError for a row without messages."""
+    parameters = row.get("responses_create_params")
+    if not isinstance(parameters, Mapping):
+        parameters = {}
+    messages = parameters.get("input")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise SlimxError(
             "a row of NeMo Gym has its messages in responses_create_params.input, and this one has none",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
-    turns = [{"role": _role(each), "content": _content(each)} for each in messages]
-    if instructions := asked.get("instructions"):
+    turns = [{"role": _role(message), "content": _content(message)} for message in messages]
+    instructions = parameters.get("instructions")
+    if instructions:
         turns.insert(0, {"role": "system", "content": instructions})
-    # Without an id: those of NeMo Gym's rows are not unique, and some files repeat whole rows.
+    # Without an id: ids of NeMo Gym's rows are not unique, and some files repeat whole rows.
     return {"messages": turns, "metadata": {ROW: row}}
 
 
 class NemoGym:
-    """The tools of one resources server, in a session of the rollout's own."""
+    """The tools of one resources server, in the rollout's session."""
 
     def __init__(self, *, url: str) -> None:
-        """`url`: of the resources server, without a path behind it."""
+        """Stores the base URL of the resources server."""
         self._url = url.rstrip("/")
         self._http: aiohttp.ClientSession | None = None
         self._row: Json = {}
 
     @classmethod
     def check(cls, *, url: str) -> None:
-        """Refuse an address that is no URL (SlimxError)."""
+        """Raises SlimxError for an invalid URL."""
         check_url(url, f"{KEY}.url", code="nemo_gym.url")
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Begin a session with the prompt's row; the tools are the row's. Raises ToolsLost, and SlimxError for a prompt
-        without a row."""
+        """Starts a session with the prompt's row and returns the tools of the row. Raises ToolsLost, and SlimxError for
+        a prompt without a row."""
         row = prompt.metadata.get(ROW)
         if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
             raise SlimxError(
@@ -83,65 +87,65 @@ class NemoGym:
                 about=prompt.id,
             )
         self._row = row
-        # A session is a cookie, which servers on an address without a name set, too.
+        # A session is a cookie; unsafe: also from servers with an IP address instead of a name.
         self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=aiohttp.ClientTimeout())
         status, text = await self._post("seed_session", row)
         if status != 200:
             raise self._lost("seed_session", f"answered {status}: {text[:MAX_SHOWN]}")
-        return [_shown(tool) for tool in row["responses_create_params"].get("tools") or []]
+        return [_description(tool) for tool in row["responses_create_params"].get("tools") or []]
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """POST the arguments to the tool's path. An answer of another status than 200 is the model's to read, as NeMo
-        Gym's own agent gives it; a server that cannot be reached is ToolsLost."""
+        """Posts the arguments to the tool's path. A status other than 200 is a result for the model, as with NeMo Gym's
+        own agent. Raises ToolsLost for an unreachable server."""
         status, text = await self._post(name, arguments)
         return ToolResult(text=text, error=None if status == 200 else f"status_{status}")
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """The server's verdict: {"reward": ...}. Raises ToolsLost where it gives none."""
+        """Returns the server's verdict: {"reward": ...}. Raises ToolsLost if there is none."""
         status, text = await self._post("verify", self._row | {"response": self._response(messages)})
-        try:
-            reward = float(json.loads(text)["reward"]) if status == 200 else math.nan
-        except (ValueError, KeyError, TypeError):
-            reward = math.nan
+        reward = math.nan
+        if status == 200:
+            with suppress(ValueError, KeyError, TypeError):
+                reward = float(json.loads(text)["reward"])
         if not math.isfinite(reward):
             raise self._lost("verify", f"answered {status} without a reward: {text[:MAX_SHOWN]}")
         return {"reward": reward}
 
     async def close(self) -> None:
-        """Forget the session; the server has no call for its end."""
+        """Forgets the session; the server has no request that ends it."""
         if self._http is not None:
             await self._http.close()
 
     async def _post(self, path: str, body: Json) -> tuple[int, str]:
-        """Status and text of an answer; its time is bounded by the rollout. Raises ToolsLost."""
+        """Returns status and text of a response. The rollout bounds its time. Raises ToolsLost."""
         assert self._http is not None
         try:
-            async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as answer:
-                return answer.status, await text_of(answer)
+            async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as response:
+                return response.status, await text_of(response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, raised(error)) from error
 
-    def _lost(self, path: str, what: str) -> ToolsLost:
-        return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {what}", about=self._url)
+    def _lost(self, path: str, problem: str) -> ToolsLost:
+        return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {problem}", about=self._url)
 
     def _response(self, messages: Sequence[Json]) -> Json:
-        """The turns after the prompt as a response of OpenAI's API, which verifiers read."""
+        """Converts the turns after the prompt to a response of OpenAI's API, which the server's verifiers read."""
         output: list[Json] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "user":  # inserted behind a call that could not be read: no part of a response
+        for index, message in enumerate(messages):
+            if message["role"] == "user":  # inserted after an unreadable call: not part of a response
                 continue
             if message["role"] == "tool":
                 result = {"call_id": message["tool_call_id"], "output": message["content"]}
                 output.append({"type": "function_call_output", **result})
                 continue
             if message["content"] or not message.get("tool_calls"):
-                text = {"type": "output_text", "text": message["content"] or "", "annotations": []}
-                said = {"id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [text]}
-                output.append({"type": "message", **said})
+                text: Json = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+                fields = {"id": f"msg_{index}", "role": "assistant", "status": "completed", "content": [text]}
+                output.append({"type": "message", **fields})
             for call in message.get("tool_calls", []):
-                asked = {"call_id": call["id"], "id": call["id"], "status": "completed", **call["function"]}
-                output.append({"type": "function_call", **asked})
-        asked_for = self._row["responses_create_params"]
+                fields = {"call_id": call["id"], "id": call["id"], "status": "completed", **call["function"]}
+                output.append({"type": "function_call", **fields})
+        parameters = self._row["responses_create_params"]
         return {
             "id": "resp_slimx",
             "object": "response",
@@ -150,16 +154,17 @@ class NemoGym:
             "output": output,
             "parallel_tool_calls": True,
             "tool_choice": "auto",
-            "tools": asked_for.get("tools") or [],
+            "tools": parameters.get("tools") or [],
         }
 
 
-def _shown(tool: Json) -> Json:
-    """A tool of the responses API, as the chat template shows it. Raises SlimxError for a name that is no path."""
+def _description(tool: Json) -> Json:
+    """Converts a tool of the responses API to the chat template's form. Raises SlimxError for a name that cannot be a
+    path."""
     name = str(tool.get("name"))
-    if tool.get("type") != "function" or not NAME.fullmatch(name) or name in OWN:
+    if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
         raise SlimxError(
-            f"NeMo Gym: {name!r} of type {tool.get('type')!r} is no tool that a resources server carries out",
+            f"NeMo Gym: {name!r} of type {tool.get('type')!r} is not a tool that a resources server carries out",
             code="nemo_gym.tool",
             about=name,
         )
@@ -167,12 +172,12 @@ def _shown(tool: Json) -> Json:
     return {"type": "function", "function": function}
 
 
-def _role(message: Any) -> str:
+def _role(message: object) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("system", "developer", "user", "assistant"):
         raise SlimxError(
-            f"NeMo Gym: an item of responses_create_params.input has the role {role!r}; only turns of text begin a "
-            "rollout here",
+            f"NeMo Gym: an item of responses_create_params.input has the role {role!r}; only text turns of system, "
+            "developer, user and assistant are supported",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
@@ -184,7 +189,7 @@ def _content(message: Json) -> str:
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
         raise SlimxError(
-            "NeMo Gym: an item of responses_create_params.input holds more than text, such as a picture",
+            "NeMo Gym: an item of responses_create_params.input has non-text parts; only text is supported",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

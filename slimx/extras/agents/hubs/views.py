@@ -1,4 +1,4 @@
-"""Texts of a step environment: what the model reads of an observation, and which action its words ask for."""
+"""The text interface of a step environment: observations as text for the model, actions parsed from its turns."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 
 TAG = re.compile(r"<(/?)(answer|action)>", re.IGNORECASE)
-COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
+COLOR = re.compile(r"\x1b\[([0-9;]*)m")
 MAX_TEXT = 16_384
-"""Characters of an observation that the model reads by default."""
+"""Default maximum length of an observation's text, in characters."""
 
 
 class View(Protocol):
-    """The textual side of one environment; yours is a class, made as `YourView(environment, **text_options)`.
+    """The text interface of one environment: a class, called as `YourView(environment, **text_options)`.
 
-    `state` may be left out: `state_digest` of the observation takes its place.
+    A method `state(observation, info)`, which returns a text, is optional: `state_digest` of the observation replaces
+    it.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """The text that the model reads."""
+        """Returns an observation as text for the model."""
         ...
 
     def action(self, text: str) -> Any:
-        """The action that a turn of the model asks for; None if it asks for none."""
+        """Returns the action of a model's turn; None if there is none."""
         ...
 
 
 class Words:
-    """The view of an environment whose actions have names, or whose actions are text.
+    """The view of an environment with named actions, or with text actions.
 
-    A turn's action is what stands in its last <answer> or <action>, or else the whole turn."""
+    A turn's action is the text in its last <answer> or <action>, else the whole turn."""
 
     def __init__(
         self,
@@ -46,44 +47,56 @@ class Words:
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
-        """`actions`: each name's action, compared without case; None: the words are the action. `ask`: written under
-        every observation. `max_text`: characters of an observation that are shown."""
-        self._environment, self._ask, self._max_text = environment, ask, max_text
-        self._actions = None if actions is None else {str(name).casefold(): each for name, each in actions.items()}
+        """Stores the mapping. `actions`: actions by name, case-insensitive; None: the text is the action. `ask`: text
+        after every observation. `max_text`: maximum length of an observation's text, in characters."""
+        self._environment = environment
+        self._ask = ask
+        self._max_text = max_text
+        self._actions: dict[str, Any] | None = None
+        if actions is not None:
+            self._actions = {str(name).casefold(): action for name, action in actions.items()}
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """The environment's own text, if its `render_mode` is ansi, or else the observation as text."""
-        render = getattr(self._environment, "render_mode", None) == "ansi"
-        text = str(self._environment.render() if render else observation)
-        return "\n".join(filter(None, [_without_colours(text)[: self._max_text].strip("\n"), self._ask]))
+        """Returns the environment's rendering if its `render_mode` is ansi, else the observation as text."""
+        if getattr(self._environment, "render_mode", None) == "ansi":
+            observation = self._environment.render()
+        text = _without_colors(str(observation))
+        return "\n".join(filter(None, [text[: self._max_text].strip("\n"), self._ask]))
 
     def action(self, text: str) -> Any:
-        """The action of the words; None for a name that has none, and for no words."""
+        """Returns the action of a turn; None for an unknown name and for no text."""
         words = answered(text)
-        return (words or None) if self._actions is None else self._actions.get(words.casefold())
+        if self._actions is None:
+            return words or None
+        return self._actions.get(words.casefold())
 
 
 def answered(text: str) -> str:
-    """The words of a turn that are meant for the environment: those in its last <answer> or <action>, or else all."""
+    """Returns the text of a turn that is meant for the environment: that in its last <answer> or <action>, else all."""
     tags = [(tag[2].casefold(), bool(tag[1]), tag) for tag in TAG.finditer(text)]
     last = {name: tag.start() for name, closes, tag in tags if closes}
-    out, opened, start = text, None, 0
+    content = text
+    opened = None
+    start = 0
     for name, closes, tag in tags:
         if opened is None and not closes and tag.end() <= last.get(name, -1):
-            opened, start = name, tag.end()
+            opened = name
+            start = tag.end()
         elif closes and name == opened:
-            out, opened = text[start : tag.start()], None
-    return out.strip()
+            content = text[start : tag.start()]
+            opened = None
+    return content.strip()
 
 
-def _without_colours(text: str) -> str:
-    """The text of a terminal, with what is highlighted in brackets: in gymnasium's text games the player."""
-    parts = COLOUR.split(text)  # text, code, text, code, ..., text
+def _without_colors(text: str) -> str:
+    """Removes a terminal's color codes and puts highlighted text, in gymnasium's text games the player, in brackets."""
+    parts = COLOR.split(text)  # text, code, text, code, ..., text
     codes = parts[1::2]
-    last = max((number for number, code in enumerate(codes) if code == "0"), default=-1)
-    out, inside = [parts[0]], False
-    for number, (code, following) in enumerate(zip(codes, parts[2::2], strict=True)):
-        if not inside and number < last and len(code) == 2 and code[0] == "4":
+    last = max((index for index, code in enumerate(codes) if code == "0"), default=-1)
+    out = [parts[0]]
+    inside = False
+    for index, (code, following) in enumerate(zip(codes, parts[2::2], strict=True)):
+        if not inside and index < last and len(code) == 2 and code[0] == "4":
             out.append("[")
             inside = True
         elif inside and code == "0":
@@ -94,31 +107,31 @@ def _without_colours(text: str) -> str:
 
 
 def seed_of_prompt(prompt: Prompt) -> int:
-    """The seed of all environments of a prompt, which begin alike: its `metadata.seed`, or a number made of its id.
+    """Returns the common seed of all environments of a prompt: its `metadata.seed`, else derived from its id.
 
-    Raises SlimxError for a seed that is no whole number."""
+    Raises SlimxError for a seed that is not a whole number."""
     seed = prompt.metadata.get("seed")
     if seed is None:
         return int.from_bytes(blake2b(prompt.id.encode(), digest_size=4).digest()) >> 1
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SlimxError(
-            f"prompt {prompt.id!r}: metadata.seed is {seed!r}; an environment takes a whole number from 0 on",
+            f"prompt {prompt.id!r}: metadata.seed is {seed!r}; give a whole number, at least 0",
             code="environment.seed",
             about=prompt.id,
         )
     return seed
 
 
-def state_digest(observation: Any) -> str:
-    """Equal for equal observations: text, numbers, arrays, and lists, tuples and maps of these.
+def state_digest(observation: object) -> str:
+    """Returns a digest that is equal for equal observations: text, numbers, arrays, and lists and maps of these.
 
-    Raises SlimxError for anything else, such as an object that has only its address."""
+    Raises SlimxError for anything else, such as objects whose only identity is their address."""
     digest = blake2b(digest_size=12)
     _update(digest, observation)
     return digest.hexdigest()
 
 
-def _update(digest: Any, value: Any) -> None:
+def _update(digest: blake2b, value: object) -> None:
     if isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"array {value.dtype.str} {value.shape}\n".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
@@ -129,14 +142,14 @@ def _update(digest: Any, value: Any) -> None:
             _update(digest, value[key])
     elif isinstance(value, list | tuple):
         digest.update(f"list {len(value)}\n".encode())
-        for each in value:
-            _update(digest, each)
+        for item in value:
+            _update(digest, item)
     elif value is None or isinstance(value, str | bytes | bool | int | float | np.generic):
         plain = value.item() if isinstance(value, np.generic) else value
         digest.update(f"{type(plain).__name__} {plain!r}\n".encode())
     else:
         raise SlimxError(
-            f"an observation holds a {type(value).__name__}, by which states cannot be told apart; give the view a "
+            f"an observation contains a {type(value).__name__}, which does not identify a state; give the view a "
             "method state(observation, info) that returns a text",
             code="environment.state",
             about=type(value).__name__,

@@ -1,1 +1,1 @@
-"""The server of chat completions through which agents sample."""
+"""The API server through which agents sample."""

@@ -1,8 +1,8 @@
-"""The conversations of one rollout as a tree of sampled answers, of which every path is a trajectory.
+"""The conversations of one rollout as a tree of sampled answers, in which each path is a trajectory.
 
-An agent sends all messages with every request. Where they begin with a conversation that was answered here, word for
-word, the request goes on from that conversation's own tokens, and only what is new is tokenized. Where they do not,
-a new branch begins: another agent's conversation, a summary instead of the past, an answer that the agent rewrote.
+An agent sends all messages with every request. If they begin with a known conversation, word for word, the request
+continues from that conversation's tokens, and only new messages are tokenized. Otherwise a new branch begins: another
+agent's conversation, a summary instead of the past, an answer that the agent rewrote.
 
     prompt -> answer -> tool's result -> answer      trajectory g/0
                      -> other question -> answer     trajectory g/0-1: its first answer is context, not trained again
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """One sampled answer, and the tokens between it and the answer before."""
+    """One sampled answer, and the tokens between it and the previous answer."""
 
     parent: Answer | None
     before: array[int]
-    """Token ids before the first answer: the whole prompt. An array, as thousands of agents wait for their tools."""
+    """Token ids after the parent's; for a first answer the whole prompt. An array: thousands of agents may wait for
+    their tools."""
     completion: Completion
     continued: bool = False
-    """True if another answer goes on from here."""
+    """True if another answer continues this one."""
     train: bool = True
-    """False for one that a grammar made, whose tokens stay out of the loss."""
+    """False for an answer constrained by a grammar, which is excluded from the loss."""
     stopped: bool = False
-    """True if the agent wanted to go on from here and had reached a limit."""
+    """True if the agent tried to continue it after reaching a limit."""
     calls: list[Json] = field(default_factory=list)
-    """Its tool calls, with the ids that the agent got."""
+    """Its tool calls, with the ids sent to the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +66,37 @@ class Conversations:
         self._answers: list[Answer] = []
         self._by_digest: dict[bytes, Answer] = {}
 
-    def place(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
-        """The position at which these messages are answered: after the longest conversation that they begin with."""
+    def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
+        """Returns the position of the answer to these messages: after the longest known conversation that they begin
+        with."""
         digests = [_digest(b"", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _content(message)))
         for known in range(len(messages) - 1, 0, -1):
-            if (parent := self._by_digest.get(digests[known])) is not None:
-                so_far, new = _tokens(parent), _with_ids(parent, messages[known - 1], messages[known:])
-                ids = encode_turns(self._tokenizer, new, after=so_far, tools=tools, calls=parent.calls)
+            parent = self._by_digest.get(digests[known])
+            if parent is not None:
+                past = _tokens(parent)
+                new = _with_ids(parent, messages[known - 1], messages[known:])
+                ids = encode_turns(self._tokenizer, new, after=past, tools=tools, calls=parent.calls)
                 before = array("i", ids)
-                return Position(parent, before, so_far + before, digests[-1])
+                return Position(parent, before, past + before, digests[-1])
         before = array("i", encode_chat(self._tokenizer, messages, tools))
         return Position(None, before, before, digests[-1])
 
-    def add(self, place: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
-        """Keep what was sampled at `place`, and the message by which the agent knows it. `train=False` keeps its tokens
-        out of the loss."""
+    def add(self, position: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
+        """Adds a sampled answer at `position`, with the message that the agent receives. `train=False` excludes its
+        tokens from the loss."""
         calls = message.get("tool_calls", [])
-        answer = Answer(place.parent, place.before, completion, train=train, calls=calls)
-        if place.parent is not None:
-            place.parent.continued = True
+        answer = Answer(position.parent, position.before, completion, train=train, calls=calls)
+        if position.parent is not None:
+            position.parent.continued = True
         self._answers.append(answer)
-        # Of two answers of the same words, but maybe other tokens, the later one is continued.
-        self._by_digest[_digest(place.digest, _content(message))] = answer
+        # If two answers have the same words, maybe with different tokens, the later one is continued.
+        self._by_digest[_digest(position.digest, _content(message))] = answer
 
     def trajectories(self, ctx: RolloutContext, metadata: Json) -> list[Trajectory]:
-        """One for each answer that was not continued, in the order of these; an answer that several share is trained in
-        the first."""
+        """Returns a trajectory for each answer without continuation, in their order. An answer that several of them
+        share is trained in the first."""
         out: list[Trajectory] = []
         trained: set[int] = set()
         for leaf in self._answers:
@@ -100,8 +104,8 @@ class Conversations:
                 continue
             path = _path(leaf)
             draft = ctx.draft(path[0].before, suffix=f"-{len(out)}" if out else "")
-            for number, answer in enumerate(path):
-                if number:
+            for index, answer in enumerate(path):
+                if index:
                     draft.add_inserted(answer.before)
                 draft.add_sampled(answer.completion, train=answer.train and id(answer) not in trained)
                 trained.add(id(answer))
@@ -112,7 +116,7 @@ class Conversations:
 
 
 def _path(leaf: Answer) -> list[Answer]:
-    """From the first answer of the conversation to `leaf`."""
+    """Returns the answers from the first one of the conversation to `leaf`."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -128,23 +132,25 @@ def _tokens(leaf: Answer) -> array[int]:
 
 
 def _with_ids(answer: Answer, sent: Message, new: Sequence[Message]) -> list[Message]:
-    """`new`, the messages behind `answer`, with its own ids of calls where the agent, which sends it as `sent`, has
-    others."""
+    """Returns `new`, the messages after `answer`, with the original ids of calls in place of those in `sent`, the
+    agent's version of the answer."""
     pairs = zip(sent.get("tool_calls", []), answer.calls, strict=True)
     ids = {theirs["id"]: ours["id"] for theirs, ours in pairs}
-    return [
-        {**each, "tool_call_id": ids[each["tool_call_id"]]} if each.get("tool_call_id") in ids else each for each in new
-    ]
+    messages = []
+    for message in new:
+        id = message.get("tool_call_id")
+        messages.append({**message, "tool_call_id": ids[id]} if id in ids else message)
+    return messages
 
 
-def _content(message: Message) -> list[Any]:
-    """The content by which two messages are the same. White space around an answer, the ids of its tool calls and the
-    way in which their arguments are written do not count: agents rewrite these, and the sampled tokens stand anyway."""
+def _content(message: Message) -> list[object]:
+    """Returns the content that identifies a message. Excludes white space around an answer, ids of tool calls and the
+    formatting of arguments: agents rewrite these, and the sampled tokens stay the same."""
     if message["role"] != "assistant":
         return [message["role"], message["content"], message.get("name"), message.get("tool_call_id")]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     return ["assistant", message["content"].strip(), calls]
 
 
-def _digest(before: bytes, content: Any) -> bytes:
+def _digest(before: bytes, content: object) -> bytes:
     return hashlib.sha256(before + json.dumps(content, sort_keys=True).encode()).digest()

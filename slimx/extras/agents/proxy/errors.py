@@ -1,31 +1,37 @@
-"""The refusal of a request, in the shape of OpenAI's API."""
+"""Error responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
 SHOWN = 1000
-"""Characters of a message, at most: it quotes the request, which may have megabytes."""
+"""Maximum length of a message, in characters: it quotes the request, which may have megabytes."""
 
 
 class ApiError(Exception):
-    """A refusal in the shape in which OpenAI's API tells it. Status 400 is not tried again by its clients."""
+    """An error response in the format of OpenAI's API, whose clients do not retry status 400."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
-        message, param = _cut(message), param if param is None else _cut(param)
+        message = _shortened(message)
+        if param is not None:
+            param = _shortened(param)
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def invalid(param: str, what: str) -> ApiError:
-    """The refusal of field `param`, of which `what` says what is wrong."""
-    return ApiError(f"{param} {what}", code="invalid_value", param=param)
+def invalid(param: str, problem: str) -> ApiError:
+    """Returns the error for an invalid field `param`. `problem`: the predicate of the message."""
+    return ApiError(f"{param} {problem}", code="invalid_value", param=param)
 
 
-def unsupported(param: str, what: str) -> ApiError:
-    """The refusal of field `param` with a value that the API has and this server does not."""
-    return ApiError(f"{param} {what}", code="unsupported_value", param=param)
+def unsupported(param: str, problem: str) -> ApiError:
+    """Returns the error for a value of field `param` that the API allows but this server does not support."""
+    return ApiError(f"{param} {problem}", code="unsupported_value", param=param)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 100]} ... {text[-80:]}"
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[: SHOWN - 100]} ... {text[-80:]}"

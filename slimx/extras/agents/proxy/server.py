@@ -1,12 +1,12 @@
-"""A server of OpenAI's and Anthropic's APIs in front of the engines: what agents sample through it becomes the rollout.
+"""A server with OpenAI's and Anthropic's APIs in front of the engines: what agents sample through it is the rollout.
 
     agent --POST /SESSION/v1/chat/completions--> ChatProxy --> Session --ctx.engine--> engines
                                                                   |
                                                                   v
                                                             Conversations --> trajectories
 
-One server per run, which starts with the first session; one session per rollout. A session's name is a secret that only
-its agent gets: nobody else on the network can sample, or add to a rollout.
+One server per run, started with the first session; one session per rollout. A session's name is a secret that only its
+agent receives: no other client on the network can sample, or add to a rollout.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from aiohttp import web
 
 from slimx.errors import SlimxError
 from slimx.extras.agents.proxy.apis.anthropic_messages import COUNT_TOKENS, MESSAGES
+from slimx.extras.agents.proxy.apis.base import ChatApi
 from slimx.extras.agents.proxy.apis.openai_chat import CHAT
 from slimx.extras.agents.proxy.apis.openai_responses import RESPONSES
-from slimx.extras.agents.proxy.apis.wire import Wire
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.extras.http.connections import Connections, Listening
@@ -35,46 +35,49 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
-"""Bytes of a request, at most; fewer where a trajectory's tokens cannot fill them."""
+"""Maximum size of a request, in bytes; less if a trajectory's tokens cannot fill it."""
 LARGE_BODY = 100_000
-"""Bytes of a request above which it is read in a thread: the loop serves all others meanwhile."""
+"""Size in bytes above which a request is parsed in a thread, so the loop can serve others."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
-"""Charsets of a body that are read. Of Python's others some are quadratic in its length (punycode)."""
+"""Supported charsets of a body. Some of Python's others take quadratic time (punycode)."""
 BODY_DEADLINE = 60.0
-"""Seconds from a request's headers to the end of its body."""
+"""Deadline from a request's headers to the end of its body, in seconds."""
 IDLE_DEADLINE = 120.0
-"""Seconds that a connection may be open without a whole request's headers."""
+"""Seconds until a connection without complete request headers is closed."""
 CONNECTIONS = 16384
-"""Connections that may be open at the same time; one more ends the one that has asked nothing for longest."""
+"""Maximum number of open connections; one more closes the one that has been idle longest."""
 TOKENIZING = 2
-"""Threads in which messages become tokens."""
+"""Number of threads that tokenize messages."""
 
 
 class ChatProxy:
     """The server of one run."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
-        """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
+        """Stores the address; `port` 0: any free port. `context`: maximum length of a trainable trajectory, in
+        tokens."""
         self.context = context
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._sessions: dict[str, tuple[Session, set[asyncio.Task[Any]]]] = {}
-        """Sessions by name, each with the tasks that answer."""
+        """Sessions by name, each with its running requests."""
         self._server: Listening | None = None
         self._starting = asyncio.Lock()
         self._open: Connections
         self._tokenizing: ThreadPoolExecutor
-        # A character takes 6 bytes at most, written as \uXXXX; the rest is for names and numbers.
+        # A character takes up to 6 bytes, as \uXXXX; the rest is for names and numbers.
         self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
-        self.body_deadline, self.idle_deadline = BODY_DEADLINE, IDLE_DEADLINE
+        self.body_deadline = BODY_DEADLINE
+        self.idle_deadline = IDLE_DEADLINE
         self.connections = CONNECTIONS
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serve `session` inside the block; gives its base URL. Answers unfinished at its end are cancelled."""
+        """Serves `session` inside the block and yields its base URL. Cancels unfinished requests at the end."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
         running: set[asyncio.Task[Any]] = set()
-        self._sessions[name] = session, running
+        self._sessions[name] = (session, running)
         try:
             yield f"{url}/{name}/v1"
         finally:
@@ -84,7 +87,7 @@ class ChatProxy:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End the server, if it runs."""
+        """Stops the server if it is running."""
         async with self._starting:
             if self._server is not None:
                 await self._server.close()
@@ -92,22 +95,22 @@ class ChatProxy:
                 self._server = None
 
     async def _start(self) -> str:
-        """The address at which it listens."""
+        """Starts the server if it is not running, and returns its URL."""
         async with self._starting:
             if self._server is None:
                 self._open = Connections(most=self.connections, idle=self.idle_deadline)
                 app = web.Application(client_max_size=self._most)
-                for path, wire, answer in (
+                for path, api, answer in (
                     ("chat/completions", CHAT, self._answer),
                     ("responses", RESPONSES, self._answer),
                     ("messages", MESSAGES, self._answer),
                     ("messages/count_tokens", COUNT_TOKENS, self._count),
                 ):
-                    app.router.add_post(f"/{{session}}/v1/{path}", partial(self._served, wire, answer))
+                    app.router.add_post(f"/{{session}}/v1/{path}", partial(self._served, api, answer))
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 try:
-                    # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
+                    # A disconnect cancels the request: an answer that was not received is not part of the rollout.
                     server = await self._open.listen(app, self._host, self._port, handler_cancellation=True)
                 except OSError as error:
                     raise SlimxError(
@@ -116,50 +119,52 @@ class ChatProxy:
                         code="proxy.address",
                         about="rollout.proxy",
                     ) from None
-                bypass_proxies(os.environ, [self._host])  # clients of agents in this process go by it
+                bypass_proxies(os.environ, [self._host])  # for clients of agents in this process
                 self._server = server
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.port)}"
 
-    async def _answer(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
-        return await session.answer(wire, await self._body(http), http, self._tokenizing)
+    async def _answer(self, session: Session, api: ChatApi, http: web.Request) -> web.StreamResponse:
+        return await session.answer(api, await self._body(http), http, self._tokenizing)
 
-    async def _count(self, session: Session, wire: Wire, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"input_tokens": await session.count(wire, await self._body(http), self._tokenizing)})
+    async def _count(self, session: Session, api: ChatApi, http: web.Request) -> web.StreamResponse:
+        count = await session.count(api, await self._body(http), self._tokenizing)
+        return web.json_response({"input_tokens": count})
 
     async def _served(
         self,
-        wire: Wire,
-        answer: Callable[[Session, Wire, web.Request], Awaitable[web.StreamResponse]],
+        api: ChatApi,
+        answer: Callable[[Session, ChatApi, web.Request], Awaitable[web.StreamResponse]],
         http: web.Request,
     ) -> web.StreamResponse:
-        """The response of a session; an error in the words of its API."""
+        """Returns the response of a session; errors have the format of its API."""
         session, running = self._sessions.get(http.match_info["session"], (None, set()))
         task = asyncio.current_task()
+        assert task is not None
         running.add(task)
         try:
             if session is None:
                 raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
-            return await answer(session, wire, http)
+            return await answer(session, api, http)
         except ApiError as error:
-            return web.json_response(wire.refusal(error), status=error.status)
+            return web.json_response(api.refusal(error), status=error.status)
         finally:
             running.discard(task)
 
-    async def _body(self, http: web.Request) -> Any:
-        """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""
+    async def _body(self, http: web.Request) -> object:
+        """Reads the request's JSON body. Raises ApiError if it is too long, too slow, or not JSON."""
         try:
             async with asyncio.timeout(self.body_deadline):
                 data = await http.read()
         except web.HTTPRequestEntityTooLarge:
-            text = f"the body has more than the {self._most} bytes that {self.context} tokens could take"
+            text = f"the body exceeds {self._most} bytes, the maximum for {self.context} tokens"
             raise ApiError(text, code="body_too_large", status=413, param="messages") from None
         except TimeoutError:
-            text = f"the body did not come within {self.body_deadline:g} s"
+            text = f"the body did not arrive within {self.body_deadline:g} s"
             raise ApiError(text, code="body_deadline", status=408) from None
         charset = (http.charset or "utf-8").lower()
         if charset not in CHARSETS:
-            text = f"charset {charset[:100]!r} of Content-Type is not read; send UTF-8"
+            text = f"charset {charset[:100]!r} of Content-Type is not supported; send UTF-8"
             raise ApiError(text, code="invalid_value", param="Content-Type")
         if len(data) < LARGE_BODY:
             return _json(data, charset)
@@ -174,11 +179,11 @@ class ChatProxy:
         return web.json_response(error.body, status=404)
 
 
-def _json(data: bytes, charset: str) -> Any:
-    """The value of a body. Raises ApiError for one that is no JSON."""
+def _json(data: bytes, charset: str) -> object:
+    """Parses a body. Raises ApiError if it is not JSON."""
     try:
         return json.loads(data.decode(charset))
     except ValueError:
-        raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
+        raise ApiError("the body is not JSON", code="invalid_json", param="body") from None
     except RecursionError:
         raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None

@@ -1,1 +1,1 @@
-"""Programs in a sandbox of namespaces on this machine: one call, one program."""
+"""Programs in a sandbox of namespaces on this machine: one program per call."""

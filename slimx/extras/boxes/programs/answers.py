@@ -1,4 +1,4 @@
-"""Finds answers and programs in a text that a model wrote, behind its thinking."""
+"""Finds answers and programs in a model's response, after its thinking."""
 
 from __future__ import annotations
 
@@ -11,37 +11,47 @@ _PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py\d?)(?![\w+#-])", re.IGNORECASE)
 
 
 def marked_answer(text: str) -> str | None:
-    """The text between <answer> and </answer>; None if there is none or more than one: who gives several answers has
-    not answered."""
-    first, *more = final_answer(text).split("<answer>")[1:] or [""]
-    answer, end, rest = first.partition("</answer>")
-    return answer.strip() if end and not any("</answer>" in each for each in more) else None
+    """Returns the text between <answer> and </answer>; None if there is none, or more than one."""
+    parts = final_answer(text).split("<answer>")[1:]
+    if not parts or any("</answer>" in part for part in parts[1:]):
+        return None
+    answer, end, _ = parts[0].partition("</answer>")
+    return answer.strip() if end else None
 
 
 def last_program(text: str) -> str | None:
-    """The last fenced block of Python, of no language where none is of Python; None if there is none, and where it is
-    torn, without an end."""
+    """Returns the last fenced block of Python, or of no language if none is of Python. None if there is none, or if it
+    is unclosed."""
     python: list[str | None] = []
     plain: list[str | None] = []
+    blocks = plain
     block: list[str] | None = None
-    fence, blocks = "", plain
+    fence = ""
     for line in final_answer(text).split("\n"):
         marks = list(_FENCE.finditer(line))
         if block is None:
-            if len(marks) % 2:  # two on a line are code in a sentence
+            if len(marks) % 2:  # two on a line are inline code
                 language = line[marks[-1].end() :].strip()
-                fence, block = marks[-1][0], []
-                blocks = python if _PYTHON.match(language) else plain if not language else []
-        elif (
-            marks and marks[-1][0][0] == fence[0] and len(marks[-1][0]) >= len(fence) and line.rstrip().endswith(fence)
-        ):
+                fence = marks[-1][0]
+                block = []
+                if _PYTHON.match(language):
+                    blocks = python
+                elif not language:
+                    blocks = plain
+                else:
+                    blocks = []
+        elif marks and _closes(marks[-1][0], fence) and line.rstrip().endswith(fence):
             if line[: marks[-1].start()].strip():
                 block.append(line[: marks[-1].start()])
-            blocks.append("".join(f"{each}\n" for each in block))
+            blocks.append("".join(f"{code}\n" for code in block))
             block = None
         else:
             block.append(line)
     if block is not None:
         blocks.append(None)
-    found = python or plain
-    return found[-1] if found else None
+    candidates = python or plain
+    return candidates[-1] if candidates else None
+
+
+def _closes(mark: str, fence: str) -> bool:
+    return mark[0] == fence[0] and len(mark) >= len(fence)

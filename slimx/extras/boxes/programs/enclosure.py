@@ -1,8 +1,8 @@
-"""Runs one program behind name spaces, limits and a filter of system calls, whatever file systems it is given.
+"""Runs one program in namespaces, with limits and a system call filter, on the file systems that the caller chooses.
 
-    slimx --> unshare (a user namespace of its own, where processes are counted) --> prlimit --> bubblewrap --> program
+    slimx --> unshare (a new user namespace, where processes are counted) --> prlimit --> bubblewrap --> program
 
-`Sandbox` runs Python in an empty root with it, `BubblewrapBox` any program in a root directory that stays.
+`Sandbox` uses it to run Python in an empty root, `BubblewrapBox` to run any program in a persistent root directory.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from slimx.extras.boxes.programs.watch import Ended, Limits, SandboxWatch, end
 from slimx.runtime.logs import how_ended
 
 NOBODY = 65534
-OWN_PROCESSES = 4
-"""Processes of the enclosure itself: two of bubblewrap's, the program, and one to spare."""
+EXTRA_PROCESSES = 4
+"""Processes of the enclosure itself: two of bubblewrap, the program, and one spare."""
 MIB = 2**20
 WAITING = 256
-"""Programs in containers and on servers that are awaited at once."""
+"""Maximum number of programs in containers and on servers that are awaited at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """Result of one run of code."""
+class ProgramResult:
+    """Result of one program."""
 
     stdout: str
     stderr: str
     ended: Ended
-    """End of the code: exit, by itself; stop, told to; else killed at the limit of that name."""
+    """How the program ended: "exit" by itself, "stop" on request; else the limit that it was killed at."""
     status: int | None
-    """Exit status, 128 + signal number if a signal ended it; None if it was killed at a limit."""
+    """Exit status, 128 + signal number if a signal ended it; None if it was stopped or killed at a limit."""
     seconds: float
 
     @property
@@ -50,17 +50,18 @@ class Ran:
 
     @property
     def ending(self) -> str:
-        """The end in words, for a message."""
+        """How the program ended, in words, for a message."""
         return how_ended(self.status) if self.ended == "exit" else f"was ended by {self.ended}"
 
 
 async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:
-    """Have `call` run in a thread that only sandboxes use, so that a hundred slow programs delay nobody but each other.
-    `waits`: the program runs elsewhere, and the thread waits for it. The event that `call` gets is set when the
-    awaiting task is cancelled."""
+    """Runs `call` in a thread that only sandboxes use, so slow programs only delay each other. `waits`: the program
+    runs elsewhere and the thread only waits for it. Sets the event that `call` receives when the awaiting task is
+    cancelled."""
     stop = threading.Event()
+    executor = _waiting() if waits else _threads()
     try:
-        return await asyncio.get_running_loop().run_in_executor(_waiting() if waits else _threads(), call, stop)
+        return await asyncio.get_running_loop().run_in_executor(executor, call, stop)
     except asyncio.CancelledError:
         stop.set()
         raise
@@ -68,36 +69,35 @@ async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = Fa
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads of the sandbox, as many as there are processors: more programs at once would only run each other into
-    their time limit. On a small machine some more, since what waits for a place waits within the deadline of its
-    turn."""
+    """Returns threads for programs on this machine, one per processor: more programs at once would only slow each other
+    into their time limit. At least 8, because a program that waits for a thread uses up the deadline of its turn."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 
 @cache
 def _waiting() -> ThreadPoolExecutor:
-    """Threads that wait for programs which others run."""
+    """Returns threads that wait for programs elsewhere."""
     return ThreadPoolExecutor(WAITING, thread_name_prefix="slimx-boxes")
 
 
 @cache
-def _place() -> memory_group.Hierarchy | None:
+def _hierarchy() -> memory_group.Hierarchy | None:
     return memory_group.find()
 
 
 @cache
 def _can_disable_userns(bwrap: str) -> bool:
-    """bubblewrap has the option from 0.8 on; where it is older, the system call filter alone denies them."""
+    """Returns True if bubblewrap has the option, since 0.8. Before, only the system call filter denies namespaces."""
     return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
 
 
 class NotStarted(SlimxError):
-    """Raised if nothing of the program has run."""
+    """Raised if the program did not start."""
 
-    def __init__(self, said: str):
-        super().__init__(f"the sandbox cannot start on this machine: {said}", code="sandbox.start", about="bwrap")
-        self.said = said
-        """The words of bubblewrap; nothing inside had begun that could have written them."""
+    def __init__(self, message: str):
+        super().__init__(f"the sandbox cannot start on this machine: {message}", code="sandbox.start", about="bwrap")
+        self.message = message
+        """bubblewrap's error message; the program cannot have written it."""
 
 
 PACKAGES = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-linux"}
@@ -107,11 +107,11 @@ class Enclosure:
     """Runs programs under `limits`. Any number of runs at once, from any thread."""
 
     def __init__(self, limits: Limits, *programs: str):
-        """`programs`: others that are needed beside its own. Raises SlimxError for one that is missing."""
+        """Locates the programs that it needs. `programs`: additional ones. Raises SlimxError for a missing one."""
         self.limits = limits
         self.paths: dict[str, str] = {}
         for program in ("bwrap", "unshare", "prlimit", *programs):
-            # The environment that runs slimx may lie where nobody can read it, so it is not searched.
+            # Not PATH: the unprivileged user may not be able to read the environment that runs slimx.
             path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
             if path is None:
                 raise SlimxError(
@@ -122,7 +122,7 @@ class Enclosure:
                 )
             self.paths[program] = path
         self._rules = seccomp.program()
-        self.place = _place()
+        self.hierarchy = _hierarchy()
 
     def run(
         self,
@@ -135,38 +135,42 @@ class Enclosure:
         stdout: int | None = None,
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
-    ) -> Ran:
-        """Run `command` where bubblewrap's words `file_systems` say what it sees.
+    ) -> ProgramResult:
+        """Runs `command` on the file systems of bubblewrap's options `file_systems`.
 
-        `group_mib`: memory of everything together, where the machine can bound it. `passed`: descriptors that
-        bubblewrap reads. `stdin`: what the program reads, or a descriptor. `stdout`: a descriptor that it writes to.
-        `stop`: ends it. `disk_used`: bytes on disk, asked with the outermost process's number while it runs.
+        `group_mib`: memory limit of all processes together, if the machine supports it. `passed`: descriptors that
+        bubblewrap reads. `stdin`: input of the program, or a descriptor. `stdout`: descriptor for its output. `stop`:
+        ends it when set. `disk_used`: returns the bytes on disk, given the outermost process id.
 
         Raises NotStarted."""
-        with contextlib.ExitStack() as open_now:
-            rules = open_now.enter_context(descriptor(self._rules))
-            told = open_now.enter_context(_pipe())
-            group, go = None, None
-            if self.place is not None:
-                group = self.place.make(group_mib * MIB)
-                open_now.callback(group.remove)
-                go = open_now.enter_context(_pipe())
+        with contextlib.ExitStack() as resources:
+            rules = resources.enter_context(descriptor(self._rules))
+            status_pipe = resources.enter_context(_pipe())
             line = [*self._limited(), *self._enclosed(), *file_systems, "--seccomp", str(rules)]
-            line += ["--json-status-fd", str(told.write), *(("--block-fd", str(go.read)) if go else ())]
+            line += ["--json-status-fd", str(status_pipe.write)]
+            descriptors = [*passed, rules, status_pipe.write]
+            group = None
+            go = None
+            if self.hierarchy is not None:
+                group = self.hierarchy.make(group_mib * MIB)
+                resources.callback(group.remove)
+                go_pipe = resources.enter_context(_pipe())
+                go = go_pipe.write
+                line += ["--block-fd", str(go_pipe.read)]
+                descriptors.append(go_pipe.read)
             started = time.monotonic()
-            process = subprocess.Popen(
-                [*line, "--", *command],
-                stdin=stdin if isinstance(stdin, int) else subprocess.PIPE,
-                stdout=subprocess.PIPE if stdout is None else stdout,
-                stderr=subprocess.PIPE,
-                env={},
-                pass_fds=[*passed, rules, told.write, *((go.read,) if go else ())],
-                **({"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}),
-            )
-            told.close_write()
+            process = _start([*line, "--", *command], stdin, stdout, descriptors)
+            status_pipe.close_write()
             try:
                 watch = SandboxWatch(
-                    process, self.limits, started, told.read, group, go.write if go else None, stop, disk_used
+                    process,
+                    self.limits,
+                    started,
+                    status_fd=status_pipe.read,
+                    group=group,
+                    go=go,
+                    stop=stop,
+                    disk_used=disk_used,
                 )
                 ended = watch.until_the_end(stdin.encode() if isinstance(stdin, str) else b"")
             finally:
@@ -174,19 +178,20 @@ class Enclosure:
                 for stream in (process.stdin, process.stdout, process.stderr):
                     if stream is not None:
                         stream.close()
-        output, error = (bytes(watch.read[stream]).decode(errors="replace") for stream in ("stdout", "stderr"))
-        status = watch.exit_status()
+        output = watch.read["stdout"].decode(errors="replace")
+        error = watch.read["stderr"].decode(errors="replace")
+        status = watch.exit_status() if ended == "exit" else None
         if ended == "exit" and status is None:
             raise NotStarted(error.strip()[:300])
-        return Ran(output, error, ended, status if ended == "exit" else None, time.monotonic() - started)
+        return ProgramResult(output, error, ended, status, time.monotonic() - started)
 
     def _limited(self) -> list[str]:
         limits = self.limits
         return [
-            # The kernel counts a user's processes per user namespace: in a fresh one, only ours are counted.
+            # The kernel counts a user's processes per user namespace; a new one counts only those of this program.
             *(self.paths["unshare"], "--user", "--map-current-user", "--"),
             self.paths["prlimit"],
-            f"--nproc={limits.processes + OWN_PROCESSES}",
+            f"--nproc={limits.processes + EXTRA_PROCESSES}",
             f"--as={limits.memory_mib * MIB}",
             f"--fsize={limits.disk_mib * MIB}",
             f"--cpu={int(limits.seconds * (limits.processes + 1)) + 1}",
@@ -198,15 +203,33 @@ class Enclosure:
     def _enclosed(self) -> list[str]:
         words = [self.paths["bwrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-        # A name space made inside would have powers of its own, and limits of its own.
+        # In a nested namespace the program would have capabilities, and other limits.
         if _can_disable_userns(self.paths["bwrap"]):
             words += ["--unshare-user", "--disable-userns"]
         return words
 
 
+def _start(
+    line: Sequence[str], stdin: str | int, stdout: int | None, descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Starts a process with an empty environment, as an unprivileged user if this process is root."""
+    as_root = os.geteuid() == 0
+    return subprocess.Popen(
+        line,
+        stdin=stdin if isinstance(stdin, int) else subprocess.PIPE,
+        stdout=subprocess.PIPE if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        env={},
+        pass_fds=descriptors,
+        user=NOBODY if as_root else None,
+        group=NOBODY if as_root else None,
+        extra_groups=[] if as_root else None,
+    )
+
+
 @contextlib.contextmanager
 def descriptor(content: bytes) -> Iterator[int]:
-    """The descriptor of a file in memory with this content."""
+    """Yields the descriptor of an in-memory file with this content."""
     with os.fdopen(os.memfd_create("sandbox"), "w+b") as file:
         file.write(content)
         file.flush()

@@ -1,12 +1,12 @@
-"""A memory control group for one run in the sandbox: everything that its processes keep in memory counts, also what no
-process has mapped (files in memory, shared segments, buffers of the kernel).
+"""A memory control group (cgroup) for one program in the sandbox. It counts all memory of its processes, including
+unmapped memory: files in memory, shared segments, kernel buffers.
 
-    Hierarchy: where this process may make groups  -- make -->  MemoryGroup: limit, processes, did it overflow, remove
+    Hierarchy: where this process may create groups  -- make -->  MemoryGroup: limit, members, overflow, remove
 
-Control groups of version 1 are made below this process's own, where it may write there (root). Of version 2: below or
-beside its own, where that part of the tree hands the memory controller on and is delegated to this user (a systemd
-user session, a unit with Delegate=yes). Nothing is moved and no group is configured but those made here, so that
-limits set on this process stay in force for what it runs.
+Groups of cgroup v1 are created below this process's group, if it may write there (root). Those of v2 are created below
+that group or as its siblings, if that part of the tree enables the memory controller and is delegated to this user (a
+systemd user session, a unit with Delegate=yes). Nothing is moved, and only groups created here are configured: limits
+set on this process stay in force for its programs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import psutil
 
 PREFIX = "slimx-sandbox-"
 REMOVE_S = 2.0
-"""Seconds to wait for a group to empty whose last process is on its way out."""
+"""Seconds to wait until the last process of a group is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A directory in which groups can be made."""
+    """A directory in which groups can be created."""
 
     directory: Path
     version: int
 
     def make(self, limit: int) -> MemoryGroup:
-        """A new group that may hold `limit` bytes. Raises OSError."""
+        """Creates a group with a limit of `limit` bytes. Raises OSError."""
         directory = self.directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         directory.mkdir()
         group = MemoryGroup(directory, self.version)
@@ -53,7 +53,7 @@ class MemoryGroup:
     def limit(self, size: int) -> None:
         if self.version == 1:
             (self.directory / "memory.limit_in_bytes").write_text(str(size))
-            with contextlib.suppress(OSError):  # where swap is not accounted, or there is none
+            with contextlib.suppress(OSError):  # without swap, or without swap accounting
                 (self.directory / "memory.memsw.limit_in_bytes").write_text(str(size))
         else:
             (self.directory / "memory.max").write_text(str(size))
@@ -61,24 +61,24 @@ class MemoryGroup:
                 (self.directory / "memory.swap.max").write_text("0")
 
     def take(self, pid: int) -> None:
-        """Move a process here; what it starts from then on is here too."""
+        """Moves a process into the group; processes that it starts later belong to it, too."""
         (self.directory / "cgroup.procs").write_text(str(pid))
 
     def overflowed(self) -> bool:
-        """True once the kernel has killed a process here because the limit was reached."""
+        """Returns True once the kernel has killed a process of the group at its limit."""
         events = "memory.oom_control" if self.version == 1 else "memory.events"
         counts = dict(line.split() for line in (self.directory / events).read_text().splitlines())
         return int(counts.get("oom_kill", 0)) > 0
 
     def members(self) -> list[int]:
-        """Numbers of the processes here; none once the group has gone."""
+        """Returns the ids of the group's processes; none once the group is removed."""
         try:
-            return [int(each) for each in (self.directory / "cgroup.procs").read_text().split()]
+            return [int(pid) for pid in (self.directory / "cgroup.procs").read_text().split()]
         except OSError:
             return []
 
     def remove(self) -> None:
-        """Remove the group once its processes have ended; one that does not empty is left to the next `find`."""
+        """Removes the group once its processes have ended. One that stays occupied is left to the next `find`."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:
@@ -92,23 +92,24 @@ class MemoryGroup:
 
 
 def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
-    """The place where this process may make memory groups; None if there is none. Removes what killed processes left
-    there."""
-    for place in _places(proc):
-        if os.access(place.directory, os.W_OK) and _works(place):
-            _sweep(place.directory)
-            return place
+    """Returns a hierarchy in which this process may create memory groups; None if there is none. Removes groups that
+    killed processes left there."""
+    for hierarchy in _hierarchies(proc):
+        if os.access(hierarchy.directory, os.W_OK) and _works(hierarchy):
+            _sweep(hierarchy.directory)
+            return hierarchy
     return None
 
 
 def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-    """The group that counts the memory of a process; None where this process cannot see it."""
+    """Returns the group that counts the memory of a process; None if it is not visible to this process."""
     try:
-        own = _own(proc / str(pid))
+        paths = _group_paths(proc / str(pid))
     except OSError:
         return None
     for mounted, root, version in _mounted(proc / "self"):
-        group = MemoryGroup(_below(mounted, root, own.get("memory" if version == 1 else "", "/")), version)
+        controller = "memory" if version == 1 else ""
+        group = MemoryGroup(_below(mounted, root, paths.get(controller, "/")), version)
         with contextlib.suppress(OSError):
             group.overflowed()
             if pid in group.members():
@@ -116,17 +117,17 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
     return None
 
 
-def _own(process: Path) -> dict[str, str]:
-    """Paths of a process's groups by controller, "" for version 2."""
-    own = {}
+def _group_paths(process: Path) -> dict[str, str]:
+    """Returns the paths of a process's groups by controller, "" for version 2."""
+    paths: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    return own
+        paths |= dict.fromkeys(controllers.split(","), path)
+    return paths
 
 
 def _mounted(process: Path) -> list[tuple[str, str, int]]:
-    """Hierarchies with memory groups that a process sees: where mounted, which part of the tree, and version."""
+    """Returns the hierarchies with memory groups that a process sees: mount point, root within the tree, version."""
     found = []
     for line in (process / "mountinfo").read_text().splitlines():
         # ID, parent, device, root, mount point, options, optional fields, "-", type, source, options of the file system
@@ -140,26 +141,31 @@ def _mounted(process: Path) -> list[tuple[str, str, int]]:
     return found
 
 
-def _places(proc: Path) -> list[Hierarchy]:
-    own = _own(proc)
+def _hierarchies(proc: Path) -> list[Hierarchy]:
+    paths = _group_paths(proc)
     found = []
     for mounted, root, version in _mounted(proc):
         if version == 1:
-            found.append(Hierarchy(_below(mounted, root, own.get("memory", "/")), 1))
-        elif "" in own:
-            mine = _below(mounted, root, own[""])
-            beside = [mine.parent] if mine != Path(mounted) and _delegated(mine.parent) else []
-            found += [Hierarchy(each, 2) for each in (mine, *beside) if _hands_memory_on(each)]
+            found.append(Hierarchy(_below(mounted, root, paths.get("memory", "/")), 1))
+        elif "" in paths:
+            current = _below(mounted, root, paths[""])
+            candidates = [current]
+            if current != Path(mounted) and _delegated(current.parent):
+                candidates.append(current.parent)
+            for directory in candidates:
+                if _enables_memory(directory):
+                    found.append(Hierarchy(directory, 2))
     return found
 
 
 def _below(mounted: str, root: str, path: str) -> Path:
-    """The directory of group `path` where the tree from `root` on is mounted."""
-    inside = os.path.relpath(path, root) if path.startswith(root.rstrip("/") + "/") else "."
-    return Path(mounted) / inside
+    """Returns the directory of group `path` if the subtree `root` is mounted at `mounted`."""
+    if path.startswith(root.rstrip("/") + "/"):
+        return Path(mounted) / os.path.relpath(path, root)
+    return Path(mounted)
 
 
-def _hands_memory_on(directory: Path) -> bool:
+def _enables_memory(directory: Path) -> bool:
     try:
         return "memory" in (directory / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -167,7 +173,7 @@ def _hands_memory_on(directory: Path) -> bool:
 
 
 def _delegated(directory: Path) -> bool:
-    """True if the group is this user's to divide: root may write everywhere, so there systemd's mark must say it."""
+    """Returns True if this user may create groups in it. root may write everywhere, so it needs systemd's mark."""
     if os.geteuid() != 0:
         return os.access(directory / "cgroup.procs", os.W_OK)
     for mark in ("trusted.delegate", "user.delegate"):
@@ -177,9 +183,9 @@ def _delegated(directory: Path) -> bool:
     return False
 
 
-def _works(place: Hierarchy) -> bool:
+def _works(hierarchy: Hierarchy) -> bool:
     try:
-        place.make(2**24).remove()
+        hierarchy.make(2**24).remove()
     except OSError:
         return False
     return True

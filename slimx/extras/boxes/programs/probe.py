@@ -1,6 +1,6 @@
-"""The program that `Sandbox.check` runs inside: tries what the sandbox promises to prevent, and prints what it found.
+"""The program that `Sandbox.check` runs in the sandbox: tries what the sandbox must prevent, and prints the results.
 
-It is run as a program inside, where slimx is not installed, and imports nothing but Python's own library.
+slimx is not installed in the sandbox, so this file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
-CLONE_NEWUSER, AF_VSOCK = 0x10000000, 40
+CLONE_NEWUSER = 0x10000000
+AF_VSOCK = 40
 VISIBLE = {"bin", "code", "dev", "lib", "lib64", "proc", "tmp", "usr"}
 
 
 def source() -> str:
-    """This file."""
+    """Returns the text of this file."""
     return Path(__file__).read_text()
 
 
-def fails(action: object, *arguments: object) -> bool:
+def fails(action: Callable[..., object], *arguments: object) -> bool:
     try:
         action(*arguments)
     except (OSError, MemoryError):
@@ -36,8 +38,8 @@ def write(path: str) -> None:
 
 
 def processes(limit: int) -> int:
-    """The number of processes that can be started, up to `limit`."""
-    started = []
+    """Returns the number of processes that can be started, up to `limit`."""
+    started: list[int] = []
     release, hold = os.pipe()
     try:
         while len(started) < limit:

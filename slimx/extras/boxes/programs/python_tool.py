@@ -1,4 +1,4 @@
-"""An environment with a Python tool: the model may run programs in the sandbox before it answers."""
+"""An environment with a Python tool: the model can run programs in the sandbox before it answers."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from slimx.extras.boxes.programs.sandbox import Limits, Sandbox
 
 
 class PythonTool:
-    """A turn whose last fenced block is Python is run, and its output is the next turn; a turn without one is the
-    answer."""
+    """An environment that runs the last fenced Python block of a turn and returns its output as the next turn. A turn
+    without a block is the answer."""
 
     def __init__(self, *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 8, role: str = "user"):
-        """Limits of one program. `role`: of the turns that hold output, as the model's chat template knows it."""
+        """Creates the sandbox with the limits of one program. `role`: role of output turns in the chat template."""
         self.sandbox = Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes))
         self.role = role
         self.runs = 0
 
     @classmethod
     def check(cls, **options: object) -> None:
-        """Refuse a run on a machine where the sandbox does not hold (SlimxError)."""
-        cls(**options).sandbox.check()  # type: ignore[arg-type]
+        """Raises SlimxError on a machine where the sandbox does not isolate programs."""
+        cls(**options).sandbox.check()  # type: ignore[arg-type]  # options are checked against __init__ before
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """The prompt says it all."""
+        """Returns no observation in addition to the prompt."""
         return ""
 
     async def step(self, text: str) -> Step:
-        """Run the program, if there is one."""
+        """Runs the program of a turn; ends the episode if there is none."""
         program = last_program(text)
         if program is None:
             return Step(done=True, info={"runs": self.runs})
         self.runs += 1
-        ran = await self.sandbox.run(program)
-        output = (ran.stdout + ran.stderr).strip() or "(no output)"
-        ending = "" if ran.ended == "exit" else f"\n(killed: over the limit of {ran.ended})"
-        return Step(text=f"Output:\n{output}{ending}", role=self.role, tool_calls=1)
+        result = await self.sandbox.run(program)
+        output = (result.stdout + result.stderr).strip() or "(no output)"
+        if result.ended != "exit":
+            output += f"\n(killed: over the limit of {result.ended})"
+        return Step(text=f"Output:\n{output}", role=self.role, tool_calls=1)
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: no program outlives its turn."""

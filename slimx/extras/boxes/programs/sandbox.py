@@ -1,12 +1,12 @@
-"""Runs Python that a model wrote, so that it can harm neither the machine nor the run.
+"""Runs Python code that a model wrote, isolated from the machine and the run.
 
-    slimx --> unshare (a user namespace of its own, where processes are counted) --> prlimit --> bubblewrap --> python
+    slimx --> unshare (a new user namespace, where processes are counted) --> prlimit --> bubblewrap --> python
 
-bubblewrap (Debian: `bubblewrap`) gives the code its own user, process, network, mount and host name spaces, no
-capabilities, and nothing but /usr to read and a small /tmp to write. A filter denies the system calls that would lead
-out of that (`seccomp`), resource limits bound each process, and where the machine allows it a memory control group
-bounds all of them together (`memory_group`). As root the code runs as nobody: limits on the number of processes do not
-bind root. How the code ended is read from bubblewrap, over a descriptor that the code does not have.
+bubblewrap (Debian: `bubblewrap`) puts the code into new user, process, network, mount and host name namespaces, without
+capabilities, with /usr read-only and a small writable /tmp. A filter denies system calls that could break out
+(`seccomp`), resource limits bound each process, and if the machine supports it a memory control group bounds all of
+them together (`memory_group`). If slimx runs as root, the code runs as an unprivileged user, because process limits do
+not apply to root. The exit status is read from bubblewrap, over a descriptor that the code does not have.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dataclasses import replace
 
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs import probe as sandbox_probe
-from slimx.extras.boxes.programs.enclosure import MIB, OWN_PROCESSES, Enclosure, Ran, descriptor, in_thread
+from slimx.extras.boxes.programs.enclosure import EXTRA_PROCESSES, MIB, Enclosure, ProgramResult, descriptor, in_thread
 from slimx.extras.boxes.programs.watch import Limits
 
 TRIAL_S = 60.0
-"""Seconds that the trial may take besides the limit of a program, as a busy machine is slow to start it."""
+"""Seconds that the trial may take in addition to a program's limit, because a busy machine is slow to start it."""
 
 
 class Sandbox:
-    """Runs code under `limits`, those of `Limits()` unless given. Any number of runs at once, from any thread."""
+    """Runs code under `limits`, `Limits()` by default. Any number of runs at once, from any thread."""
 
     def __init__(self, limits: Limits | None = None):
-        """Raises SlimxError for a program that is missing."""
+        """Locates its programs. Raises SlimxError for a missing one."""
         self.limits = limits or Limits()
         self._enclosure = Enclosure(self.limits, "python3")
 
-    async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """Run `code` as `run_blocking` does, in a thread of the sandbox's own. Cancelling the call ends the code."""
+    async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> ProgramResult:
+        """Runs `code`, see `run_blocking`, in a sandbox thread. Cancelling the call ends the code."""
         return await in_thread(lambda stop: self.run_blocking(code, stdin=stdin, files=files, stop=stop))
 
     def run_blocking(
@@ -47,10 +47,10 @@ class Sandbox:
         stdout: int | None = None,
         files: Mapping[str, str] | None = None,
         stop: threading.Event | None = None,
-    ) -> Ran:
-        """Run `code` as a program. `stdin`: what it reads, or a descriptor that it reads from. `stdout`: a descriptor
-        that it writes to, instead of `Ran.stdout`. `files`: contents by name, read-only beside it in /code, where it is
-        imported from. It is killed once `stop` is set.
+    ) -> ProgramResult:
+        """Runs `code` as a program. `stdin`: its input, or a descriptor. `stdout`: descriptor for its output, instead
+        of `ProgramResult.stdout`. `files`: contents by name, read-only in /code next to the program, importable.
+        `stop`: kills it when set.
 
         Raises SlimxError if the sandbox itself cannot start."""
         with _files({**(files or {}), "main.py": code}) as named:
@@ -66,33 +66,32 @@ class Sandbox:
 
     @property
     def memory_bound(self) -> str:
-        """The bound that holds for the memory of all processes of a run together."""
-        if self._enclosure.place is not None:
-            return (
-                f"a control group (version {self._enclosure.place.version}) holds everything to memory_mib + disk_mib"
-            )
-        return "each process is held to memory_mib of address space, all together to what they have resident"
+        """How the memory of all processes of a program together is limited, in words."""
+        hierarchy = self._enclosure.hierarchy
+        if hierarchy is not None:
+            return f"a control group (version {hierarchy.version}) limits all processes to memory_mib + disk_mib"
+        return "memory_mib limits the address space of each process, and the resident memory of all together"
 
     def check(self) -> None:
-        """Try to break out, once. Raises SlimxError naming the guarantees that this machine does not give."""
+        """Tries to break out, once. Raises SlimxError naming the guarantees that this machine does not give."""
         patient = type(self)(replace(self.limits, seconds=self.limits.seconds + TRIAL_S))
         outside = {
             "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sandbox_probe.NAMESPACES},
-            "processes": self.limits.processes + OWN_PROCESSES,
+            "processes": self.limits.processes + EXTRA_PROCESSES,
             "memory": self.limits.memory_mib * MIB,
         }
-        ran = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
-        if not ran.ok:
+        result = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
+        if not result.ok:
             raise SlimxError(
-                f"the sandbox could not be tried (the trial {ran.ending}): {ran.stderr.strip()[-300:]}",
+                f"the trial of the sandbox failed (it {result.ending}): {result.stderr.strip()[-300:]}",
                 code="sandbox.probe",
-                about=ran.ended,
+                about=result.ended,
             )
-        missing = [promise for promise, kept in json.loads(ran.stdout).items() if not kept]
+        missing = [promise for promise, fulfilled in json.loads(result.stdout).items() if not fulfilled]
         if missing:
             raise SlimxError(
-                f"the sandbox does not hold on this machine: {'; '.join(missing)}; allow user namespaces "
-                "(sysctl user.max_user_namespaces, or the container's seccomp profile) or leave out what runs code",
+                f"the sandbox does not guarantee on this machine: {'; '.join(missing)}; allow user namespaces (sysctl "
+                "user.max_user_namespaces, or the container's seccomp profile), or remove hooks that run code",
                 code="sandbox.promise",
                 about=missing[0],
             )
@@ -109,7 +108,7 @@ class Sandbox:
 
 
 def host_programs() -> list[str]:
-    """bubblewrap's words for the programs of this machine, to read."""
+    """Returns bubblewrap's options for read-only access to this machine's programs."""
     words = ["--ro-bind", "/usr", "/usr"]
     for directory in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{directory}"):
@@ -121,13 +120,13 @@ def host_programs() -> list[str]:
 
 @contextlib.contextmanager
 def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
-    """Descriptors by name of files in memory."""
-    with contextlib.ExitStack() as open_now:
+    """Yields descriptors of in-memory files by name."""
+    with contextlib.ExitStack() as resources:
         named: dict[str, int] = {}
         for name, content in contents.items():
             if "/" in name or name.startswith("."):
                 raise SlimxError(
-                    f"the sandbox puts files beside the code, and {name!r} is no plain name",
+                    f"the sandbox puts files next to the code, and {name!r} is not a plain file name",
                 )
-            named[name] = open_now.enter_context(descriptor(content.encode()))
+            named[name] = resources.enter_context(descriptor(content.encode()))
         yield named

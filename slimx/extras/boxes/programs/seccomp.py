@@ -1,10 +1,8 @@
-"""The system calls that code in the sandbox may not make, as the program that the kernel runs at each of its calls,
-and as the profile of a container.
+"""The system call filter of the sandbox, as a BPF program for bubblewrap and as a profile for container engines.
 
-Denied are the calls that reach other name spaces, other processes or the kernel's own machinery, that keep memory which
-belongs to no process's address space, and sockets other than local ones and the Internet's (a virtual machine's host is
-reached by AF_VSOCK, which no network name space shuts off). Everything else is allowed: what it may harm is limited by
-name spaces and resource limits.
+It denies calls that reach other namespaces, other processes or kernel facilities, calls that keep memory outside of any
+process's address space, and sockets other than local and Internet ones (AF_VSOCK reaches a virtual machine's host from
+any network namespace). All other calls are allowed: namespaces and resource limits bound their effect.
 
 Numbers: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; the instruction's form:
 include/uapi/linux/filter.h; its input: struct seccomp_data in include/uapi/linux/seccomp.h.
@@ -18,9 +16,9 @@ import struct
 
 from slimx.errors import SlimxError
 
-# Call: its number on x86-64, its number on 64-bit Arm. Calls of Linux 5.2 and later have one number everywhere.
+# Call: its numbers on x86-64 and on 64-bit Arm. Calls since Linux 5.2 have the same number on both.
 _DENIED = {
-    # Name spaces and mounts.
+    # Namespaces and mounts.
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
     "setns": (308, 268), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "open_tree": (428, 428), "move_mount": (429, 429), "mount_setattr": (442, 442), "sethostname": (170, 161),
@@ -28,7 +26,7 @@ _DENIED = {
     # Other processes.
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "process_madvise": (440, 440), "pidfd_getfd": (438, 438),
-    # The kernel's machinery.
+    # Kernel facilities.
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
@@ -42,7 +40,9 @@ _DENIED = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
 }  # fmt: skip
-_CLONE, _CLONE3, _SOCKET = (56, 220), 435, (41, 198)
+_CLONE = (56, 220)
+_CLONE3 = 435
+_SOCKET = (41, 198)
 _NEW_NAMESPACE = 0x7E020000
 """CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET."""
 _FAMILIES = (1, 2, 10)
@@ -51,21 +51,31 @@ _FAMILIES = (1, 2, 10)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the numbers, and AUDIT_ARCH, by `platform.machine`."""
 _ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
-_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
-"""Offsets in seccomp_data; of the first argument its lower half."""
-_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_BITS = 0x45
+_RETURN = 0x06
+_NUMBER = 0
+"""Offset of the call's number in seccomp_data."""
+_ARCH = 4
+"""Offset of the architecture in seccomp_data."""
+_ARGUMENT = 16
+"""Offset of the lower half of the first argument in seccomp_data."""
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_FAIL = 0x00050000
 
 
 def program() -> bytes:
-    """The filter for this machine, as bubblewrap's --seccomp reads it. Denied calls fail with EPERM; clone3, whose
-    flags a filter cannot see, with ENOSYS, upon which the C library takes clone.
+    """Returns the filter for this machine in the format of bubblewrap's --seccomp. Denied calls fail with EPERM.
+    clone3, whose flags a filter cannot read, fails with ENOSYS, after which the C library uses clone.
 
     Raises SlimxError on machines other than x86-64 and 64-bit Arm."""
     machine = platform.machine()
     if machine not in _MACHINES:
         raise SlimxError(
-            f"the sandbox knows no system calls of {machine} machines; run what needs it on x86_64 or aarch64",
+            f"the sandbox does not support {machine} machines; run hooks that need it on x86_64 or aarch64",
             code="sandbox.machine",
             about=machine,
         )
@@ -75,12 +85,13 @@ def program() -> bytes:
         _step(_EQUAL, arch, 1, 0),
         _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER),
-        # Numbers from here on are another ABI's on x86-64 (x32), and nobody's on Arm.
+        # Higher numbers belong to another ABI on x86-64 (x32), and do not exist on Arm.
         _step(_AT_LEAST, 0x40000000, 0, 1),
         _step(_RETURN, _KILL),
     ]
     for numbers in _DENIED.values():
-        if (number := numbers[column]) is not None:
+        number = numbers[column]
+        if number is not None:
             code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | errno.EPERM)]
     code += [_step(_EQUAL, _CLONE3, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
     code += [
@@ -91,17 +102,17 @@ def program() -> bytes:
         _step(_RETURN, _ALLOW),
     ]
     code += [_step(_EQUAL, _SOCKET[column], 0, 2 + len(_FAMILIES)), _step(_LOAD, _ARGUMENT)]
-    code += [_step(_EQUAL, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)]
+    code += [_step(_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)]
     code += [_step(_RETURN, _FAIL | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
     return b"".join(code)
 
 
 def profile() -> dict[str, object]:
-    """The same filter as container runtimes read it, `--security-opt seccomp=FILE` (OCI runtime specification,
-    config-linux, seccomp). Raises as `program` does."""
+    """Returns the same filter for container runtimes, `--security-opt seccomp=FILE` (OCI runtime specification,
+    config-linux, seccomp). Raises the same errors as `program`."""
     machine = platform.machine()
     if machine not in _MACHINES:
-        program()  # says so
+        program()  # raises
     column = _MACHINES[machine][0]
 
     def denied(names: list[str], error: int, *conditions: dict[str, object]) -> dict[str, object]:
@@ -114,7 +125,7 @@ def profile() -> dict[str, object]:
     others = [family for family in range(max(_FAMILIES)) if family not in _FAMILIES]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
-        "architectures": [_ARCHITECTURES[machine]],  # calls of others are not allowed
+        "architectures": [_ARCHITECTURES[machine]],  # calls of other architectures are denied
         "syscalls": [
             denied([name for name, numbers in _DENIED.items() if numbers[column] is not None], errno.EPERM),
             denied(["clone3"], errno.ENOSYS),
@@ -126,5 +137,5 @@ def profile() -> dict[str, object]:
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; a jump skips so many of those after it."""
+    """Encodes one instruction. `if_true`, `if_false`: number of instructions that a jump skips."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)

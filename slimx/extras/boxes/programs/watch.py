@@ -1,4 +1,4 @@
-"""Watches one run in the sandbox: feeds it, reads it, and ends it at a limit."""
+"""Supervises one program in the sandbox: writes its input, reads its output, and enforces its limits."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from slimx.extras.boxes.programs.memory_group import MemoryGroup
 
 Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
-"""Between two looks at the memory of all processes together."""
+"""Interval of checking the memory of all processes together, in seconds."""
 STOP_S = 5.0
-"""Seconds for a process to stop, or to end after the one it waits for."""
+"""Seconds for a process to stop, or to end after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one run of code."""
+    """Limits of one program."""
 
     seconds: Annotated[float, Meta(gt=0)] = 10.0
-    """Wall clock."""
+    """Wall-clock time."""
     memory_mib: Whole = 512
-    """Address space of each process, and memory of all together."""
+    """Address space of each process, and memory of all processes together."""
     processes: Whole = 8
-    """Besides the first one; threads count."""
+    """Processes and threads in addition to the first one."""
     disk_mib: Whole = 16
-    """All files that it may write together: in memory in a sandbox's /tmp, on disk in a box."""
+    """Size of all files it may write: in memory for a sandbox's /tmp, on disk for a box."""
     output_kib: Whole = 64
-    """KiB kept of stdout and of stderr, each."""
+    """KiB of stdout, and of stderr."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if isinstance(each.default, int):
-                value = as_whole(getattr(self, each.name))
+        for limit in fields(self):
+            if isinstance(limit.default, int):
+                value = as_whole(getattr(self, limit.name))
                 if not isinstance(value, int):
                     raise SlimxError(
-                        f"{each.name} of a sandbox or a box is {value!r}; give a whole number",
+                        f"{limit.name} of a sandbox or a box is {value!r}; give a whole number",
                         code="sandbox.limit",
-                        about=each.name,
+                        about=limit.name,
                     )
-                object.__setattr__(self, each.name, value)
+                object.__setattr__(self, limit.name, value)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left. With the first process of a process name space, bubblewrap's child, the kernel ends all others
-    in it. bubblewrap is stopped meanwhile: killed alone it may leave a child that it has just begun."""
+    """Kills the remaining processes. Killing bubblewrap's child, the first process of the process namespace, makes the
+    kernel kill all others in it. bubblewrap is suspended meanwhile: killed alone, it may leave a child just started."""
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             outer = psutil.Process(process.pid)
@@ -70,7 +70,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             children = outer.children()
             for first in children:
                 first.kill()
-            if children:  # it ends by itself once it has seen the end of its child
+            if children:  # it exits once it has reaped its child
                 outer.resume()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_S)
@@ -79,71 +79,70 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SandboxWatch:
-    """Feeds a process and reads it until it ends or meets a limit."""
+    """Writes to and reads from a process until it ends or reaches a limit."""
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         limits: Limits,
         started: float,
-        told: int | None,
+        *,
+        status_fd: int | None = None,
         group: MemoryGroup | None = None,
         go: int | None = None,
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ):
-        """`told`: the descriptor that bubblewrap reports on, where it is what runs. `group`: where the processes
-        belong; bubblewrap waits for a byte on `go` until they are there. `stop`: ends it. `disk_used`: bytes on disk,
-        by the process's number."""
-        self.process, self.limits, self.group, self._go, self._stop = process, limits, group, go, stop
+        """Watches a started process. `status_fd`: descriptor of bubblewrap's status, if the process is bubblewrap.
+        `group`: memory group for the processes; bubblewrap waits for a byte on `go` until they belong to it. `stop`:
+        ends the program when set. `disk_used`: returns the bytes on disk, given the process id."""
+        self.process = process
+        self.limits = limits
+        self.group = group
+        self._go = go
+        self._stop = stop
         self._disk_used = disk_used
         self.deadline = started + limits.seconds
-        self.read = {"stdout": bytearray(), "stderr": bytearray(), "told": bytearray()}
-        self._streams = {"stdout": process.stdout, "stderr": process.stderr, "told": told}
+        self.read = {"stdout": bytearray(), "stderr": bytearray(), "status": bytearray()}
+        self._streams = {"stdout": process.stdout, "stderr": process.stderr, "status": status_fd}
+        self._unwritten = memoryview(b"")
+        self._next_look = time.monotonic()
+        self._next_disk_look = self._next_look
 
     def exit_status(self) -> int | None:
-        """The code's exit status, 128 + signal number if a signal ended it; None if it has not run, or not ended."""
-        return next((said["exit-code"] for said in self._told() if "exit-code" in said), None)
+        """Returns the exit status, 128 + signal number if a signal ended it; None if it did not run or has not
+        ended."""
+        return self._reported("exit-code")
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        rest, look, look_at_disk = memoryview(stdin), time.monotonic(), time.monotonic()
-        with selectors.DefaultSelector() as ready:
+        """Writes `stdin` to the process and reads its output until it ends or reaches a limit. Returns which of them
+        happened."""
+        self._unwritten = memoryview(stdin)
+        max_output = self.limits.output_kib * 1024
+        with selectors.DefaultSelector() as selector:
             for name, stream in self._streams.items():
                 if stream is not None:
-                    ready.register(stream, selectors.EVENT_READ, name)
+                    selector.register(stream, selectors.EVENT_READ, name)
             if self.process.stdin is not None:
-                ready.register(self.process.stdin, selectors.EVENT_WRITE, "stdin")
+                selector.register(self.process.stdin, selectors.EVENT_WRITE, "stdin")
                 os.set_blocking(self.process.stdin.fileno(), False)
-            while ready.get_map():
+            while selector.get_map():
                 now = time.monotonic()
-                if now > self.deadline:
-                    return "time"
-                if self._stop is not None and self._stop.is_set():
-                    return "stop"
-                if now > look:
-                    if self._memory() > self.limits.memory_mib * MIB or self._overflowed():
-                        return "memory"
-                    look = now + LOOK_S
-                if self._disk_used is not None and now > look_at_disk:
-                    if self._disk_full():
-                        return "disk"
-                    # A large tree takes long to count: at most a fifth of the time goes into it.
-                    look_at_disk = time.monotonic() + max(LOOK_S, 4 * (time.monotonic() - now))
-                for key, _ in ready.select(min(LOOK_S, max(0.0, self.deadline - now))):
+                reached = self._reached_limit(now)
+                if reached is not None:
+                    return reached
+                for key, _ in selector.select(min(LOOK_S, max(0.0, self.deadline - now))):
                     if key.data == "stdin":
-                        rest = self._feed(rest)
-                        if rest is None:
-                            ready.unregister(key.fileobj)
-                            key.fileobj.close()
-                    elif piece := os.read(key.fd, 65536):
-                        self.read[key.data] += piece
-                        if key.data == "told":
-                            self._begin()
-                        elif len(self.read[key.data]) > self.limits.output_kib * 1024:
-                            del self.read[key.data][self.limits.output_kib * 1024 :]
-                            return "output"
+                        finished = self._write()
                     else:
-                        ready.unregister(key.fileobj)
+                        finished = self._read(key.fd, key.data)
+                        if key.data != "status" and len(self.read[key.data]) > max_output:
+                            del self.read[key.data][max_output:]
+                            return "output"
+                    if finished:
+                        selector.unregister(key.fileobj)
+                        if key.data == "stdin" and self.process.stdin is not None:
+                            self.process.stdin.close()
         try:
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -152,13 +151,36 @@ class SandboxWatch:
             return "memory"
         return "disk" if self._disk_full() else "exit"
 
-    def _told(self) -> list[dict[str, int]]:
-        """Reports of bubblewrap so far, of whole lines; nothing inside holds the descriptor that they come from."""
-        return [json.loads(line) for line in self.read["told"].split(b"\n")[:-1] if line]
+    def _reached_limit(self, now: float) -> Ended | None:
+        if now > self.deadline:
+            return "time"
+        if self._stop is not None and self._stop.is_set():
+            return "stop"
+        if now > self._next_look:
+            if self._memory() > self.limits.memory_mib * MIB or self._overflowed():
+                return "memory"
+            self._next_look = now + LOOK_S
+        if self._disk_used is not None and now > self._next_disk_look:
+            if self._disk_full():
+                return "disk"
+            # A large tree takes long to count: at most a fifth of the time is spent on it.
+            counted = time.monotonic()
+            self._next_disk_look = counted + max(LOOK_S, 4 * (counted - now))
+        return None
+
+    def _reported(self, key: str) -> int | None:
+        """Returns a value from bubblewrap's status, which is JSON lines; None if it is not reported yet. The program
+        does not have the descriptor."""
+        for line in self.read["status"].split(b"\n")[:-1]:
+            if line:
+                report = json.loads(line)
+                if key in report:
+                    return report[key]
+        return None
 
     def _begin(self) -> None:
-        """Put the processes into their group once the one inside is known, and let them go on."""
-        child = next((said["child-pid"] for said in self._told() if "child-pid" in said), None)
+        """Moves the processes into their memory group once the child is known, and lets them continue."""
+        child = self._reported("child-pid")
         if self.group is None or self._go is None or child is None:
             return
         for pid in (self.process.pid, child):
@@ -166,24 +188,36 @@ class SandboxWatch:
         os.write(self._go, b"g")
         self._go = None
 
+    def _read(self, fd: int, name: str) -> bool:
+        """Reads from a stream; returns True at its end."""
+        piece = os.read(fd, 65536)
+        self.read[name] += piece
+        if piece and name == "status":
+            self._begin()
+        return not piece
+
     def _overflowed(self) -> bool:
         return self.group is not None and self.group.overflowed()
 
     def _disk_full(self) -> bool:
         return self._disk_used is not None and self._disk_used(self.process.pid) > self.limits.disk_mib * MIB
 
-    def _feed(self, rest: memoryview) -> memoryview | None:
-        """Remaining bytes to write; None when there are none, or nobody reads them."""
+    def _write(self) -> bool:
+        """Writes to stdin; returns True if nothing remains, or if the process does not read it."""
+        assert self.process.stdin is not None
+        if not self._unwritten:
+            return True
         try:
-            rest = rest[os.write(self.process.stdin.fileno(), rest[:65536]) :] if rest else rest
+            written = os.write(self.process.stdin.fileno(), self._unwritten[:65536])
         except BlockingIOError:
-            return rest
+            return False
         except BrokenPipeError:
-            return None
-        return rest if rest else None
+            return True
+        self._unwritten = self._unwritten[written:]
+        return not self._unwritten
 
     def _memory(self) -> int:
-        """Resident bytes of everything inside."""
+        """Returns the resident bytes of all processes inside."""
         total = 0
         try:
             inside = psutil.Process(self.process.pid).children(recursive=True)

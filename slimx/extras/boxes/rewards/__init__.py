@@ -1,1 +1,1 @@
-"""Programs that the code reward runs inside its sandboxes; their source is copied there, nothing imports them here."""
+"""Programs that the code reward runs in its sandboxes. Their source is copied there; nothing here imports them."""

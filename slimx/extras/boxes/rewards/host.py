@@ -1,9 +1,9 @@
-"""Hosts a program for the judge of another sandbox: imports it and does what the judge asks of it.
+"""Hosts a program for the judge in another sandbox: imports it and executes the judge's requests on it.
 
-    stdin: what is asked (`wire`)          stdout: the answers          /code/program.py: the program
+    stdin: requests (`wire`)          stdout: responses          /code/program.py: the program
 
-Everything here is in the program's reach, and nothing here knows what the answers should be: the program may spoil its
-own answers, no more. It is run as a program inside the sandbox.
+The program can reach everything here, and nothing here has the expected answers: a malicious program can only spoil its
+own responses. This file runs as a program inside the sandbox.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import wire
 
 class Host:
     def __init__(self) -> None:
-        self.objects: list[Any] = []
-        self._asked, self._answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-        # The program reads nothing, and what it prints is not for the judge.
+        self.objects: list[object] = []
+        self._requests = os.fdopen(os.dup(0), "rb")
+        self._responses = os.fdopen(os.dup(1), "wb")
+        # The program has no input, and its output does not reach the judge.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
 
@@ -27,87 +28,90 @@ class Host:
         program: types.ModuleType | None = None
         while True:
             try:
-                asked = wire.receive(self._asked)
+                request = wire.receive(self._requests)
             except EOFError:
                 return
             try:
                 if program is None:
-                    import program as imported  # type: ignore[import-not-found]
+                    import program as imported  # exists in the sandbox only
 
                     program = imported
-                answer = {"names": self._names(program)} if "names" in asked else self._done(asked)
+                response = {"names": self._names(program)} if "names" in request else self._execute(request)
             except Exception as error:
-                answer = {"raised": [type(error).__name__, str(error)]}
-            wire.send(self._answers, answer)
+                response = {"raised": [type(error).__name__, str(error)]}
+            wire.send(self._responses, response)
 
     def _names(self, program: types.ModuleType) -> dict[str, tuple[str, Any]]:
-        found = {}
+        names: dict[str, tuple[str, Any]] = {}
         for name, value in vars(program).items():
             if name.startswith("_"):
                 continue
             if isinstance(value, types.ModuleType):
-                found[name] = "module", value.__name__
+                names[name] = ("module", value.__name__)
             elif isinstance(value, type) and issubclass(value, Exception):
-                found[name] = "exception", value.__name__
+                names[name] = ("exception", value.__name__)
             else:
                 try:
-                    found[name] = "value", wire.pack(value, self._kept)
+                    names[name] = ("value", wire.pack(value, self._reference))
                 except RecursionError:
                     continue
-        return found
+        return names
 
-    def _done(self, asked: dict[str, Any]) -> dict[str, Any]:
-        given = [wire.unpack(each, self._held) for each in asked["given"]]
-        named = {name: wire.unpack(each, self._held) for name, each in asked["named"].items()}
-        target, method = self.objects[asked["on"]], asked["method"]
+    def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
+        args = [wire.unpack(arg, self._resolve) for arg in request["given"]]
+        kwargs = {name: wire.unpack(arg, self._resolve) for name, arg in request["named"].items()}
+        target: Any = self.objects[request["on"]]
+        method = request["method"]
         if method == "__getattribute__":
-            value = getattr(target, *given)
+            value = getattr(target, *args)
         elif method == "__call__":
-            value = target(*given, **named)
+            value = target(*args, **kwargs)
         elif method == "__bool__":
             value = bool(target)
         elif method == "__iter__":
             value = iter(target)
         elif hasattr(type(target), method):
-            value = getattr(type(target), method)(target, *given, **named)
-        else:  # as Python says it, which its own functions expect
+            value = getattr(type(target), method)(target, *args, **kwargs)
+        else:  # Python's own error, which built-in functions expect
             raise TypeError(f"{type(target).__name__} has no {method}")
-        changed = [wire.pack(each, self._kept) for each in given]
-        return {"value": wire.pack(value, self._kept), "changed": changed}
+        changed = [wire.pack(arg, self._reference) for arg in args]
+        return {"value": wire.pack(value, self._reference), "changed": changed}
 
-    def _kept(self, value: Any) -> dict[str, Any]:
+    def _reference(self, value: object) -> dict[str, int]:
         if isinstance(value, _Function):
-            return {"function": value.number}
-        for number, kept in enumerate(self.objects):
-            if kept is value:
-                return {"object": number}
+            return {"function": value.index}
+        for index, known in enumerate(self.objects):
+            if known is value:
+                return {"object": index}
         self.objects.append(value)
         return {"object": len(self.objects) - 1}
 
-    def _held(self, kind: str, number: int) -> Any:
-        return self.objects[number] if kind == "object" else _Function(self, number)
+    def _resolve(self, kind: str, index: int) -> object:
+        return self.objects[index] if kind == "object" else _Function(self, index)
 
-    def call(self, number: int, given: tuple[Any, ...]) -> Any:
-        """The result of a function of the judge's, which may ask things meanwhile."""
-        wire.send(self._answers, {"function": number, "given": [wire.pack(each, self._kept) for each in given]})
+    def call(self, index: int, args: tuple[object, ...]) -> Any:
+        """Calls a function of the judge, which may send requests meanwhile."""
+        packed = [wire.pack(arg, self._reference) for arg in args]
+        wire.send(self._responses, {"function": index, "given": packed})
         while True:
-            said = wire.receive(self._asked)
-            if "method" in said:
-                wire.send(self._answers, self._done(said))
-            elif "raised" in said:
-                raise RuntimeError(": ".join(said["raised"]))
+            message = wire.receive(self._requests)
+            if "method" in message:
+                wire.send(self._responses, self._execute(message))
+            elif "raised" in message:
+                raise RuntimeError(": ".join(message["raised"]))
             else:
-                return wire.unpack(said["value"], self._held)
+                return wire.unpack(message["value"], self._resolve)
 
 
 class _Function:
-    """A function of the judge's, for the program to call."""
+    """A function of the judge that the program can call."""
 
-    def __init__(self, host: Host, number: int):
-        self.host, self.number = host, number
+    def __init__(self, host: Host, index: int):
+        self.host = host
+        self.index = index
 
-    def __call__(self, *given: Any) -> Any:
-        return self.host.call(self.number, given)
+    def __call__(self, *args: object) -> Any:
+        return self.host.call(self.index, args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Runs one test of a program that lives in another sandbox, and exits with the verdict: it is run as a program itself.
+"""Runs one test of a program that is in another sandbox, and exits with the verdict. This file runs as a program.
 
-    stdin: what the program answers          stdout: what it is asked (`wire`)          /code/test: the test
+    stdin: the program's responses          stdout: requests to it (`wire`)          /code/test: the test
 
-Names that the test does not define are the program's, but for Python's and those of modules that compare (`KNOWN`).
-Values of plain types are compared here, where the program cannot reach; its other objects stay with it, and are asked
-over the wire for attributes, items and results, but not whether they equal something.
+Names that the test does not define are the program's, except for Python's and those of comparing modules (`KNOWN`).
+Plain values are compared here, out of the program's reach. Other objects stay with the program: requests get their
+attributes, items and results, but never compare them.
 
-Exit status: 0 the test passed, 1 it did not, 3 the test itself cannot be run this way (the reason is on stderr).
+Exit status: 0 the test passed, 1 it failed, 3 the test itself cannot be run this way (the reason is on stderr).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ FORWARDED = (
     "__call__", "__len__", "__iter__", "__next__", "__getitem__", "__setitem__", "__delitem__", "__str__", "__repr__",
     "__bool__", "__int__", "__float__", "__enter__", "__exit__",
 )  # fmt: skip
-"""Methods of Python that the program's objects are asked for. Operators are not: f(2) - 4 would tell it the 4."""
+"""Special methods that are forwarded to the program's objects. Operators are not: f(2) - 4 would reveal the 4."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
-"""Functions that would let the program run its own code here."""
+"""Functions that would let the program execute code here."""
 KNOWN = {
     **{name: name for name in ("math", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
     "np": "numpy", "pd": "pandas", "sp": "scipy", "approx": "pytest:approx", "isclose": "math:isclose",
@@ -37,140 +38,148 @@ KNOWN = {
     **{name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
     "Decimal": "decimal:Decimal", "Fraction": "fractions:Fraction",
 }  # fmt: skip
-"""Modules and functions that tests compare with under these names, often without an import."""
+"""Modules and functions that tests use for comparisons under these names, often without an import."""
 
 
 class Unfit(BaseException):
-    """The test hands over what cannot leave this process."""
+    """Raised if the test passes a value to the program that cannot leave this process."""
 
 
 class ProgramError(Exception):
-    """An exception that the program raised and that is none of Python's own."""
+    """An exception of the program whose type is not one of Python's."""
 
 
-class Program:
+class RemoteProgram:
     """The program under test, in the other sandbox."""
 
     def __init__(self) -> None:
-        self.objects: dict[int, Remote] = {}
-        self.functions: list[Any] = []
+        self.objects: dict[int, RemoteObject] = {}
+        self.functions: list[Callable[..., object]] = []
         self.exceptions: dict[str, type[Exception]] = {}
-        # Kept from the test, which may print.
-        self._answers, self._questions = sys.stdin.buffer, sys.stdout.buffer
+        # Out of the test's reach, which may print.
+        self._responses = sys.stdin.buffer
+        self._requests = sys.stdout.buffer
         sys.stdout = sys.stderr
 
     def names(self) -> dict[str, Any]:
-        """The program's public names. Modules are imported here, if they are Python's own."""
-        found: dict[str, Any] = {}
-        wire.send(self._questions, {"names": True})
+        """Returns the program's public names. Modules of the standard library are imported here."""
+        values: dict[str, Any] = {}
+        wire.send(self._requests, {"names": True})
         for name, (kind, content) in self._result().items():
             if kind == "module" and content.partition(".")[0] in sys.stdlib_module_names:
-                found[name] = importlib.import_module(content)
+                values[name] = importlib.import_module(content)
             elif kind == "exception":
-                found[name] = self.exceptions[content] = type(name, (Exception,), {})
+                exception = type(name, (Exception,), {})
+                self.exceptions[content] = exception
+                values[name] = exception
             elif kind == "value":
-                found[name] = wire.unpack(content, self._held)
-        return found
+                values[name] = wire.unpack(content, self._resolve)
+        return values
 
-    def ask(self, method: str, target: Remote, *given: Any, **named: Any) -> Any:
-        """The result of a method of one of the program's objects. Arguments that it changed in place change here."""
-        asked = {
+    def request(self, method: str, target: RemoteObject, *args: object, **kwargs: object) -> Any:
+        """Calls a method of one of the program's objects. Changes to arguments are applied here as well."""
+        message = {
             "method": method,
-            "on": target._number,
-            "given": [wire.pack(each, self._kept) for each in given],
-            "named": {name: wire.pack(each, self._kept) for name, each in named.items()},
+            "on": target._index,
+            "given": [wire.pack(arg, self._reference) for arg in args],
+            "named": {name: wire.pack(arg, self._reference) for name, arg in kwargs.items()},
         }
-        wire.send(self._questions, asked)
-        return self._result(given)
+        wire.send(self._requests, message)
+        return self._result(args)
 
-    def _result(self, given: tuple[Any, ...] = ()) -> Any:
+    def _result(self, args: tuple[object, ...] = ()) -> Any:
         while True:
-            said = wire.receive(self._answers)
-            if "names" in said:
-                return said["names"]
-            if "function" in said:
-                wire.send(self._questions, self._call(said))
-            elif "raised" in said:
-                name, text = said["raised"]
-                kind = self.exceptions.get(name) or getattr(builtins, name, None)
-                known = isinstance(kind, type) and issubclass(kind, Exception)
-                raise kind(text) if known else ProgramError(f"{name}: {text}")
+            response = wire.receive(self._responses)
+            if "names" in response:
+                return response["names"]
+            if "function" in response:
+                wire.send(self._requests, self._call(response))
+            elif "raised" in response:
+                raise self._exception(*response["raised"])
             else:
-                for mine, theirs in zip(given, said["changed"], strict=True):
-                    _change(mine, wire.unpack(theirs, self._held))
-                return wire.unpack(said["value"], self._held)
+                for local, remote in zip(args, response["changed"], strict=True):
+                    _change(local, wire.unpack(remote, self._resolve))
+                return wire.unpack(response["value"], self._resolve)
 
-    def _call(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Let the program call a function that the test gave it."""
+    def _exception(self, name: str, text: str) -> Exception:
+        kind = self.exceptions.get(name) or getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            return kind(text)
+        return ProgramError(f"{name}: {text}")
+
+    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Calls a function that the test passed to the program, at the program's request."""
         try:
-            given = [wire.unpack(each, self._held) for each in said["given"]]
-            return {"value": wire.pack(self.functions[said["function"]](*given), self._kept)}
+            args = [wire.unpack(arg, self._resolve) for arg in message["given"]]
+            return {"value": wire.pack(self.functions[message["function"]](*args), self._reference)}
         except (Exception, Unfit) as error:
             return {"raised": [type(error).__name__, str(error)]}
 
-    def _held(self, kind: str, number: int) -> Any:
+    def _resolve(self, kind: str, index: int) -> object:
         if kind == "function":
-            return self.functions[number]
-        return self.objects.setdefault(number, Remote(self, number))
+            return self.functions[index]
+        return self.objects.setdefault(index, RemoteObject(self, index))
 
-    def _kept(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, Remote):
-            return {"object": value._number}
+    def _reference(self, value: object) -> dict[str, int]:
+        if isinstance(value, RemoteObject):
+            return {"object": value._index}
         if not callable(value) or value in NEVER:
-            raise Unfit(f"{value!r:.80} cannot be handed to the program: give it plain values or functions")
+            raise Unfit(f"{value!r:.80} cannot be passed to the program; pass plain values or functions")
         self.functions.append(value)
         return {"function": len(self.functions) - 1}
 
 
-class Remote:
-    """An object of the program's. Two are equal only if they are the same one."""
+class RemoteObject:
+    """An object of the program. Two are equal only if they are identical."""
 
-    def __init__(self, program: Program, number: int):
-        self._program, self._number = program, number
+    def __init__(self, program: RemoteProgram, index: int):
+        self._program = program
+        self._index = index
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._program.ask("__getattribute__", self, name)
+        return self._program.request("__getattribute__", self, name)
 
 
-def _forwarded(method: str) -> Any:
-    return lambda self, *given, **named: self._program.ask(method, self, *given, **named)
+def _forwarded(method: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self._program.request(method, self, *args, **kwargs)
 
 
 for _method in FORWARDED:
-    setattr(Remote, _method, _forwarded(_method))
+    setattr(RemoteObject, _method, _forwarded(_method))
 
 
-def _change(mine: Any, theirs: Any) -> None:
-    if type(mine) is type(theirs) and mine != theirs:
-        if isinstance(mine, list):
-            mine[:] = theirs
-        elif isinstance(mine, (dict, set)):
-            mine.clear()
-            mine.update(theirs)
+def _change(local: Any, remote: Any) -> None:
+    """Applies the program's changes to an argument."""
+    if type(local) is type(remote) and local != remote:
+        if isinstance(local, list):
+            local[:] = remote
+        elif isinstance(local, (dict, set)):
+            local.clear()
+            local.update(remote)
 
 
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
-    """Values of the names that the test uses and does not define itself.
+    """Returns the values of names that the test uses but does not define.
 
-    What it calls abs is Python's, and `np` in np.isclose(...) is numpy, whatever the program calls so: else the program
-    could decide every comparison. Only a test of nothing else is one of the program's own abs."""
-    used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} & names.keys()
-    owners = {node.value.id for node in ast.walk(test) if _of_a_name(node)} & names.keys()
+    abs is Python's, and `np` in np.isclose(...) is numpy, even if the program defines these names: otherwise the
+    program could decide every comparison. The program's own abs is used only if it is the only name in the test."""
+    nodes = list(ast.walk(test))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} & names.keys()
+    owners = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+            owners.add(node.value.id)
     shared = {name for name in names if hasattr(builtins, name) or name in KNOWN}
     scope = {name: value for name, value in names.items() if name not in shared or used == {name}}
-    taken = {name: name for name in owners & sys.stdlib_module_names}
-    taken |= {name: KNOWN[name] for name in used & KNOWN.keys() - scope.keys()}
-    for name, path in taken.items():
+    paths = {name: name for name in owners & sys.stdlib_module_names}
+    paths |= {name: KNOWN[name] for name in used & KNOWN.keys() - scope.keys()}
+    for name, path in paths.items():
         scope.pop(name, None)
-        with contextlib.suppress(ImportError):  # the program cannot have it either
+        with contextlib.suppress(ImportError):  # then the program does not have it either
             scope[name] = pkgutil.resolve_name(path)
     return scope
-
-
-def _of_a_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
 
 
 def main() -> int:
@@ -178,10 +187,10 @@ def main() -> int:
     try:
         tree = ast.parse(source, "test")
     except SyntaxError as error:
-        print(f"the test is no Python: {error}", file=sys.stderr)
+        print(f"the test is not Python: {error}", file=sys.stderr)
         return UNFIT
     try:
-        scope = _scope(tree, Program().names())
+        scope = _scope(tree, RemoteProgram().names())
         exec(compile(tree, "test", "exec"), {"__name__": "test", **scope})
     except Unfit as unfit:
         print(unfit, file=sys.stderr)

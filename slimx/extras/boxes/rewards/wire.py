@@ -1,14 +1,14 @@
-"""Values between the judge of a program and the program: JSON lines, and nothing that runs on arrival.
+"""Values between the judge of a program and the program: JSON lines, and nothing that is executed on arrival.
 
     None, bool, str, list                       as in JSON
     int, float                                  as in JSON; large integers as {"int": hexadecimal}
     dict                                        {"dict": [[key, value], ...]}
     tuple, set, frozenset, range                {"tuple": [...]} and so on
     bytes, complex                              {"bytes": hexadecimal}, {"complex": [real, imaginary]}
-    an object of the program                    {"object": number}: the number under which the program keeps it
-    a function of the judge                     {"function": number}
+    an object of the program                    {"object": index}: the index at which the program's side keeps it
+    a function of the judge                     {"function": index}
 
-This file is copied into the sandbox, where slimx is not installed: it imports nothing but Python's own library.
+This file is copied into the sandbox, where slimx is not installed: it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 EXACT = 2**53
 COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-PLAIN: dict[str, Callable[[Any], Any]] = {
+PLAIN: dict[str, Callable[[Any], object]] = {
     "int": lambda text: int(text, 16),
     "bytes": bytes.fromhex,
     "complex": lambda parts: complex(*parts),
@@ -27,9 +27,9 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def pack(value: Any, kept: Callable[[Any], dict[str, Any]]) -> Any:
-    """`value` as JSON; `kept` makes the entry of an object that stays with its owner. Instances of subclasses travel as
-    what they inherit from: a Counter arrives as a dict."""
+def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
+    """Converts `value` to JSON. `reference`: returns the entry of an object that stays with its owner. Instances of
+    subclasses become instances of the plain type: a Counter arrives as a dict."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -44,40 +44,41 @@ def pack(value: Any, kept: Callable[[Any], dict[str, Any]]) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, list):
-        return [pack(each, kept) for each in list.__iter__(value)]
+        return [pack(item, reference) for item in list.__iter__(value)]
     if isinstance(value, dict):
-        return {"dict": [[pack(key, kept), pack(each, kept)] for key, each in dict.items(value)]}
+        return {"dict": [[pack(key, reference), pack(item, reference)] for key, item in dict.items(value)]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     for name, kind in COLLECTIONS.items():
         if isinstance(value, kind):
-            return {name: [pack(each, kept) for each in kind.__iter__(value)]}
-    return kept(value)
+            return {name: [pack(item, reference) for item in kind.__iter__(value)]}
+    return reference(value)
 
 
-def unpack(packed: Any, held: Callable[[str, Any], Any]) -> Any:
-    """The value that `pack` made `packed` of; `held(kind, number)` gives what stands for an object."""
+def unpack(packed: Any, resolve: Callable[[str, Any], Any]) -> Any:
+    """Returns the value that `pack` converted to `packed`. `resolve(kind, index)`: returns the object of a
+    reference."""
     if isinstance(packed, list):
-        return [unpack(each, held) for each in packed]
+        return [unpack(item, resolve) for item in packed]
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
     if kind == "dict":
-        return {unpack(key, held): unpack(each, held) for key, each in content}
+        return {unpack(key, resolve): unpack(item, resolve) for key, item in content}
     if kind in COLLECTIONS:
-        return COLLECTIONS[kind](unpack(each, held) for each in content)
+        return COLLECTIONS[kind](unpack(item, resolve) for item in content)
     if kind in PLAIN:
         return PLAIN[kind](content)
-    return held(kind, content)
+    return resolve(kind, content)
 
 
-def send(stream: BinaryIO, message: Any) -> None:
+def send(stream: BinaryIO, message: object) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next message. Raises EOFError when the other side has gone."""
+    """Returns the next message. Raises EOFError if the other side has closed the stream."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         raise EOFError

@@ -1,1 +1,1 @@
-"""Tasks in a terminal: the model works in a box by a shell and by edits, and tests in a fresh box judge what it did."""
+"""Terminal tasks: the model works in a sandbox with a shell and edits; tests in a fresh sandbox judge the result."""

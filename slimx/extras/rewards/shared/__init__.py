@@ -1,1 +1,1 @@
-"""Parts that several reward hooks share: the context that they read, requests to servers, spellings of mathematics."""
+"""Parts shared by several reward hooks: boxed answers, notation of mathematics, verification, requests to servers."""

@@ -1,4 +1,4 @@
-"""Requests that rewards make: one JSON answer, with a deadline and bounded retries."""
+"""JSON requests of rewards, with a deadline and bounded retries."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import aiohttp
 
 from slimx.errors import SlimxError
-from slimx.extras.http.answers import text_of
+from slimx.extras.http.responses import text_of
+from slimx.json_types import Json
 
 FIRST_PAUSE_S = 0.5
-"""Before the first retry; each further one waits twice as long."""
+"""Delay before the first retry, in seconds; it doubles with each retry."""
 
 
-async def post(
-    url: str, body: dict[str, Any], *, timeout_s: float, retries: int, headers: dict[str, str] | None = None
-) -> Any:
-    """The JSON that `url` answers to `body`. Lost connections, time-outs and statuses 429 and 5xx are tried again.
+async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers: dict[str, str] | None = None) -> Any:
+    """Posts `body` to `url` and returns the JSON of the response. Retries lost connections, timeouts and statuses 429
+    and 5xx.
 
-    Raises SlimxError with the address and what was wrong with the last answer."""
-    wrong = ""
+    Raises SlimxError with the URL and the last failure."""
+    failure = ""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         for attempt in range(retries + 1):
             if attempt:
@@ -31,19 +31,19 @@ async def post(
                     text = await text_of(response)
                     if response.status == 200:
                         return json.loads(text)
-                    wrong = f"status {response.status}: {text[:200]}"
+                    failure = f"status {response.status}: {text[:200]}"
                     if response.status != 429 and response.status < 500:
                         break
             except json.JSONDecodeError as error:
                 raise SlimxError(
-                    f"{url} answered no JSON ({error}); is it the address of the reward?",
+                    f"{url} did not answer with JSON ({error}); check that it is the URL of the reward",
                     code="reward.server",
                     about=url,
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
-                wrong = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
+                failure = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
     raise SlimxError(
-        f"{url} gave no reward after {attempt + 1} requests, last {wrong}; is the server up?",
+        f"{url} returned no reward after {attempt + 1} requests, last {failure}; check that the server is up",
         code="reward.server",
         about=url,
     )

@@ -1,8 +1,8 @@
-"""Spellings of mathematics that math-verify misreads, rewritten as the LaTeX that it reads.
+"""Rewrites notation that math-verify misreads as LaTeX that it understands.
 
-    answer or response --> latex: the same text in LaTeX's spelling --> expression: is it mathematics, or words?
+    answer or response --> latex: the same text in LaTeX notation --> expression: is it mathematics, or words?
 
-Every rule is here because the library takes the spelling for another value (1.5e3 for 1.5 * e * 3, 0.333... for 0).
+Each rule exists because the library reads the notation as another value (1.5e3 as 1.5 * e * 3, 0.333... as 0).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
-from slimx.extras.rewards.shared.boxes import Box
+from slimx.extras.rewards.shared.boxes import BoxedAnswer
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""Text that says itself where its mathematics stands."""
+"""Delimiters of mathematics in a text."""
 
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty ",
@@ -33,7 +33,7 @@ _RULES = [
         re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*+\{?\s*+\\circ\s*\}?\)?"),
         r"\\\1(\\frac{\2\\pi}{180})",
     ),
-    # Between digits these only set thousands apart; read as a comma or a space they end the number.
+    # Thousands separators between digits; read as a comma or a space they would end the number.
     (re.compile(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|\\ )\s*(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d++)(?![\w.]*\w)"), r"\1\\times 10^{\2}"),
 ]
@@ -44,62 +44,63 @@ _WORDS = re.compile(
     r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
     r"|[?!.:]\s|\$"
 )
-"""Three letters in a row, two that begin a word, and the end of a sentence."""
+"""Three letters in a row, two at the start of a word, or the end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 
 def latex(text: str) -> str:
-    """`text` with those spellings rewritten, and nothing else."""
-    text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
-    for pattern, instead in _RULES:
-        text = pattern.sub(instead, text)
+    """Rewrites misread notation in `text` and changes nothing else."""
+    text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
     return _REPEATING.sub(_fraction, text)
 
 
 def depth(text: str) -> int:
-    """The greatest number of brackets that are open at once."""
+    """Returns the maximum nesting depth of brackets."""
     steps = (1 if character in "([{" else -1 for character in text if character in "()[]{}")
     return max(accumulate(steps), default=0)
 
 
 def expression(text: str) -> str | None:
-    """`text` between dollar signs if all of it is one expression, or several after commas; None if there are words in
-    it, or nothing that only mathematics has."""
+    """Returns `text` between dollar signs if it is an expression, or several separated by commas; None if it contains
+    words, or nothing specific to mathematics."""
     text = re.sub(r"\s+", " ", text.strip().replace(r"\$", ""))
     text = re.sub(rf",?\s?(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s?", ", ", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
-    # What is no word although it has letters becomes a backslash: text, commands, long subscripts, functions.
+    # Letters that are not words become a backslash: \text{}, commands, long subscripts, functions.
     bare = re.sub(
         r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|_\{\w+\}|\\[A-Za-z]+(?:\{[a-z]+\})?", " \\\\ ", text
     )
     bare = re.sub(rf"(?<![A-Za-z])(?:{_NAMES})(?![A-Za-z])", "\\\\", bare)
     if _WORDS.search(bare):
         return None
-    return f"${text}$" if re.search(r"[\\\d^_=(\[{|+*/<>!-]", bare) or re.fullmatch("[a-z]", bare) else None
+    if re.search(r"[\\\d^_=(\[{|+*/<>!-]", bare) or re.fullmatch("[a-z]", bare):
+        return f"${text}$"
+    return None
 
 
-def joined_boxes(text: str, found: list[Box]) -> list[Box]:
-    """The last of the boxes `found` in a response, with those that "and", "or" or a comma joins to it; none if it is
-    torn."""
-    joined: list[Box] = []
-    for box in reversed(found):
+def joined_boxes(text: str, in_boxes: list[BoxedAnswer]) -> list[BoxedAnswer]:
+    """Returns the last of a response's boxes, with those joined to it by "and", "or" or a comma; none if it is
+    unclosed."""
+    joined: list[BoxedAnswer] = []
+    for box in reversed(in_boxes):
         if box.end is None or (joined and not _JOINT.fullmatch(text[box.stop : joined[-1].start])):
             break
         joined.append(box)
     return joined[::-1]
 
 
-def last_boxes(text: str, found: list[Box]) -> str | None:
-    """The boxes of `joined_boxes` as one expression; None without any."""
-    inside = [rf"\boxed{{{text[box.inside : box.end]}}}" for box in joined_boxes(text, found)]
-    return f"${', '.join(inside)}$" if inside else None
+def last_boxes(text: str, in_boxes: list[BoxedAnswer]) -> str | None:
+    """Returns the boxes of `joined_boxes` as one expression; None if there are none."""
+    joined = [rf"\boxed{{{text[box.inside : box.end]}}}" for box in joined_boxes(text, in_boxes)]
+    return f"${', '.join(joined)}$" if joined else None
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """The value of a repeating decimal: 0.1666... is (16 - 1) / 90."""
-    whole, fixed, repeated = decimal.groups()
-    value = Fraction(
-        int(whole + fixed + repeated) - int(whole + fixed or "0"), (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    )
+    """Returns the value of a repeating decimal as a fraction: 0.1666... is (16 - 1) / 90."""
+    integer, fixed, repeated = decimal.groups()
+    numerator = int(integer + fixed + repeated) - int(integer + fixed or "0")
+    value = Fraction(numerator, (10 ** len(repeated) - 1) * 10 ** len(fixed))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

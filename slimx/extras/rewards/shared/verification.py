@@ -1,5 +1,5 @@
-"""math-verify's two functions with a bound of CPU time that holds, and without its warnings: one for each response that
-is not read in time, all of it."""
+"""math-verify's two functions with a reliable CPU time limit, and without its warning, with the full text, for each
+response that times out."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ AGAIN_S = 1.0
 
 
 def parse(text: str, *, seconds: float | None) -> list[Any]:
-    """Returns the values that a text can mean, none if it cannot be read in time."""
+    """Returns the values that a text can mean; none if it cannot be parsed in time."""
     return in_time(lambda: math_verify.parse(text, parsing_timeout=None), seconds) or []
 
 
-def verify(gold: Sequence[Any], found: Sequence[Any], *, seconds: float | None) -> bool:
-    """Returns True if two values are equal, False if they cannot be compared in time."""
-    return in_time(lambda: math_verify.verify([*gold], [*found], timeout_seconds=None), seconds) or False
+def verify(gold: Sequence[Any], predicted: Sequence[Any], *, seconds: float | None) -> bool:
+    """Returns True if two values are equal, False if not or if they cannot be compared in time."""
+    return in_time(lambda: math_verify.verify([*gold], [*predicted], timeout_seconds=None), seconds) or False
 
 
 def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
-    """Returns the result of `compute`, or None if it takes more CPU seconds of this process or recurses too deep.
+    """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time or recurses too deep.
 
-    In the main thread only, except without a bound (None). Not seconds of the clock: on a busy machine a right response
-    would earn nothing. The alarm repeats, unlike the library's own: Python drops an exception that strikes in a
-    finaliser.
+    Needs the main thread, unless `seconds` is None (no limit). CPU time, because wall-clock time would fail correct
+    responses on a busy machine. The alarm repeats, unlike the library's: Python drops an exception raised in a
+    finalizer.
     """
     if seconds is None:
         return compute()
@@ -51,5 +51,5 @@ def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
     except (TimeoutException, RecursionError):
         return None
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)  # the alarm may have struck before the same call above
+        signal.setitimer(signal.ITIMER_PROF, 0)  # the alarm may have fired before the same call above
         signal.signal(signal.SIGPROF, before)

@@ -1,3 +1,3 @@
-"""Programs that run in the Python environment of another project, which has no slimx.
+"""Programs that run in the Python environment of another project, which does not have slimx.
 
-Python looks for what a program imports beside it first: no file here may have the name of a package."""
+Python searches a program's directory for imports first: no file here may have the name of a package."""

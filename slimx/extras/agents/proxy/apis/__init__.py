@@ -1,1 +1,1 @@
-"""The APIs that agents speak: each reads its requests, and writes its answers and errors."""
+"""The APIs for agents: each parses its requests, and writes its responses and errors."""

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions as agents ask for them and get them: whole, in chunks, with usage and log-probs.
+"""OpenAI's chat completions API: requests, and responses as a whole or in chunks, with usage and log-probs.
 
-The names are those of OpenAI's API reference for chat completions.
+Names are those of OpenAI's API reference for chat completions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
+from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
 from slimx.extras.agents.proxy.errors import ApiError, invalid
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -35,7 +35,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that change nothing: they are about OpenAI's service, or (seed) the run has its own."""
+"""Parameters without effect: they concern OpenAI's service, or (seed) the run sets them."""
 NEUTRAL = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -44,8 +44,8 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters of which only this value (and null) can be carried out."""
-CARRIED_OUT = frozenset(
+"""Parameters with their only supported value, apart from null."""
+SUPPORTED = frozenset(
     {
         "logprobs",
         "max_completion_tokens",
@@ -65,24 +65,24 @@ CARRIED_OUT = frozenset(
 
 
 def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-    """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-    given = fields_of(body, IGNORED | CARRIED_OUT, NEUTRAL)
-    overridden = overridden_by_run(given, sampling, strict=strict)
-    tools = typed(given, "tools", list, []) or None
-    stream_options = typed(given, "stream_options", dict, {})
-    calls_tools, forced = read_choice(given, tools or [])
-    most = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    """Parses a JSON body. Raises ApiError for an invalid or unsupported request."""
+    fields = fields_of(body, IGNORED | SUPPORTED, NEUTRAL)
+    overridden = overridden_by_run(fields, sampling, strict=strict)
+    tools = typed(fields, "tools", list, []) or None
+    stream_options = typed(fields, "stream_options", dict, {})
+    calls_tools, forced = read_choice(fields, tools or [])
+    most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     return ChatRequest(
-        messages=_messages(given),
-        model=typed(given, "model", str, ""),
+        messages=_messages(fields),
+        model=typed(fields, "model", str, ""),
         tools=tools,
         calls_tools=tools is not None and calls_tools,
         forced=forced,
-        max_tokens=most_tokens(given, most),
-        stop=_stop(given),
-        stream=typed(given, "stream", bool, False),
+        max_tokens=most_tokens(fields, most),
+        stop=_stop(fields),
+        stream=typed(fields, "stream", bool, False),
         usage=typed(stream_options, "include_usage", bool, False),
-        logprobs=typed(given, "logprobs", bool, False),
+        logprobs=typed(fields, "logprobs", bool, False),
         overridden=overridden,
     )
 
@@ -90,48 +90,54 @@ def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 class ChatWriter(AnswerWriter):
     """Writes one chat completion."""
 
-    def whole(self, message: Message, completion: Completion) -> Json:
-        """The answer in one."""
+    def complete(self, message: Message, completion: Completion) -> Json:
+        """Returns the response as a whole."""
         choice = {"message": message, "finish_reason": _finish_reason(message, completion)}
         frame = self._frame("chat.completion", choice, self._logprobs(completion))
         return frame | {"usage": self._usage(completion)}
 
     def begin(self) -> bytes:
-        """The chunk that names the role."""
+        """Returns the chunk with the role."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """A chunk of text and log-probs."""
+        """Returns a chunk of text and log-probs."""
         logprobs = self._logprobs(piece)
-        return self._chunk({"content": shown}, logprobs=logprobs) if shown or logprobs else b""
+        if not shown and not logprobs:
+            return b""
+        return self._chunk({"content": shown}, logprobs=logprobs)
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """The rest of the message, the finish reason, and the usage if it was asked for."""
+        """Returns the rest of the message, the finish reason, and the usage if it was requested."""
         delta: Json = {"content": rest}
         if rest is None:
             delta = {name: value for name, value in message.items() if name != "role"}
-            calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
-            delta |= {"tool_calls": calls} if calls else {}
-        out = self._chunk(delta) if any(delta.values()) else b""
+            if message.get("tool_calls"):
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+        out = b""
+        if any(delta.values()):
+            out += self._chunk(delta)
         out += self._chunk({}, _finish_reason(message, completion))
         if self.request.usage:
             out += _event(self._frame("chat.completion.chunk") | {"usage": self._usage(completion)})
         return out + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The error as the last event."""
+        """Returns the error as the last event."""
         return _event(error.body) + DONE
 
     def _chunk(self, delta: Json, finish: str | None = None, logprobs: list[Any] | None = None) -> bytes:
-        """A part of a streamed answer."""
+        """Returns one chunk of a streamed response."""
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
     def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
-        """The frame that all parts of an answer have, around its choice."""
-        told = {"content": logprobs} if logprobs is not None else None
-        choices = [] if choice is None else [{"index": 0, **choice, "logprobs": told}]
+        """Returns the common fields of a response and its chunks, around a choice."""
+        choices = []
+        if choice is not None:
+            content = None if logprobs is None else {"content": logprobs}
+            choices.append({"index": 0, **choice, "logprobs": content})
         return {
-            "id": f"chatcmpl-{self.number}",
+            "id": f"chatcmpl-{self.index}",
             "object": kind,
             "created": self.created,
             "model": self.request.model,
@@ -139,7 +145,7 @@ class ChatWriter(AnswerWriter):
         }
 
     def _usage(self, completion: Completion) -> Json:
-        """Numbers of tokens."""
+        """Returns the token counts."""
         sampled = len(completion.token_ids)
         return {
             "prompt_tokens": self.prompt,
@@ -149,7 +155,8 @@ class ChatWriter(AnswerWriter):
         }
 
     def _logprobs(self, completion: Completion) -> list[Json] | None:
-        """Log-probs of each sampled token in the API's form, if they were asked for; alternatives are left out."""
+        """Returns the log-prob of each sampled token in the API's format, without alternatives; None if they were not
+        requested."""
         if not self.request.logprobs:
             return None
         out = []
@@ -167,28 +174,28 @@ def _event(data: Json) -> bytes:
 
 
 def _finish_reason(message: Message, completion: Completion) -> str:
-    """The finish reason in the API's words: stop, length or tool_calls."""
+    """Returns the API's finish reason: stop, length or tool_calls."""
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
-def _messages(given: Json) -> list[Message]:
+def _messages(fields: Json) -> list[Message]:
     messages = [
-        read_message(message, f"messages[{number}]")
-        for number, message in enumerate(typed(given, "messages", list, []))
+        read_message(message, f"messages[{index}]") for index, message in enumerate(typed(fields, "messages", list, []))
     ]
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid("messages", "must end with a message that the assistant answers")
     return messages
 
 
-def _stop(given: Json) -> list[str]:
-    stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
+def _stop(fields: Json) -> list[str]:
+    stop = fields.get("stop", [])
+    if isinstance(stop, str):
+        stop = [stop]
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop", "is a string or a list of up to four")
+        raise invalid("stop", "is not a string or a list of up to four")
     check_stop(stop, "stop")
     return stop
 
 
-CHAT = Wire(read_chat, ChatWriter)
+CHAT = ChatApi(read_chat, ChatWriter)
 """The API /v1/chat/completions."""

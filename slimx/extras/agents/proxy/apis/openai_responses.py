@@ -1,6 +1,6 @@
-"""OpenAI's responses as agents ask for them and get them: items of text, reasoning and calls, whole or as events.
+"""OpenAI's responses API: requests, and responses of text, reasoning and call items, as a whole or as events.
 
-The names are those of OpenAI's API reference for /v1/responses. Nothing is stored: every request brings all items.
+Names are those of OpenAI's API reference for /v1/responses. Nothing is stored: every request contains all items.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slimx.extras.agents.proxy.apis.wire import AnswerWriter, Wire
+from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -39,10 +39,10 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that change nothing: they are about OpenAI's service."""
+"""Parameters without effect: they concern OpenAI's service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
-"""Parameters of which only this value (and null) can be carried out."""
-CARRIED_OUT = frozenset(
+"""Parameters with their only supported value, apart from null."""
+SUPPORTED = frozenset(
     {
         "input",
         "instructions",
@@ -56,27 +56,27 @@ CARRIED_OUT = frozenset(
         "top_p",
     }
 )
-NOT_DONE = {"include", "reasoning", "text"}
-"""Parameters that agents send by default. Some of their values have no effect, which the rollout notes."""
+PARTLY_IGNORED = {"include", "reasoning", "text"}
+"""Parameters that agents send by default. Some of their values are ignored, which the rollout records."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
-"""Tools of OpenAI's service that agents offer by default. The model is not told of them."""
+"""Tools of OpenAI's service that agents offer by default. The model does not see them."""
 
 
 def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-    """The request in a JSON body. Raises ApiError for what cannot be carried out."""
-    given = fields_of(body, IGNORED | CARRIED_OUT | NOT_DONE, NEUTRAL)
-    asked = typed(given, "tools", list, [])
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked) if not _of_service(tool)]
-    calls_tools, forced = read_choice(given, tools)
+    """Parses a JSON body. Raises ApiError for an invalid or unsupported request."""
+    fields = fields_of(body, IGNORED | SUPPORTED | PARTLY_IGNORED, NEUTRAL)
+    all_tools = typed(fields, "tools", list, [])
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(all_tools) if not _of_service(tool)]
+    calls_tools, forced = read_choice(fields, tools)
     return ChatRequest(
-        messages=_messages(given),
-        model=typed(given, "model", str, ""),
+        messages=_messages(fields),
+        model=typed(fields, "model", str, ""),
         tools=tools or None,
         calls_tools=bool(tools) and calls_tools,
         forced=forced,
-        max_tokens=most_tokens(given, "max_output_tokens"),
-        stream=typed(given, "stream", bool, False),
-        overridden=overridden_by_run(given, sampling, strict=strict) + _not_done(given, asked),
+        max_tokens=most_tokens(fields, "max_output_tokens"),
+        stream=typed(fields, "stream", bool, False),
+        overridden=overridden_by_run(fields, sampling, strict=strict) + _ignored(fields, all_tools),
     )
 
 
@@ -84,34 +84,42 @@ class ResponseWriter(AnswerWriter):
     """Writes one response."""
 
     _events = 0
-    """Events so far: each has its number."""
+    """Number of events so far: the next sequence number."""
 
-    def whole(self, message: Message, completion: Completion) -> Json:
-        """The answer in one."""
-        cut = completion.finish_reason == "length"
-        return self._frame("incomplete" if cut else "completed") | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._items(message, "incomplete" if cut else "completed"),
+    def complete(self, message: Message, completion: Completion) -> Json:
+        """Returns the response as a whole."""
+        status = "completed"
+        details = None
+        if completion.finish_reason == "length":
+            status = "incomplete"
+            details = {"reason": "max_output_tokens"}
+        return self._frame(status) | {
+            "incomplete_details": details,
+            "output": self._items(message, status),
             "usage": self._usage(completion),
         }
 
     def begin(self) -> bytes:
-        """The events before all items."""
+        """Returns the events before any item."""
         frame = self._frame("in_progress")
         return self._event("response.created", response=frame) + self._event("response.in_progress", response=frame)
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """A piece of text, in an item that begins with the first."""
+        """Returns a piece of text; the first one opens an item."""
         if not shown:
             return b""
-        out = b"" if self._open else self._begin_text(0)
+        out = b""
+        if not self._open:
+            out += self._begin_text(0)
         self._open = True
         return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """The items that are left, and the whole response."""
-        response = self.whole(message, completion)
-        out = self.piece(rest, completion) if rest else b""
+        """Returns the remaining items, and the whole response."""
+        response = self.complete(message, completion)
+        out = b""
+        if rest:
+            out += self.piece(rest, completion)
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
                 part = item["content"][0]
@@ -126,21 +134,21 @@ class ResponseWriter(AnswerWriter):
         return out + self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        """The event response.failed."""
-        told = {"error": {"code": error.code, "message": str(error)}}
-        return self._event("response.failed", response=self._frame("failed") | told)
+        """Returns the event response.failed."""
+        response = self._frame("failed") | {"error": {"code": error.code, "message": str(error)}}
+        return self._event("response.failed", response=response)
 
     def _begin_item(self, index: int, item: Json) -> bytes:
-        """An item other than text, up to its end."""
+        """Returns the events of an item other than text, except its end."""
         if item["type"] == "reasoning":
             return self._event("response.output_item.added", output_index=index, item=item)
         start = {**item, "arguments": "", "status": "in_progress"}
-        place = {"output_index": index, "item_id": item["id"]}
+        keys = {"output_index": index, "item_id": item["id"]}
         return (
             self._event("response.output_item.added", output_index=index, item=start)
-            + self._event("response.function_call_arguments.delta", delta=item["arguments"], **place)
+            + self._event("response.function_call_arguments.delta", delta=item["arguments"], **keys)
             + self._event(
-                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"], **place
+                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"], **keys
             )
         )
 
@@ -150,20 +158,20 @@ class ResponseWriter(AnswerWriter):
         added = self._event("response.output_item.added", output_index=index, item={**item, "content": []})
         return added + self._text_event("content_part.added", index, part=part)
 
-    def _text_event(self, what: str, index: int, **data: Any) -> bytes:
-        place = {"output_index": index, "item_id": self._text_id, "content_index": 0}
-        return self._event(f"response.{what}", **place, **data)
+    def _text_event(self, kind: str, index: int, **data: object) -> bytes:
+        keys = {"output_index": index, "item_id": self._text_id, "content_index": 0}
+        return self._event(f"response.{kind}", **keys, **data)
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        told = {"type": kind, "sequence_number": self._events, **data}
+    def _event(self, kind: str, **data: object) -> bytes:
+        event = {"type": kind, "sequence_number": self._events, **data}
         self._events += 1
-        return f"event: {kind}\ndata: {json.dumps(told)}\n\n".encode()
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
 
     def _frame(self, status: str) -> Json:
         request = self.request
         tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or []]
         return {
-            "id": f"resp_{self.number}",
+            "id": f"resp_{self.index}",
             "object": "response",
             "created_at": self.created,
             "status": status,
@@ -177,16 +185,18 @@ class ResponseWriter(AnswerWriter):
             "usage": None,
         }
 
-    def _choice(self, tools: bool) -> Any:
-        """The request's tool_choice."""
+    def _choice(self, has_tools: bool) -> str | Json:
+        """Returns the request's tool_choice."""
         forced = self.request.forced
         if forced is None:
-            return "auto" if self.request.calls_tools or not tools else "none"
-        return {"type": "function", "name": forced.names[0]} if len(forced.names) == 1 else "required"
+            return "auto" if self.request.calls_tools or not has_tools else "none"
+        if len(forced.names) == 1:
+            return {"type": "function", "name": forced.names[0]}
+        return "required"
 
     @property
     def _text_id(self) -> str:
-        return f"msg_{self.number}"
+        return f"msg_{self.index}"
 
     def _text_item(self, text: str, status: str) -> Json:
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
@@ -194,15 +204,15 @@ class ResponseWriter(AnswerWriter):
 
     def _items(self, message: Message, status: str) -> list[Json]:
         out: list[Json] = []
-        if thought := message.get("reasoning_content"):
-            content = [{"type": "reasoning_text", "text": thought}]
-            out.append({"type": "reasoning", "id": f"rs_{self.number}", "summary": [], "content": content})
+        if message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+            out.append({"type": "reasoning", "id": f"rs_{self.index}", "summary": [], "content": content})
         calls = message.get("tool_calls", [])
         if message.get("content") or not calls:
             out.append(self._text_item(message.get("content") or "", status))
         for index, call in enumerate(calls):
-            told = {"type": "function_call", "id": f"fc_{self.number}_{index}", "call_id": call["id"]}
-            out.append({**told, **call["function"], "status": "completed"})
+            item = {"type": "function_call", "id": f"fc_{self.index}_{index}", "call_id": call["id"]}
+            out.append({**item, **call["function"], "status": "completed"})
         return out
 
     def _usage(self, completion: Completion) -> Json:
@@ -216,90 +226,101 @@ class ResponseWriter(AnswerWriter):
         }
 
 
-def _of_service(tool: Any) -> bool:
+def _of_service(tool: object) -> bool:
     return type_of(tool) in SERVICE_TOOLS
 
 
-def _not_done(given: Json, tools: list[Any]) -> tuple[str, ...]:
-    """Names of default requests of agents that have no effect here: a reasoning effort, a summary or encrypted
-    reasoning, a verbosity, a search by the service. Raises ApiError for a request that an agent would miss."""
-    include, text, reasoning = given.get("include", []), given.get("text", {}), typed(given, "reasoning", dict, {})
+def _ignored(fields: Json, tools: list[Any]) -> tuple[str, ...]:
+    """Returns requested features that are ignored, which agents request by default: reasoning effort, summary or
+    encrypted reasoning, verbosity, a search by the service. Raises ApiError for features that an agent depends on."""
+    include = fields.get("include", [])
+    text = fields.get("text", {})
+    reasoning = typed(fields, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
         raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
         raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text is")
-    asked = {
-        "include": bool(include),
-        "reasoning": any(value is not None for value in reasoning.values()),
-        "text.verbosity": text.get("verbosity") is not None,
-        **{f"tools.{tool['type']}": True for tool in tools if _of_service(tool)},
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
+    ignored = []
+    if include:
+        ignored.append("include")
+    if any(value is not None for value in reasoning.values()):
+        ignored.append("reasoning")
+    if text.get("verbosity") is not None:
+        ignored.append("text.verbosity")
+    for tool in tools:
+        if _of_service(tool) and f"tools.{tool['type']}" not in ignored:
+            ignored.append(f"tools.{tool['type']}")
+    return tuple(ignored)
 
 
-def _messages(given: Json) -> list[Message]:
-    items = given.get("input")
+def _messages(fields: Json) -> list[Message]:
+    items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise invalid("input", "is no string or list")
+        raise invalid("input", "is not a string or a list")
     out: list[Message] = []
-    if "instructions" in given:
-        out.append(_message({"role": "system", "content": given["instructions"]}, "instructions"))
-    for number, item in enumerate(items):
-        _add(out, item, f"input[{number}]")
+    if "instructions" in fields:
+        out.append(_message({"role": "system", "content": fields["instructions"]}, "instructions"))
+    for index, item in enumerate(items):
+        _add(out, item, f"input[{index}]")
     if not items or out[-1]["role"] == "assistant":
         raise invalid("input", "must end with an item that the assistant answers")
     return out
 
 
-def _add(out: list[Message], item: Any, where: str) -> None:
-    """Add an item of the API to the messages of chat templates: calls belong to the answer before them. Past reasoning
-    is left out: a template shows it its own way, or not at all."""
+def _add(out: list[Message], item: Any, path: str) -> None:
+    """Adds an item of the API to the messages of chat templates, calls to the answer before them. Omits past reasoning:
+    a chat template renders it differently, or not at all."""
     kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
     if kind == "message":
-        out.append(_message(item, where))
+        out.append(_message(item, path))
     elif kind == "function_call":
-        call = {"id": item.get("call_id"), "function": {name: item.get(name) for name in ("name", "arguments")}}
-        if not all(isinstance(text, str) for text in (call["id"], *call["function"].values())):
-            raise invalid(where, "has no call_id, name, arguments")
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "function": function}
+        if not all(isinstance(text, str) for text in (call["id"], *function.values())):
+            raise invalid(path, "lacks one of call_id, name, arguments")
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
-        read = read_message({"role": "assistant", "tool_calls": [call]}, where)["tool_calls"]
+        read = read_message({"role": "assistant", "tool_calls": [call]}, path)["tool_calls"]
         out[-1]["tool_calls"] = [*out[-1].get("tool_calls", []), *read]
     elif kind == "function_call_output":
-        answered = {"tool_call_id": required(item, "call_id", str, where)}
-        out.append(_message({"role": "tool", "content": item.get("output")}, where) | answered)
+        id = required(item, "call_id", str, path)
+        out.append(_message({"role": "tool", "content": item.get("output")}, path) | {"tool_call_id": id})
     elif kind != "reasoning":
-        raise unsupported(where, f"is of type {kind}, which is not supported")
+        raise unsupported(path, f"is of type {kind}, which is not supported")
 
 
-def _message(item: Json, where: str) -> Message:
+def _message(item: Json, path: str) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part) for part in content]
     elif not isinstance(content, str):
-        raise invalid(f"{where}.content", "is no text")
-    return read_message({"role": item.get("role"), "content": content}, where)
+        raise invalid(f"{path}.content", "is not text")
+    return read_message({"role": item.get("role"), "content": content}, path)
 
 
 def _part(part: Any) -> Any:
-    """A part of text as chat completions tell it; others are left for these to refuse."""
+    """Converts a text part to its chat-completions form. Other parts pass through and are rejected there."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
 
 
-def _tool(tool: Any, where: str) -> Json:
-    """A tool as chat templates want it."""
-    if type_of(as_object(tool, where)) != "function":
-        what = f"is {type_of(tool)}; only functions, which the agent itself carries out, are supported"
-        raise unsupported(f"{where}.type", what)
-    required(tool, "name", str, where)
-    typed(tool, "parameters", dict, {}, where)
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+def _tool(tool: object, path: str) -> Json:
+    """Converts a tool to the chat templates' form."""
+    declaration = as_object(tool, path)
+    if type_of(declaration) != "function":
+        problem = f"is {type_of(declaration)}; only functions, which the agent itself carries out, are supported"
+        raise unsupported(f"{path}.type", problem)
+    required(declaration, "name", str, path)
+    typed(declaration, "parameters", dict, {}, path)
+    function = {}
+    for name in ("name", "description", "parameters"):
+        if declaration.get(name) is not None:
+            function[name] = declaration[name]
     return {"type": "function", "function": function}
 
 
-RESPONSES = Wire(read_responses, ResponseWriter)
+RESPONSES = ChatApi(read_responses, ResponseWriter)
 """The API /v1/responses."""

@@ -1,8 +1,8 @@
-"""Root directories of boxes on this machine: made from an archive or a directory, held while their owner lives,
-measured, copied and removed.
+"""Root directories of sandboxes on this machine: created from an archive or a directory, locked while their owner
+lives, measured, copied and removed.
 
-    BASE/slimx-box-RANDOM/lock   locked by the process that owns the box: the kernel unlocks it when that process dies
-    BASE/slimx-box-RANDOM/root   the box's files; as root they belong to nobody
+    BASE/slimx-box-RANDOM/lock   locked by the owning process: the kernel unlocks it when that process dies
+    BASE/slimx-box-RANDOM/root   the sandbox's files; owned by an unprivileged user (65534) if slimx runs as root
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from typing import IO
 import psutil
 
 from slimx.errors import SlimxError
-from slimx.extras.boxes.archives import Archive
+from slimx.extras.boxes.archives import Archive, sparse_parts
 from slimx.extras.boxes.programs.enclosure import MIB, NOBODY
 from slimx.extras.boxes.protocol import BoxRefusal
 
 PREFIX = "slimx-box-"
 COPY_S = 600.0
-"""Seconds for copying or removing a root."""
+"""Deadline for copying or removing a root, in seconds."""
 ENTRY = 4096
-"""Bytes that a file, directory or link counts besides its content."""
+"""Bytes counted for a file, directory or link in addition to its content."""
 SPARSE_PART = 256
-"""Bytes that a part of a sparse file counts besides its content: what it takes in memory."""
+"""Bytes counted for a part of a sparse file in addition to its content: its size in memory."""
 UNPACKED = 9
-"""An archive has 512 bytes for an entry at least, so that it holds no more than this many times its size."""
+"""Maximum ratio of unpacked to archive size: an archive has at least 512 bytes per entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
     holder: Path
     lock: int
-    """The descriptor whose lock says that the owner lives."""
+    """Descriptor of the lock file, locked while the owner lives."""
 
     @property
     def path(self) -> Path:
         return self.holder / "root"
 
     def remove(self) -> None:
-        """Remove it, however deep the box made its directories."""
+        """Removes the directory, however deeply nested."""
         _remove(self.holder)
         os.close(self.lock)
 
 
 def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = False) -> Root:
-    """A new root with what is in `source`, a tar archive (also compressed) or a directory, of up to `image_mib` MiB.
-    `base`: the directory to make it in; the one for temporary files if None. `host_usr`: its programs are those of
-    /usr. Raises BoxRefusal."""
+    """Creates a root from `source`, a tar archive (also compressed) or a directory, of up to `image_mib` MiB. `base`:
+    parent directory; None for the temporary directory. `host_usr`: links the programs of /usr into it. Raises
+    BoxRefusal."""
     if not source.exists():
         raise no_source(source)
-    root = hold(base or Path(tempfile.gettempdir()))
+    root = allocate(base or Path(tempfile.gettempdir()))
     try:
         if source.is_dir():
             copy(source, root.path)
@@ -85,21 +85,21 @@ def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = Fa
 
 def no_source(source: Path) -> BoxRefusal:
     return BoxRefusal(
-        f"there is no image or root directory {source}; give a tar archive or a directory",
+        f"the image or root directory {source} does not exist; give a tar archive or a directory",
         code="source",
         about=str(source),
     )
 
 
 def add_links(root: Path) -> None:
-    """Give a root without programs of its own the links to those of /usr, where nothing is in their place."""
+    """Adds the links bin, lib and lib64 to /usr, where a root does not have these names itself."""
     for name in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
             os.symlink(f"usr/{name}", root / name)
 
 
 def sweep(base: Path | None = None) -> int:
-    """Remove the roots whose owners have died; how many there were."""
+    """Removes the roots whose owners have died, and returns their number."""
     removed = 0
     for holder in (base or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
         if holder.is_symlink() or holder.lstat().st_uid != os.geteuid():
@@ -116,14 +116,14 @@ def sweep(base: Path | None = None) -> int:
 
 
 def copy(source: Path, to: Path) -> None:
-    """Copy a tree with its links, owners and modes."""
+    """Copies a tree with its links, owners and modes."""
     _call("cp", "-a", "--no-target-directory", "--", str(source), str(to))
 
 
 def used(path: Path, outermost: int | None = None, *, most: float = math.inf) -> int:
-    """Returns the bytes that the tree occupies, entries included, with files that were deleted and are still open in
-    the processes below `outermost`. Stops counting above `most`, since a program may add entries faster than they are
-    counted. A tree that cannot be read to its end counts as unbounded."""
+    """Returns the bytes that the tree occupies, including its entries and deleted files that descendants of the process
+    `outermost` have open. Stops counting above `most`, because a program may add entries faster than they are counted.
+    An unreadable tree counts as unbounded."""
     total = 0
     waiting = [os.fspath(path)]
     while waiting:
@@ -138,34 +138,37 @@ def used(path: Path, outermost: int | None = None, *, most: float = math.inf) ->
                             waiting.append(entry.path)
         except FileNotFoundError:  # deleted meanwhile
             continue
-        except OSError:  # too deep, or closed to us: nobody knows what is in there
+        except OSError:  # too deep, or no permission: its content is unknown
             return 2**62
-    return total + (_deleted(path, outermost) if outermost is not None else 0)
+    if outermost is not None:
+        total += _deleted(path, outermost)
+    return total
 
 
 def _deleted(path: Path, outermost: int) -> int:
     try:
-        below = [each.pid for each in psutil.Process(outermost).children(recursive=True)]
+        descendants = psutil.Process(outermost).children(recursive=True)
     except psutil.NoSuchProcess:
         return 0
-    return deleted(below, path.lstat().st_dev)
+    return deleted([process.pid for process in descendants], path.lstat().st_dev)
 
 
 def deleted(processes: Iterable[int], device: int | None = None) -> int:
-    """Bytes of files that were deleted and are still open in these processes: of `device`, or of any."""
-    found = {}
+    """Returns the bytes of deleted files that these processes have open: on `device`, or on any."""
+    sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
-            for each in descriptors:
+            for descriptor in descriptors:
                 with contextlib.suppress(OSError):
-                    file = each.stat()
+                    file = descriptor.stat()
                     if file.st_nlink == 0 and device in (None, file.st_dev) and stat.S_ISREG(file.st_mode):
-                        found[file.st_dev, file.st_ino] = ENTRY + file.st_blocks * 512
-    return sum(found.values())
+                        sizes[file.st_dev, file.st_ino] = ENTRY + file.st_blocks * 512
+    return sum(sizes.values())
 
 
-def hold(base: Path, *, private: bool = False) -> Root:
-    """A place for a root, which `sweep` removes if its owner dies. `private`: nobody else enters it, as boxes must."""
+def allocate(base: Path, *, private: bool = False) -> Root:
+    """Creates the directory for a root, which `sweep` removes if its owner dies. `private`: accessible to this user
+    only, which is not enough for the programs of a sandbox."""
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     if not private:
         holder.chmod(0o711)
@@ -177,37 +180,37 @@ def hold(base: Path, *, private: bool = False) -> Root:
 
 @contextlib.contextmanager
 def scratch(base: Path) -> Iterator[Root]:
-    """A private place for what a box has made, removed at the end however deep it is."""
-    made = hold(base, private=True)
+    """Yields a private directory for files of a sandbox, and removes it at the end, however deeply nested."""
+    root = allocate(base, private=True)
     try:
-        yield made
+        yield root
     finally:
-        made.remove()
+        root.remove()
 
 
 @contextlib.contextmanager
 def unpacked(to: Path) -> Iterator[Path]:
-    """A path to write a tar archive to inside the block, which is then unpacked to the new directory `to`."""
-    with scratch(to.parent) as place:
-        archive = place.holder / "root.tar"
+    """Yields a path for a tar archive, which is unpacked to the new directory `to` at the end of the block."""
+    with scratch(to.parent) as root:
+        archive = root.holder / "root.tar"
         yield archive
-        place.path.mkdir()
-        unpack(archive, place.path, archive.stat().st_size * UNPACKED)
-        place.path.rename(to)
+        root.path.mkdir()
+        unpack(archive, root.path, archive.stat().st_size * UNPACKED)
+        root.path.rename(to)
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:
-    """Unpack a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
-    taken = 0
+    """Unpacks a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
+    total = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        nonlocal taken
-        parts = member.sparse or ()
-        taken += max(member.size, sum(size for _, size in parts)) + ENTRY + SPARSE_PART * len(parts)
-        if taken > most:
+        nonlocal total
+        parts = sparse_parts(member)
+        total += max(member.size, sum(size for _, size in parts)) + ENTRY + SPARSE_PART * len(parts)
+        if total > most:
             raise too_large(archive, most)
         if member.issym() and os.path.isabs(member.linkname):
-            # An image's absolute links begin at its own root.
+            # Absolute links of an image refer to the image's root.
             above = os.path.dirname("/" + member.name.strip("/"))
             member = member.replace(linkname=os.path.relpath(member.linkname, above), deep=False)
         return tarfile.data_filter(member, path)
@@ -224,22 +227,23 @@ def unpack(archive: Path, to: Path, most: int) -> None:
         ) from None
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise BoxRefusal(
-            f"the image {archive} cannot be unpacked ({error}); give a whole tar archive", code="image",
+            f"the image {archive} cannot be unpacked ({error}); give a complete tar archive",
+            code="image",
             about=str(archive),
-        ) from error  # fmt: skip
+        ) from error
 
 
 def pack(
     source: Path, to: IO[bytes], most: int, change: Callable[[tarfile.TarInfo], tarfile.TarInfo] = lambda member: member
 ) -> None:
-    """Write a directory as a tar archive of files of up to `most` bytes, holes counted: an archive has them as zeros.
-    `change`: of each member. Raises BoxRefusal for more, before the file that is too much is written."""
-    taken = 0
+    """Writes a directory as a tar archive of up to `most` bytes, counting holes of sparse files, which the archive has
+    as zeros. `change`: edits each member. Raises BoxRefusal before the file that exceeds the limit is written."""
+    total = 0
 
     def counted(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        nonlocal taken
-        taken += member.size + ENTRY
-        if taken > most:
+        nonlocal total
+        total += member.size + ENTRY
+        if total > most:
             raise too_large(source, most)
         return change(member)
 
@@ -249,21 +253,21 @@ def pack(
 
 def too_large(source: Path, most: int) -> BoxRefusal:
     return BoxRefusal(
-        f"{source} takes more than the {most // MIB} MiB that a box begins with at most; raise image_mib",
+        f"{source} exceeds the {most // MIB} MiB that a box may begin with; raise image_mib",
         code="large",
         about=str(source),
     )
 
 
 def _remove(holder: Path) -> None:
-    """rm goes down by descriptors, so that no depth and no link leads it astray."""
+    """Removes a directory with rm, which walks by descriptors: safe at any depth and against links."""
     if os.geteuid() != 0:
         _call("chmod", "-R", "u+rwX", "--", str(holder))
     _call("rm", "-rf", "--one-file-system", "--", str(holder))
 
 
 def _call(*line: str) -> None:
-    """Run a program of coreutils. Raises SlimxError if it fails or takes too long."""
+    """Runs a program of coreutils. Raises SlimxError if it fails or takes too long."""
     program = shutil.which(line[0]) or line[0]
     try:
         done = subprocess.run([program, *line[1:]], capture_output=True, text=True, timeout=COPY_S)
@@ -274,7 +278,7 @@ def _call(*line: str) -> None:
             return
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
-        f"{line[0]} failed on the root of a box, {line[-1]}: {problem}; see that its disk has space",
+        f"{line[0]} failed on the root of a box, {line[-1]}: {problem}; check that its disk has space",
         code="box.files",
         about=line[-1],
     )

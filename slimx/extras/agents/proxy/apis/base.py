@@ -1,4 +1,4 @@
-"""An API that agents speak: its requests are read, and its answers and errors written."""
+"""The interface of an API for agents: parsing requests, and writing responses and errors."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from slimx.rollout.client.completion import Completion
 
 @dataclass
 class AnswerWriter(ABC):
-    """Writes one answer, whole or as server-sent events."""
+    """Writes one response, as a whole or as server-sent events."""
 
     request: ChatRequest
-    number: int
-    """Number of the request in its session."""
+    index: int
+    """Index of the request in its session."""
     prompt: int
-    """Tokens before the answer."""
+    """Length of the prompt in tokens."""
     reading: AnswerReader
     created: int = field(default_factory=lambda: int(time.time()))
     _open: bool = field(default=False, init=False)
-    """True while text that was begun is not ended."""
+    """True while a text block is open."""
 
     @abstractmethod
-    def whole(self, message: Message, completion: Completion) -> Json:
-        """The answer in one."""
+    def complete(self, message: Message, completion: Completion) -> Json:
+        """Returns the response as a whole."""
 
     @abstractmethod
     def begin(self) -> bytes:
-        """The events before all text."""
+        """Returns the events before any text."""
 
     @abstractmethod
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """The events of newly sampled tokens, of which `shown` is the text that can be shown now; may be empty."""
+        """Returns the events of newly sampled tokens. `shown`: the text that can be sent now; may be empty."""
 
     @abstractmethod
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """The events of what is left, and the end. `rest`: the text that was not shown yet; None if none was shown."""
+        """Returns the remaining events, and the end. `rest`: the text not sent yet; None if none was sent."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """The events of an answer that fails after its beginning."""
+        """Returns the events of a response that fails after its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class ChatApi:
     """One API."""
 
     read: Callable[..., ChatRequest]
-    """(body, the run's sampling, strict=...) -> the request. Raises ApiError for what cannot be carried out."""
+    """(body, the run's sampling, strict=...) -> the request. Raises ApiError for an unsupported request."""
     writer: type[AnswerWriter]
     refusal: Callable[[ApiError], Json] = lambda error: error.body
-    """The body of an error."""
+    """Error -> body of the error response."""

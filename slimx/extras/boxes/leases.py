@@ -1,0 +1,226 @@
+"""The sandboxes that a server has leased to clients, the programs that run in them, and the images of new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import raised
+from slimx.extras.boxes.programs.enclosure import MIB, ProgramResult
+from slimx.extras.boxes.programs.watch import Limits
+from slimx.extras.boxes.protocol import Box, BoxLost
+
+UPLOADED = re.compile(r"sha256-[0-9a-f]{64}")
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+@dataclass(slots=True)
+class Lease:
+    """One sandbox that is leased to a client, or being created for it."""
+
+    made: asyncio.Future[Box]
+    until: float
+    """Time at which the lease expires, by the monotonic clock."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Serializes the calls of a sandbox, so a client occupies at most one thread per sandbox."""
+    runs: dict[str, LeasedRun] = field(default_factory=dict)
+    """The newest program, by the name that the client chose."""
+    ending: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class LeasedRun:
+    """One program in a leased sandbox."""
+
+    done: asyncio.Future[ProgramResult]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class Boxes:
+    """All sandboxes of a server. Its methods run on the event loop, blocking calls of sandboxes in threads."""
+
+    def __init__(self, make: Callable[[str | Path, Limits], Box], *, most: int, lease_s: float):
+        """Starts without sandboxes. `make`: creates one from a source and limits, may block. `most`: maximum number of
+        sandboxes at once. `lease_s`: seconds until an unused lease expires."""
+        self._make = make
+        self.most = most
+        self.lease_s = lease_s
+        self.leases: dict[str, Lease] = {}
+        self.expired = 0
+        """Number of sandboxes whose lease expired."""
+        self.left = 0
+        """Number of sandboxes that could not be ended and may have left something behind."""
+        self._tasks = set[asyncio.Task[None]]()
+        self._threads = ThreadPoolExecutor(2 * most + 4, thread_name_prefix="slimx-boxes")
+
+    @property
+    def full(self) -> bool:
+        return len(self.leases) >= self.most
+
+    async def begin(self, name: str, source: str | Path, limits: Limits) -> Lease:
+        """Returns the lease of this name, creating its sandbox if it is new. Raises the creation's error, and BoxLost
+        if the sandbox is being ended."""
+        lease = self.leases.get(name)
+        if lease is not None and lease.ending is not None:
+            raise BoxLost("the box is being ended", about=name)
+        if lease is None:
+            lease = Lease(asyncio.get_running_loop().create_future(), time.monotonic() + self.lease_s)
+            self.leases[name] = lease
+            self._task(self._begin(name, lease, source, limits))
+        await asyncio.shield(lease.made)
+        self.renew(lease)
+        return lease
+
+    async def call[T](self, lease: Lease, work: Callable[[Box], T]) -> T:
+        """Runs `work` on the sandbox in a thread, after earlier calls."""
+        box = await asyncio.shield(lease.made)
+        async with lease.turn:
+            self.renew(lease)
+            try:
+                return await self._in_thread(work, box)
+            finally:
+                self.renew(lease)
+
+    def start(self, lease: Lease, name: str, program: Callable[[Box, threading.Event], ProgramResult]) -> None:
+        """Starts a program, unless one of this name was started before."""
+        if name in lease.runs:
+            return
+        run = LeasedRun(asyncio.get_running_loop().create_future())
+        lease.runs.clear()
+        lease.runs[name] = run
+
+        async def work() -> None:
+            try:
+                run.done.set_result(await self.call(lease, lambda box: program(box, run.stop)))
+            except BaseException as error:
+                _fail(run.done, error)
+
+        self._task(work())
+
+    def renew(self, lease: Lease) -> None:
+        lease.until = time.monotonic() + self.lease_s
+
+    async def end(self, name: str) -> None:
+        """Ends a sandbox and its programs, if it exists. It counts until it has ended."""
+        lease = self.leases.get(name)
+        if lease is not None:
+            await asyncio.shield(self._ending(name, lease))
+
+    async def watch(self) -> None:
+        """Ends sandboxes whose lease has expired; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self.lease_s / 4))
+            for name, lease in self.leases.items():
+                if lease.made.done() and lease.ending is None and time.monotonic() > lease.until:
+                    self.expired += 1
+                    print(f"box {name[:8]}: its client has sent nothing for {self.lease_s:g} s; ended", flush=True)
+                    self._ending(name, lease)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.end(name) for name in list(self.leases)))
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _begin(self, name: str, lease: Lease, source: str | Path, limits: Limits) -> None:
+        try:
+            box = await asyncio.get_running_loop().run_in_executor(self._threads, self._make, source, limits)
+        except BaseException as error:
+            self.leases.pop(name, None)
+            _fail(lease.made, error)
+            return
+        self.renew(lease)
+        lease.made.set_result(box)
+
+    def _ending(self, name: str, lease: Lease) -> asyncio.Task[None]:
+        """Starts ending a sandbox, once, and returns the task."""
+        if lease.ending is None:
+            lease.ending = self._task(self._end(name, lease))
+        return lease.ending
+
+    async def _end(self, name: str, lease: Lease) -> None:
+        for run in lease.runs.values():
+            run.stop.set()
+        try:
+            await asyncio.wait({lease.made})
+            if lease.made.exception() is None:  # otherwise there is no sandbox
+                await self._in_thread(lambda box: box.end(), lease.made.result())
+        except Exception as error:
+            self.left += 1
+            print(f"box {name[:8]}: it could not be ended ({raised(error)})", flush=True)
+        finally:
+            self.leases.pop(name, None)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task and keeps a reference to it, which asyncio does not."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _in_thread[T](self, work: Callable[[Box], T], box: Box) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, box)
+
+
+def _fail[T](future: asyncio.Future[T], error: BaseException) -> None:
+    """Sets the exception of a future, and reads it once: asyncio would report it as never retrieved."""
+    future.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
+    future.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images of a server: those in a directory, and archives uploaded by clients, by their digest."""
+
+    named: Path | None
+    """Directory of the archives and root directories that clients may name."""
+    uploads: Path
+    uploads_mib: int
+    """Maximum size of all uploaded archives, in MiB; the least recently used one is removed first."""
+
+    def find(self, name: str) -> Path | None:
+        """Returns the archive or directory of a name; None if there is none."""
+        if UPLOADED.fullmatch(name):
+            path = self.uploads / name
+        elif self.named is not None and PLAIN.fullmatch(name):
+            path = self.named / name
+        else:
+            return None
+        if not path.exists():
+            return None
+        if path.parent == self.uploads:
+            os.utime(path)
+        return path
+
+    def fits(self, size: int) -> bool:
+        """Returns True if an archive of `size` bytes may be uploaded."""
+        return size <= self.uploads_mib * MIB
+
+    def make_room(self, size: int) -> None:
+        """Removes the least recently used archives until `size` bytes fit."""
+        most = self.uploads_mib * MIB
+        archives = sorted((path.stat().st_mtime, path) for path in self.uploads.glob("sha256-*"))
+        sizes = {path: path.stat().st_size for _, path in archives}
+        for _, oldest in archives:
+            if sum(sizes.values()) + size <= most:
+                break
+            oldest.unlink(missing_ok=True)
+            del sizes[oldest]
+
+
+def limits_within(requested: Mapping[str, Any], maximum: Limits) -> Limits:
+    """Returns the limits that a client requests. Raises ValueError if one is not a limit or exceeds the server's."""
+    names = {limit.name for limit in dataclasses.fields(maximum)}
+    for name, value in requested.items():
+        if name not in names or isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} {value!r} is not a limit")
+        if value > getattr(maximum, name):
+            raise ValueError(f"{name} {value:g} is above the {getattr(maximum, name):g} of the server")
+    return dataclasses.replace(maximum, **requested)
