@@ -13,7 +13,7 @@ from slimx.config.load import load_config
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory
-from slimx.extras.planner.plan.keepings import kept_rules
+from slimx.extras.planner.plan.activation_strategies import strategy_rules
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.plan.suggest import Search, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
@@ -114,7 +114,7 @@ def test_megatrons_own_fields_of_offloading_are_not_passed(key):
 def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, device, trainer, expected):
     (tmp_path / "config.json").write_text(json.dumps(model))
     facts = settings(trainer).sections | {"spec": read_model(tmp_path), "device": device}
-    assert {(problem.code, problem.about) for problem in broken(kept_rules(), facts)} == expected
+    assert {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)} == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
 def test_attention_whose_activations_never_moved_is_refused(model, refused):
     facts = settings({"offload_activations": ALL}).sections
     facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
-    found = {(problem.code, problem.about) for problem in broken(kept_rules(), facts)}
+    found = {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)}
     assert found == ({("unproven.layers", "trainer.offload_activations")} if refused else set())
 
 

@@ -228,7 +228,7 @@ def test_what_a_rehearsal_stages_and_holds_is_proven():
         memory[tensor.offset] ^= 1
         rehearsal.stage(packed)
     rehearsal.engine.load()
-    assert rehearsal.engine.verify() == len(rehearsal.engine.places)
-    rehearsal.engine.places["model.norm.weight"][0] += 1
+    assert rehearsal.engine.verify() == len(rehearsal.engine.parameters)
+    rehearsal.engine.parameters["model.norm.weight"][0] += 1
     with refused("links.checksum", about="model.norm.weight"):
         rehearsal.engine.verify()

@@ -12,7 +12,8 @@ from slimx.config.schema import Config
 from slimx.extras.lora.room import merged_room
 from slimx.extras.lora.targets import adapts
 from slimx.extras.planner.memory.publication import merging_memory
-from slimx.extras.planner.plan.report import Planned, _dealt, plan_report
+from slimx.extras.planner.plan.publication import _dealt
+from slimx.extras.planner.plan.report import Planned, plan_report
 from slimx.extras.planner.plan.suggest import Search
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model

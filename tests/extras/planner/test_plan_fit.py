@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config.load import load_config
-from slimx.extras.planner.plan import report as report_module
+from slimx.extras.planner.plan import publication as publication_module
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.record import PlanReport
 from slimx.reshard.plan.publication import publication_plan
@@ -73,7 +73,7 @@ def test_a_publication_that_would_exceed_memory_is_not_dealt(plan, monkeypatch, 
         return compiled[-1]
 
     plan(QWEN3_30B, "algorithm.name=sft", "rollout.engines=[]")  # writes the model
-    monkeypatch.setattr(report_module, "publication_plan", counted)
+    monkeypatch.setattr(publication_module, "publication_plan", counted)
     engines = "rollout.engines=[{tensor: 4, expert: 4, count: 65536}]"
     overrides = [RUN_30B[0], engines, RUN_30B[2], "cluster.gpu=h200", f"cluster.nodes={nodes}"]
     planned = plan_report(load_config(plan.directory / "run.yaml", overrides))
@@ -252,6 +252,7 @@ def test_the_batch_adds_up(plan):
 
 def test_the_page_on_planning_names_every_key_of_the_record():
     text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
-    assert [key for key in PlanReport.model_fields if f"`{key}`" not in text] == []
+    keys = [field.serialization_alias or name for name, field in PlanReport.model_fields.items()]
+    assert [key for key in keys if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
-    assert described["optimizer"]["description"] == "On the device."
+    assert described["optimizer"]["description"] == "Optimizer state on the device."

@@ -83,7 +83,7 @@ def test_shares_of_the_optimizer_hold_every_parameter_once(name: str, sizes: Siz
     states = wanted = 0
     for rank in range(sizes.world):
         runs = Holdings(table, "bfloat16").runs(sizes, rank)
-        states += Buffers(runs, trainer, sizes).of(rank).optimizer
+        states += Buffers(runs, trainer, sizes).state(rank).optimizer
         place = coordinates(rank, sizes)
         for run in runs:
             first = place.expert_data == 0 if run.expert else place.data == place.context == 0
@@ -109,7 +109,7 @@ def test_bytes_per_parameter_are_those_of_megatron_lm():
     runs = Holdings(wide, "bfloat16").runs(sizes, 0)
     count = sum(run.elements * run.count for run in runs)
     for distributed, each in ((False, 18), (True, 6 + 12 / 4)):
-        state = Buffers(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes).of(0)
+        state = Buffers(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes).state(0)
         found = state.weights + state.gradients + state.optimizer
         assert found == pytest.approx(each * count, rel=1e-3 if distributed else 1e-9)
 
@@ -168,7 +168,7 @@ def test_frozen_experts_have_neither_gradients_nor_moments():
         entry.sources for entry in table.entries() if entry.row.per_expert and entry.expert == 5 and entry.layer == 1
     )
     whole, less = (
-        [Buffers(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes).of(rank) for rank in (0, 1)]
+        [Buffers(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes).state(rank) for rank in (0, 1)]
         for f in (frozenset(), frozen)
     )
     assert less[0] == whole[0], "expert 5 is on the second rank"
@@ -284,7 +284,7 @@ def test_copies_of_parameters_take_what_rounding_makes_of_them():
         ParameterRun(name="linear.weight", elements=3 * 2**20, count=5, **run),
         ParameterRun(name="norm.weight", elements=2**12, count=2, **run),
     ]
-    state = Buffers(runs, Trainer(), Sizes()).of(0)
+    state = Buffers(runs, Trainer(), Sizes()).state(0)
     elements = 5 * 3 * 2**20 + 2 * 2**12
     assert state.pinned_share == (5 * 4 * 2**20 + 2 * 2**12) / elements
     assert state.weights <= state.pinned_weights == pinned(state.weights), "one buffer holds them all"

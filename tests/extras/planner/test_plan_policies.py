@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slimx.config.load import load_config
+from slimx.extras.planner.plan.policy_sums import refusals, sum_over_policies
 from slimx.extras.planner.plan.report import Planned, plan_report
-from slimx.extras.planner.plan.together import refusals, together
 from slimx.preflight.hardware import machine_of
 from tests.extras.planner.planning_stand import SHALLOW
 
@@ -61,7 +61,7 @@ def test_what_each_policy_has_room_for_may_be_too_much_for_all_of_them(plan, clu
     status, text = plan(SHALLOW, *RUN, cluster)
     assert status == 0, text
     found, machine = planned(plan.directory, *RUN, cluster, JUDGE)
-    sums = together([each.report for each in found])
+    sums = sum_over_policies([planned.report for planned in found])
     assert not any(problem.code == code for each in found for problem in each.problems)
     assert [problem.code for problem in refusals(sums, machine)] == [code] * (code is not None)
     assert plan(SHALLOW, *RUN, cluster, JUDGE)[0] == 2 * (code is not None)
