@@ -14,7 +14,7 @@ from slimx.cli import app
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks import trial as hook_trial
-from slimx.extras.doctor.hooks.doctor import Examined, examine_hooks
+from slimx.extras.doctor.hooks.doctor import HookFindings, examine_hooks
 from tests.refusals import numbers
 
 STAND = "tests.extras.doctor.hook_doctor_stand"
@@ -43,7 +43,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def examine(run_file: Path, *overrides: str) -> Examined:
+def examine(run_file: Path, *overrides: str) -> HookFindings:
     return examine_hooks(load_config(run_file, list(overrides)))
 
 
