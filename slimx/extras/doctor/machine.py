@@ -112,14 +112,10 @@ def machine() -> Iterator[Finding]:
     yield Finding("slimx", f"{slimx.__version__} in {ROOT}")
     yield Finding("processor", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process")
     total, free = _memory()
-    yield Finding(
-        "memory",
-        f"{total:.1f} GiB, {free:.1f} available",
-        None
-        if free >= MEMORY_GIB
-        else f"the quickstart needs {MEMORY_GIB:.0f} GiB; end other programs or use a larger machine",
-        needed=False,
-    )
+    problem = None
+    if free < MEMORY_GIB:
+        problem = f"the quickstart needs {MEMORY_GIB:.0f} GiB; end other programs or use a larger machine"
+    yield Finding("memory", f"{total:.1f} GiB, {free:.1f} available", problem, needed=False)
     room = shutil.disk_usage("/dev/shm").free / 2**20
     problem = None
     if room < SHM_MIB:
@@ -216,11 +212,11 @@ def adapters() -> Iterator[Finding]:
         )
         yield Finding("sglang_cpu", "in force: seeded sampling and routed experts for SGLang's CPU path")
     registered = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
-    yield Finding(
-        "sglang_plugin",
-        f"registered in {PLUGIN_GROUP}" if PLUGIN in registered else "not registered",
-        None if PLUGIN in registered else "SGLang servers cannot find slimx's plugin; run `make build`",
-    )
+    if PLUGIN in registered:
+        yield Finding("sglang_plugin", f"registered in {PLUGIN_GROUP}")
+    else:
+        problem = "SGLang servers cannot find slimx's plugin; run `make build`"
+        yield Finding("sglang_plugin", "not registered", problem)
 
 
 def kernels() -> Iterator[Finding]:
@@ -255,11 +251,11 @@ def toolchain() -> Iterator[Finding]:
         error = link_error(home, driver=cuda)
         problem = f"the CUDA toolkit in {home} builds no kernel ({error}); {remedy}" if error else None
         yield Finding("nvcc", f"{home}/bin/nvcc", problem, needed=cuda)
-    yield Finding(
-        "Python.h",
-        f"{header}" if header else f"none{unneeded}",
-        None if header or not cuda else "Triton compiles its launchers with it; apt-get install python3.12-dev",
-    )
+    if header:
+        yield Finding("Python.h", f"{header}")
+    else:
+        problem = "Triton compiles its launchers with it; apt-get install python3.12-dev" if cuda else None
+        yield Finding("Python.h", f"none{unneeded}", problem)
     if not _is_installed("deep_ep"):
         yield Finding("deep_ep", f"not installed{unneeded}")
     elif cuda:

@@ -131,7 +131,9 @@ def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind
 
 
 def _gathered(model: dict[str, Any], s: Setting) -> float:
-    return 2 * s.tokens * model["hidden_size"] * s.itemsize if s.sizes.tensor > 1 else 0.0
+    if s.sizes.tensor == 1:
+        return 0.0
+    return 2 * s.tokens * model["hidden_size"] * s.itemsize
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
@@ -205,7 +207,9 @@ def _core(
 def _mask(s: Setting) -> float:
     """Returns the bytes of a rank's attention mask: plain torch has one for every pair if context parallelism splits
     sequences."""
-    return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
+    if s.kernels != "torch" or s.sizes.context == 1:
+        return 0.0
+    return s.tokens * s.length * s.itemsize
 
 
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:

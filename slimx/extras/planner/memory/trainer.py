@@ -86,10 +86,15 @@ def stage_states(
 ) -> tuple[StageState, ...]:
     """Returns the state of the fullest rank of each pipeline stage. `quick`: only of stages that differ from earlier
     ones, which include the fullest, and only of the first rank of each."""
+    stages: Sequence[int] = range(sizes.pipeline)
+    count = sizes.stage
+    if quick:
+        stages = parameters.unlike_stages(sizes)
+        count = 1
     out = []
-    for stage in parameters.unlike_stages(sizes) if quick else range(sizes.pipeline):
+    for stage in stages:
         head = _value_head(spec, sizes, stage) if model == "critic" else []
-        out.append(_fullest(parameters, trainer, sizes, stage, head, 1 if quick else sizes.stage))
+        out.append(_fullest(parameters, trainer, sizes, stage, head, count))
     return tuple(out)
 
 

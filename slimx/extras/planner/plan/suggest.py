@@ -335,16 +335,20 @@ class Search:
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
         layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
         recompute = trainer.recompute
-        modules = f" ({', '.join(recompute.modules)})" if recompute.granularity == "selective" else ""
-        parts = f", on the host {', '.join(trainer.offload_activations)}" if trainer.offload_activations else ""
+        layout += f", recompute {recompute.granularity}"
+        if recompute.granularity == "selective":
+            layout += f" ({', '.join(recompute.modules)})"
+        fraction = again(self.spec, self.config.rollout.longest, trainer)
+        if fraction:
+            layout += f" that is {fraction:.1%} of the FLOPs again"
+        if trainer.offload_activations:
+            layout += f", on the host {', '.join(trainer.offload_activations)}"
         offloaded = trainer.optimizer.offload_fraction
-        host = f", {offloaded:.0%} of the moments on the host" if offloaded else ""
-        length = self.config.rollout.longest
-        fraction = again(self.spec, length, trainer)
-        work = f" that is {fraction:.1%} of the FLOPs again" if fraction else ""
+        if offloaded:
+            layout += f", {offloaded:.0%} of the moments on the host"
         return Suggestion(
             overrides=_overrides(self.config, candidate.config),
-            layout=f"{layout}, recompute {recompute.granularity}{modules}{work}{parts}{host}",
+            layout=layout,
             trainer_peak=peak,
             margin=self.gpu_memory - peak,
             cost=round(candidate.cost.total, 4),

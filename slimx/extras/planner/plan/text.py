@@ -202,11 +202,10 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
     if savings:
         yield f"  parts     of the activations of {record.model} rank {record.rank}: {'; '.join(savings)}"
     if record.moved:
-        seconds = f", {record.moved / bandwidth:.2f} s per direction" if bandwidth else ""
-        yield (
-            f"  host      activations of an update to the host and back: {_size(record.moved)}{seconds}, during the "
-            f"passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
-        )
+        line = f"  host      activations of an update to the host and back: {_size(record.moved)}"
+        if bandwidth:
+            line += f", {record.moved / bandwidth:.2f} s per direction"
+        yield f"{line}, during the passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
 
 
 def _phases(report: PlanReport) -> Iterator[str]:
@@ -378,9 +377,12 @@ def _engines(group: PlannedGroup) -> str:
 
 
 def _engine(sizes: EngineSizes) -> str:
-    dp = f", attention in {sizes.attention_data} copies" if sizes.attention_data > 1 else ""
-    redundant = f", {sizes.redundant} redundant experts" if sizes.redundant else ""
-    return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}{dp}{redundant}"
+    text = f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}"
+    if sizes.attention_data > 1:
+        text += f", attention in {sizes.attention_data} copies"
+    if sizes.redundant:
+        text += f", {sizes.redundant} redundant experts"
+    return text
 
 
 def _count(number: int, digits: int) -> str:
