@@ -97,9 +97,6 @@ def _findings(title: str, look: Look) -> Iterator[Finding]:
         yield Finding(title.lower(), text, f"could not be examined ({text})")
 
 
-# Looks --------------------------------------------------------------------------------------------------------------
-
-
 def machine() -> Iterator[Finding]:
     """Yields findings about Python, processor, memory and shared memory."""
     version = platform.python_version()
@@ -173,9 +170,8 @@ def packages() -> Iterator[Finding]:
         elif not _fits(installed, needed):
             yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
         elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
-            yield Finding(
-                name, text, f"{installed} is not the {pinned} of {lock}, with which slimx is tested", needed=False
-            )
+            problem = f"{installed} is not the {pinned} of {lock}, with which slimx is tested"
+            yield Finding(name, text, problem, needed=False)
         elif name in MAIN:
             yield Finding(name, text)
         else:
@@ -189,9 +185,8 @@ def adapters() -> Iterator[Finding]:
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")
     else:
-        yield Finding(
-            "megatron_cpu", "in force: torch sees no GPU, so megatron-core's 'cuda' is the CPU and NCCL is gloo"
-        )
+        why = "torch sees no GPU, so megatron-core's 'cuda' is the CPU and NCCL is gloo"
+        yield Finding("megatron_cpu", f"in force: {why}")
     if _is_installed("transformer_engine"):
         yield Finding("megatron_layers", "not in force: Transformer Engine is installed")
     else:
@@ -204,19 +199,16 @@ def adapters() -> Iterator[Finding]:
         yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
         yield Finding("sglang_cpu", "not in force: torch sees a GPU")
     else:
-        yield Finding(
-            "sglang_absent",
-            f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
-            if absent
-            else "not in force: nothing is absent",
-        )
+        text = "not in force: nothing is absent"
+        if absent:
+            text = f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
+        yield Finding("sglang_absent", text)
         yield Finding("sglang_cpu", "in force: seeded sampling and routed experts for SGLang's CPU path")
     registered = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
     if PLUGIN in registered:
         yield Finding("sglang_plugin", f"registered in {PLUGIN_GROUP}")
     else:
-        problem = "SGLang servers cannot find slimx's plugin; run `make build`"
-        yield Finding("sglang_plugin", "not registered", problem)
+        yield Finding("sglang_plugin", "not registered", "SGLang servers cannot find slimx's plugin; run `make build`")
 
 
 def kernels() -> Iterator[Finding]:
@@ -310,9 +302,6 @@ def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
         return None
     lines = completed.stderr.strip().splitlines()
     return lines[-1] if lines else how_ended(completed.returncode)
-
-
-# Facts --------------------------------------------------------------------------------------------------------------
 
 
 def _gpus() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Each fault that makes a node unfit, told in a sentence; the faults come from a fake NVML and fake system files."""
+"""Each fault that makes a node unfit, reported in a sentence. Faults come from a fake NVML and fake system files."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def trainer(**gib: float) -> TrainerMemory:
-    """A rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
+    """Makes a rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
     sizes = {"weights": 2, "gradients": 4, "optimizer": 6, "moments": 4, "overhead": 3, "away": 3} | gib
     others = ("activations", "head", "work", "step", "communication", "publication", "peak", "moved")
     hosts = ("host_optimizer", "host_copies", "host_away", "host_chosen", "host_checkpoint", "host_activations")
@@ -58,7 +58,7 @@ def trainer(**gib: float) -> TrainerMemory:
 
 
 def engine(**gib: float) -> EngineMemory:
-    """A rank of 20 GiB of weights and room for 10 GiB of KV cache."""
+    """Makes a rank of 20 GiB of weights and room for 10 GiB of KV cache."""
     sizes = {"weights": 20, "staged": 0, "overhead": 3, "graphs": 1, "work": 2, "kv_room": 10, "static": 30} | gib
     return EngineMemory(
         group="actor",
@@ -74,11 +74,11 @@ def engine(**gib: float) -> EngineMemory:
 
 
 def weighed(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), **keys: Any) -> dict[Any, float]:
-    """GiB by phase; by kind of GPU and phase where there are several kinds."""
+    """Returns GiB by phase; by kind of GPU and phase if there are several kinds."""
     keys = {"separate_critic": False, "colocate": False, "offload": True} | keys
     found = phase_memory(H100, records, engines, **keys)
-    kinds = {each.gpu for each in found}
-    return {each.phase if len(kinds) == 1 else (each.gpu, each.phase): each.nbytes / GIB for each in found}
+    kinds = {peak.gpu for peak in found}
+    return {peak.phase if len(kinds) == 1 else (peak.gpu, peak.phase): peak.nbytes / GIB for peak in found}
 
 
 def test_a_gpu_in_turns_holds_in_each_phase_what_its_two_ranks_hold_then():
@@ -140,14 +140,14 @@ def test_a_critic_in_the_trainers_ranks_adds_its_state_and_takes_turns_with_acti
 
 def test_what_holds_memory_is_told_by_its_size_and_sums_up():
     found = phase_memory(H100, [trainer()], [engine()], separate_critic=False, colocate=True, offload=True)
-    assert [each.phase for each in found] == list(PHASES)
-    (generate,) = [each for each in found if each.phase == "generate"]
+    assert [peak.phase for peak in found] == list(PHASES)
+    (generate,) = [peak for peak in found if peak.phase == "generate"]
     sizes = [part.nbytes for part in generate.parts]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) == generate.nbytes and 0 not in sizes
     assert generate.parts[0].name == "engine's weights" and generate.parts[1].name == "KV cache"
     pair = colocated_memory(H100, found, [engine()])
     assert pair.generating == generate.nbytes and pair.engine_asleep == 3 * GIB
-    assert pair.margin == H100.memory - max(each.nbytes for each in found)
+    assert pair.margin == H100.memory - max(peak.nbytes for peak in found)
 
 
 def test_nothing_is_weighed_where_the_gpu_is_unknown():
@@ -229,10 +229,10 @@ def problems(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), ma
 def test_the_phase_that_does_not_fit_is_named_with_what_holds_most(code, about, phase, largest, case):
     found = problems(trainer(**case.pop("rank", {})), **case)
     assert set(found) == {code} and found[code].about == about
-    said = str(found[code])
-    named = [name for name in PHASES if f"phase {name}," in said]
+    sentence = str(found[code])
+    named = [name for name in PHASES if f"phase {name}," in sentence]
     assert named in ([phase], ["start"] if phase == "generate" else [phase])
-    assert said.index(largest) < said.index(" GiB;") if " GiB;" in said else largest in said
+    assert sentence.index(largest) < sentence.index(" GiB;") if " GiB;" in sentence else largest in sentence
 
 
 def test_the_host_is_judged_by_the_kind_of_gpu():
@@ -332,6 +332,6 @@ def test_a_gpu_that_is_nearly_full_in_any_phase_is_warned_of_with_its_phase():
 
 
 def test_no_process_has_the_drivers_part_of_a_gpu():
-    """torch counts 79.1 GiB of an H100, of which nvidia-smi reports 81559 MiB."""
+    """Compares with torch, which counts 79.1 GiB of an H100, of which nvidia-smi reports 81559 MiB."""
     assert H100.memory / GIB == pytest.approx(79.1, abs=0.01)
     assert machine_of(Cluster(gpu_memory_gib=20)).memory == 20 * GIB

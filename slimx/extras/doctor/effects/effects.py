@@ -136,11 +136,11 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     full = policy_gradient(config, probe)
     if algorithm.loss.kind == "sft" or "loss" in algorithm.hooks:
         share = _share(full, np.zeros_like(full))
-        yield Effect("algorithm.loss", algorithm.loss.kind, share, True, None if share else "its gradient is 0")
+        yield _effect("algorithm.loss", algorithm.loss.kind, share, True, "its gradient is 0")
     if algorithm.loss.kind != "sft" and algorithm.advantages.kind != "none":
         share = _share(full, policy_gradient(config, probe, without_advantages=True))
-        reason = None if share else _nothing_compared(config) or "every advantage of the probe batch is 0"
-        yield Effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
+        reason = _nothing_compared(config) or "every advantage of the probe batch is 0"
+        yield _effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
     if algorithm.loss.kind == "sft":
         return
     for term in TERMS:
@@ -149,8 +149,13 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
             continue
         other = config.model_copy(update={"algorithm": _without(algorithm, term)})
         share = _share(full, policy_gradient(other, probe))
-        reason = None if share else term.reason(config) or "the gradient of the probe batch is the same without it"
-        yield Effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
+        reason = term.reason(config) or "the gradient of the probe batch is the same without it"
+        yield _effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
+
+
+def _effect(key: str, value: Any, share: float, chosen: bool, reason: str | None) -> Effect:
+    """Returns an effect with its `reason` only if it changes nothing."""
+    return Effect(key, value, share, chosen, None if share else reason)
 
 
 def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
@@ -158,9 +163,9 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
         return
     critic = config.critic.model_copy(update={"value_clip": 0.0})
     share = _share(value_gradient(config, probe), value_gradient(config.model_copy(update={"critic": critic}), probe))
-    reason = None if share else _values_are_old(config.schedule)
+    reason = _values_are_old(config.schedule)
     chosen = config.critic.value_clip != type(config.critic).model_fields["value_clip"].default
-    yield Effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
+    yield _effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
 
 
 def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
@@ -176,8 +181,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     for key in keys:
         trainer = config.trainer.model_copy(update={"moe": moe.model_copy(update={key: 0.0})})
         share = _share(full, router_gradient(config.model_copy(update={"trainer": trainer}), probe, sizes))
-        reason = None if share else _router_reason(key, sizes)
-        yield Effect(f"trainer.moe.{key}", getattr(moe, key), share, True, reason)
+        yield _effect(f"trainer.moe.{key}", getattr(moe, key), share, True, _router_reason(key, sizes))
 
 
 def _router_reason(key: str, sizes: RouterSizes) -> str:

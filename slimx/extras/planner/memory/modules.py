@@ -25,17 +25,22 @@ class OffloadedBytes:
 
 def recomputed(layer: LayerBytes) -> dict[str, float]:
     """Returns the bytes of a layer that selective recomputation of each module saves."""
-    moe = layer.dispatched > 0
-    return {
+    nbytes = {
         "core_attn": layer.core,
-        # A norm before a projection is fused with it and cannot be recomputed alone.
-        "layernorm": layer.mlp_input if moe else 0.0,
+        "layernorm": 0.0,  # a norm before a projection is fused with it and cannot be recomputed alone
         "mla_up_proj": layer.up_projected,
-        "moe_act": layer.activated if moe else 0.0,
+        "moe_act": 0.0,
         "shared_experts": layer.shared,
-        "moe": layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared if moe else 0.0,
-        "mlp": 0.0 if moe else layer.inner + layer.activated,
+        "moe": 0.0,
+        "mlp": 0.0,
     }
+    if layer.dispatched > 0:
+        nbytes["layernorm"] = layer.mlp_input
+        nbytes["moe_act"] = layer.activated
+        nbytes["moe"] = layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared
+    else:
+        nbytes["mlp"] = layer.inner + layer.activated
+    return nbytes
 
 
 def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:

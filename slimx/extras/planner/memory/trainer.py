@@ -167,23 +167,31 @@ def _record(
     dispatched = _dispatched(spec, setting)
     dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
-    served = _served(config, state) if model == "trainer" else 0
+    served = 0
+    others = 0
+    chosen = 0
+    copies = 0
+    if model == "trainer":
+        served = _served(config, state)
+        others = _other_models(config)
+        chosen = _chosen(config, spec, setting, stage.stage)
+        if device != "cpu":  # the CPU layers keep no copies
+            copies = rounding_of(config.trainer).kept_bytes(state.quantised)
     weights = state.weights + served + merging
     if config.exact:  # layers multiply by merged weights, which are kept until the backward pass
         weights += state.adapted * ITEMSIZE[config.numerics.dtype]
-    copies = 0
-    if model == "trainer" and device != "cpu":  # the CPU layers keep no copies
-        copies = rounding_of(config.trainer).kept_bytes(state.quantised)
     static = weights + state.gradients + state.optimizer - hosted + copies
-    moving = config.schedule.colocate and config.trainer.offload
-
     # Parameters that the distributed optimizer splits between two ranks are counted completely.
     pinned_ratio = 1.0
     pinned_weights = state.weights
     if device == "cuda" and config.trainer.offload_activations:  # sizes are rounded up: `slimx.runtime.allocator`
         pinned_ratio = state.pinned_share
         pinned_weights = state.pinned_weights
-    others = _other_models(config) if model == "trainer" else 0
+    away = overhead + dispatcher + static
+    host_away = 0
+    if config.schedule.colocate and config.trainer.offload:
+        away = overhead + dispatcher + served + merging
+        host_away = pinned_weights + round((state.optimizer - hosted) * pinned_ratio)
     return TrainerMemory(
         model=model,
         stage=stage.stage,
@@ -204,11 +212,11 @@ def _record(
         overhead=overhead,
         in_flight=activations.in_flight,
         peak=static + overhead + dispatcher + max(activations.peak + dispatched, step, buckets),
-        away=overhead + dispatcher + (served + merging if moving else static),
+        away=away,
         host_optimizer=round(hosted * pinned_ratio),
         host_copies=round(state.weights * pinned_ratio) * (others + 1) if others else 0,
-        host_away=pinned_weights + round((state.optimizer - hosted) * pinned_ratio) if moving else 0,
-        host_chosen=_chosen(config, spec, setting, stage.stage) if model == "trainer" else 0,
+        host_away=host_away,
+        host_chosen=chosen,
         host_checkpoint=round((state.weights + state.optimizer - hosted) * pinned_ratio) + hosted,
         host_activations=2 * activations.hosted,
         moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,

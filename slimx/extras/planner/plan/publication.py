@@ -48,7 +48,9 @@ class CompiledPublication:
     @property
     def packed(self) -> Plan:
         """Plan by which trainer ranks pack buckets."""
-        return self.published.plan if self.dealt is None else self.dealt.plan
+        if self.dealt is None:
+            return self.published.plan
+        return self.dealt.plan
 
 
 def compile_publication(
@@ -196,8 +198,10 @@ def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> t
     """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks."""
     if not publish.on_device:
         buckets = [sum(target[index].size for target in plan.buckets) for index in range(plan.count)]
-        reused = publish.staging == "bucket" or publish.transport == "disk"
-        return (min(2 * max(buckets), sum(buckets)) if reused else sum(buckets)), 0
+        nbytes = sum(buckets)
+        if publish.staging == "bucket" or publish.transport == "disk":  # buckets are reused
+            nbytes = min(2 * max(buckets), nbytes)
+        return nbytes, 0
     part = _largest_part(plan)
     staged = received if publish.staging == "model" else part
     # The ranks share a bucket's parts, and each has room for the largest.

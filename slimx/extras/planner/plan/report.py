@@ -224,6 +224,15 @@ def _of_layout(
         offload=config.trainer.offload,
     )
     batch = batch_plan(config, sizes)
+    host = host_memory(
+        config,
+        machine,
+        trainers + critics,
+        figures,
+        separate_critic=separate_critic,
+        batches=kept_batches(config, spec, batch),
+        graphs=max((record.graphs for record in engines), default=0),
+    )
     return {
         "trainer": sizes,
         "largest_rank": max(record.parameters for record in trainers),
@@ -235,15 +244,7 @@ def _of_layout(
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),
         "phases": phases,
-        "host": host_memory(
-            config,
-            machine,
-            trainers + critics,
-            figures,
-            separate_critic=separate_critic,
-            batches=kept_batches(config, spec, batch),
-            graphs=max((record.graphs for record in engines), default=0),
-        ),
+        "host": host,
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,
     }

@@ -177,11 +177,10 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
 
 def describe_together(sums: Together) -> list[str]:
     """Returns the sums over all policies as lines of text."""
-    fullest = f", the fullest takes {_gib(sums.fullest)} GiB" if sums.fullest is not None else ""
-    return [
-        f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy{fullest}",
-        *_host_and_disk(sums.host, sums.disk),
-    ]
+    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy"
+    if sums.fullest is not None:
+        line += f", the fullest takes {_gib(sums.fullest)} GiB"
+    return [line, *_host_and_disk(sums.host, sums.disk)]
 
 
 def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
@@ -386,7 +385,9 @@ def _engine(sizes: EngineSizes) -> str:
 
 
 def _count(number: int, digits: int) -> str:
-    return f"{number / 1e9:.{digits}f} B" if number >= 1e8 else f"{number / 1e6:.{digits}f} M"
+    if number >= 1e8:
+        return f"{number / 1e9:.{digits}f} B"
+    return f"{number / 1e6:.{digits}f} M"
 
 
 def _size(nbytes: float) -> str:
@@ -394,4 +395,6 @@ def _size(nbytes: float) -> str:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}" if abs(nbytes) >= GIB / 10 else f"{nbytes / GIB:.3f}"
+    if abs(nbytes) >= GIB / 10:
+        return f"{nbytes / GIB:.1f}"
+    return f"{nbytes / GIB:.3f}"

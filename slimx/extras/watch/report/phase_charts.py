@@ -123,19 +123,18 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
     for step in steps:
         start = min(item.phase.start for item in inside if item.phase.step == step) - origin
-        chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
-        chart.figure.add_annotation(
-            x=start,
-            y=1,
-            yref="paper",
-            yanchor="bottom",
-            xanchor="left",
-            text=f"step {step}" if step == steps[0] else str(step),
-            showarrow=False,
-        )
+        _mark_step(chart, start, f"step {step}" if step == steps[0] else str(step))
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
     chart.notes.append("Colours as above. A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
+
+
+def _mark_step(chart: Chart, start: float, label: str) -> None:
+    """Draws a dotted line at the start of a step, with its label above."""
+    chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
+    chart.figure.add_annotation(
+        x=start, y=1, yref="paper", yanchor="bottom", xanchor="left", text=label, showarrow=False
+    )
 
 
 @dataclass(slots=True)
