@@ -99,7 +99,7 @@ class Rank:
 
         config, sizes = trainer.config, self.parallel.sizes
         runs = holdings(config.trainer, config.numerics, trainer.weights.spec).runs(sizes, self.rank)
-        planned = Buffers(runs, config.trainer, sizes).of(self.rank)
+        planned = Buffers(runs, config.trainer, sizes).state(self.rank)
         held = tuple(trainer.offloading.sizes().values())
         assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)
 

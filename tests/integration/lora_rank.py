@@ -132,7 +132,7 @@ class LoraRank(Rank):
         trainer = self.trainer(config)
         self.steps(trainer, 0, STEPS)
         sizes, held = trainer.offloading.sizes(), holdings(config.trainer, config.numerics, self.spec)
-        planned = Buffers(held.runs(self.sizes, self.rank), config.trainer, self.sizes).of(self.rank)
+        planned = Buffers(held.runs(self.sizes, self.rank), config.trainer, self.sizes).state(self.rank)
         self.said["bytes"] = [sizes["weights"], sizes["gradients"], sizes["optimizer state"]]
         self.said["planned"] = [planned.weights, planned.gradients, planned.optimizer]
         self.said["merged"] = [

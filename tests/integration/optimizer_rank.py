@@ -350,7 +350,7 @@ class OptimizerRank(Rank):
             states = [state for part in trainer.optimizer.chained_optimizers for state in part.optimizer.state.values()]
             self.said[f"{name}_moments"] = sorted({str(state[key].dtype) for state in states for key in MOMENTS})
             runs = holdings(trainer.config.trainer, trainer.config.numerics, self.spec).runs(self.sizes, self.rank)
-            planned = Buffers(runs, trainer.config.trainer, self.sizes).of(self.rank)
+            planned = Buffers(runs, trainer.config.trainer, self.sizes).state(self.rank)
             self.said[f"{name}_planned"] = [planned.weights, planned.gradients, planned.optimizer]
             self.said[f"{name}_held"] = list(trainer.offloading.sizes().values())
             self.save(trainer, self.out / name)

@@ -91,4 +91,4 @@ def test_the_plan_counts_one_moment_of_a_matrix_and_two_of_all_else(laboratory, 
     for rank, said in enumerate(laboratory[name]):
         for dtype, held in (("float32", said["state_bytes"]), ("bfloat16", said["bf16_state_bytes"])):
             runs = Holdings(table, dtype).runs(sizes, rank)
-            assert Buffers(runs, trainer, sizes).of(rank).optimizer == held, dtype
+            assert Buffers(runs, trainer, sizes).state(rank).optimizer == held, dtype

@@ -190,7 +190,7 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list
     off = []
     for rank, held in enumerate(said):
         runs = Holdings(spec.table, settings.numerics.dtype).runs(sizes, rank)
-        state = Buffers(runs, settings.trainer, sizes).of(rank)
+        state = Buffers(runs, settings.trainer, sizes).state(rank)
         found = held["weights"], held["gradients"], held["optimizer state"]
         assert (state.weights, state.gradients, state.optimizer) == found, (model, case, rank)
         record = records[coordinates(rank, sizes).pipeline]

@@ -1,1 +1,1 @@
-"""Examination of a machine, a node and a run's configuration before anything is started."""
+"""Checks of a machine, a node and a run's configuration before a run starts."""

@@ -1,4 +1,4 @@
-"""`slimx doctor` and `slimx health` on the command line."""
+"""The commands `slimx doctor` and `slimx health`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     effects: Annotated[
-        bool, typer.Option("--effects", help="Only say which terms of FILE's loss change its gradient, and how much.")
+        bool, typer.Option("--effects", help="Only show which terms of FILE's loss change its gradient, and how much.")
     ] = False,
     hooks: Annotated[
         bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
     ] = False,
     say: Annotated[
         list[str] | None,
-        typer.Option(help="With --hooks: a text that scripted engines say first, such as a tool's call; again: next."),
+        typer.Option(
+            help="With --hooks: text that the scripted engine returns first, e.g. a tool call; repeat for later turns."
+        ),
     ] = None,
     gap: Annotated[
         bool, typer.Option("--gap", help="Only sample a batch and compare its log-probs between engines and trainers.")
@@ -41,25 +43,28 @@ def doctor(
     layers: Annotated[bool, typer.Option("--layers", help="With --gap: name the first part that differs.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Say what this machine has, what is missing and how to get it."""
-    asked = [name for name, given in (("effects", effects), ("hooks", hooks), ("gap", gap or layers)) if given]
-    if len(asked) > 1:
+    """Shows what this machine has, what is missing and how to get it."""
+    options = {"effects": effects, "hooks": hooks, "gap": gap or layers}
+    checks = [name for name, enabled in options.items() if enabled]
+    if len(checks) > 1:
         raise SlimxError(
-            f"slimx doctor takes one of --{asked[0]} and --{asked[1]} at a time; leave one out",
+            f"slimx doctor takes one of --{checks[0]} and --{checks[1]} at a time; leave one out",
             code="doctor.options",
-            about=f"--{asked[1]}",
+            about=f"--{checks[1]}",
         )
     if say and not hooks:
         raise SlimxError(
-            "slimx doctor --say tells what scripted engines say to hooks; add --hooks", code="doctor.say", about="--say"
+            "slimx doctor --say sets the texts that scripted engines return to hooks; add --hooks",
+            code="doctor.say",
+            about="--say",
         )
-    if asked and file is None:
-        raise SlimxError(
-            f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE",
-            code="doctor.file",
-            about=f"--{asked[0]}",
-        )
-    if asked:
+    if checks:
+        if file is None:
+            raise SlimxError(
+                f"slimx doctor --{checks[0]} needs the YAML file of a run; give it as FILE",
+                code="doctor.file",
+                about=f"--{checks[0]}",
+            )
         config = load_config(file, overrides or [])
         if effects:
             fine = _show_effects(file, config)
@@ -70,6 +75,11 @@ def doctor(
         if not fine:
             raise typer.Exit(1)
         return
+    _check_machine(file, overrides or [])
+
+
+def _check_machine(file: Path | None, overrides: list[str]) -> None:
+    """Checks the machine, and FILE's run if nothing is missing. Raises typer.Exit with status 1 otherwise."""
     from slimx.extras.doctor.machine import examine
 
     console = Console(soft_wrap=True)
@@ -79,7 +89,7 @@ def doctor(
     if file is not None and not healthy:
         console.print(plain(f"{file} is not checked: it needs what is missing"))
     elif file is not None:
-        config = load_config(file, overrides or [])
+        config = load_config(file, overrides)
         from slimx.config.sections.policies import ACTOR
         from slimx.orchestration.start.prepare import check_run
 
@@ -92,14 +102,14 @@ def doctor(
             for line in ["the first prompt, as the model is given it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
         console.print(plain(f"publish.transport {actor.transport}"))
-        told = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: nothing stands in the way"
-        console.print(plain(told))
+        summary = f"{file}: {len(prepared.prompts)} prompts, layout {actor.sizes}: nothing stands in the way"
+        console.print(plain(summary))
     if not healthy:
         raise typer.Exit(1)
 
 
 def _show_gap(config: Config, layers: bool) -> bool:
-    """False if numerics.mode is exact and the log-probs of a batch are not equal to the last bit.
+    """Returns False if numerics.mode is exact and the log-probs of a batch are not bitwise equal.
 
     Raises SlimxError for a run in which nothing can be compared, before torch is imported."""
     if not config.rollout.policy_engines:
@@ -111,7 +121,7 @@ def _show_gap(config: Config, layers: bool) -> bool:
     if layers and config.trainer.tensor * config.trainer.context > 1:
         raise SlimxError(
             "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
-            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
+            "trainer.context=1 as well (and numerics.leaves to what the run has)",
         )
     from slimx.orchestration.start import checks
 
@@ -122,45 +132,49 @@ def _show_gap(config: Config, layers: bool) -> bool:
 
 
 def _show_effects(file: Path, config: Config) -> bool:
-    """False if a term that the configuration chose changes nothing."""
+    """Returns False if a term that the configuration sets has no effect."""
     from slimx.extras.doctor.effects.effects import describe, effects
 
-    found = effects(config)
+    terms = effects(config)
     print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
-    for line in describe(found):
+    for line in describe(terms):
         print(line)
-    return all(effect.share or not effect.chosen for effect in found)
+    return all(effect.share or not effect.chosen for effect in terms)
 
 
 def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
-    """False if a hook is wrong."""
+    """Returns False if a hook has a problem."""
     from slimx.extras.doctor.hooks.doctor import examine_hooks
 
-    found = examine_hooks(config, texts)
+    findings = examine_hooks(config, texts)
     print(f"{file}: hooks, tried on one prompt with scripted engines")
-    for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
+    for line in findings.lines:
         print(visible(line))
-    for problem in found.problems:
+    for note in findings.notes:
+        print(visible(f"  note     {note}"))
+    for problem in findings.problems:
         print(f"  problem  {one_line(str(problem))}")
-    return not found.problems
+    return not findings.problems
 
 
 @health_app.command()
 def health(
-    gpus: Annotated[int, typer.Option(help="GPUs that must be there and whole.")] = 0,
+    gpus: Annotated[int, typer.Option(help="GPUs that must be present and healthy.")] = 0,
     hca: Annotated[list[str] | None, typer.Option(help="InfiniBand or RoCE adapter with an active port.")] = None,
-    path: Annotated[list[Path] | None, typer.Option(help="Where space is needed; else /tmp and here.")] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Paths that need space; default: /tmp and here.")] = None,
     disk: Annotated[float, typer.Option(help="GiB that must be free in each of these paths.")] = 5.0,
     shm: Annotated[float, typer.Option(help="GiB that must be free in /dev/shm.")] = 1.0,
     clock: Annotated[float | None, typer.Option(help="The launcher's time, seconds since the epoch.")] = None,
 ) -> None:
-    """Say whether this node is fit for a run: exit code 0, or 1 with the reasons."""
-    from slimx.extras.doctor.node_health import Wanted, examine_node
+    """Checks whether this node is fit for a run: exit code 0, or 1 with the reasons."""
+    from slimx.extras.doctor.node_health import NodeRequirements, examine_node
 
-    paths = path or Wanted().paths
-    wanted = Wanted(gpus=gpus, disk_gib=disk, shm_gib=shm, paths=paths, hcas=hca or (), clock=clock)
-    problems, notes = examine_node(wanted)
-    for line in [*problems, *(f"note: {note}" for note in notes)]:
-        print(line)
+    paths = path or NodeRequirements().paths
+    required = NodeRequirements(gpus=gpus, disk_gib=disk, shm_gib=shm, paths=paths, hcas=hca or (), clock=clock)
+    problems, notes = examine_node(required)
+    for problem in problems:
+        print(problem)
+    for note in notes:
+        print(f"note: {note}")
     if problems:
         raise typer.Exit(1)

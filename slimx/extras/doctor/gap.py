@@ -1,4 +1,4 @@
-"""`slimx doctor --gap`: one batch through engines and trainers, their gap, and where it begins."""
+"""`slimx doctor --gap`: scores one batch with engines and trainers, and shows their gap and its first difference."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 
 FOLDER = "gap"
-"""Folder of a run's directory: what is measured does not touch the run."""
+"""Subfolder of the run's directory for the measurement, which leaves the run untouched."""
 
 
 def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
-    """Start trainers and engines as a run would, sample one step's batch and compare its log-probs.
+    """Starts trainers and engines as a run would, samples one step's batch and compares its log-probs.
 
-    `layers`: also say which part of the model is the first that differs. Prints the figures; returns whether the two
-    sides agree to the last bit. Raises what a run would raise."""
-    own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
-    # A batch of one step: the experts of all of its tokens are compared.
-    kept = config.track.rollouts.model_copy(update={"routes": True})
-    track = config.track.model_copy(update={"rollouts": kept})
+    `layers`: also find the first part of the model that differs. Prints the figures; returns True if both sides are
+    bitwise equal. Raises the errors of a run."""
+    section = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
+    # The experts of all tokens of the batch are compared.
+    rollouts = config.track.rollouts.model_copy(update={"routes": True})
+    track = config.track.model_copy(update={"rollouts": rollouts})
     figures: dict[str, float] = {}
 
     def say(text: str) -> None:
         console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
     run_session(
-        config.model_copy(update={"run": own, "track": track}), console, partial(_measure, figures, say, layers)
+        config.model_copy(update={"run": section, "track": track}), console, partial(_measure, figures, say, layers)
     )
     return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
 
@@ -56,13 +56,14 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
     for line in describe(figures):
         say(line)
     if layers:
-        say(await _first(run, max(trajectories, key=lambda each: len(each.token_ids))))
+        say(await _first_difference(run, max(trajectories, key=lambda trajectory: len(trajectory.token_ids))))
 
 
 def describe(figures: dict[str, float]) -> list[str]:
-    """The gap metrics of a batch (`slimx.trainer.step.metrics`) in sentences: how large it is, and what routes
-    explain."""
-    tokens, above = int(figures["gap/tokens"]), int(figures["gap/tokens_above_1e-5"])
+    """Returns the gap metrics of a batch (`slimx.trainer.step.metrics`) in sentences: the size of the gap, and the part
+    explained by routes."""
+    tokens = int(figures["gap/tokens"])
+    above = int(figures["gap/tokens_above_1e-5"])
     if not tokens:
         return ["no token was sampled by the present weights: there is nothing to compare"]
     lines = [
@@ -77,27 +78,30 @@ def describe(figures: dict[str, float]) -> list[str]:
     return lines
 
 
-async def _first(run: Run, trajectory: Trajectory) -> str:
-    """The point at which the two sides part on the tokens of one rollout, in a sentence."""
-    await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
+async def _first_difference(run: Run, trajectory: Trajectory) -> str:
+    """Returns a sentence about the point at which the two sides differ first on the tokens of one rollout."""
+    await run.publish()  # flushes the KV cache, so that the engine computes all of these tokens
     actor = run.policies[ACTOR]
+    assert actor.engines is not None and actor.client is not None
     engines = actor.engines.engines
     await asyncio.gather(*(engine.perform("ask", None, "begin_trace") for engine in engines))
-    await actor.client.score(trajectory.token_ids)  # by one of them
+    await actor.client.score(trajectory.token_ids.tolist())  # on one of them
     answers = await asyncio.gather(*(engine.perform("ask", None, "end_trace") for engine in engines))
     traces = [ranks[0] for ranks in answers]
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
-    copies = [trajectory] * actor.sizes.data  # a pass wants one for each data-parallel rank
+    copies = [trajectory] * actor.sizes.data  # a pass needs one for each data-parallel rank
     batch = actor.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
     async with run.trainers_turn(publish=False):
         trainers = actor.trainers
-        each = await trainers.sharded(trainers.folded(batch.shards))
-        traces = await trainers.call("trace.scores", "the trace of a pass", per_rank=each)
-    whole = {point: rows for trace in reversed(traces) for point, rows in trace.items()}
-    trained = {point: rows[:count] for point, rows in whole.items()}  # no padding
-    found = first_difference(served, trained)
-    if found is None:
-        return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"
-    part, tokens = found
+        shards = await trainers.sharded(trainers.folded(batch.shards))
+        traces = await trainers.call("trace.scores", "the trace of a pass", per_rank=shards)
+    trained: dict[str, list[str]] = {}
+    for trace in reversed(traces):
+        for point, digests in trace.items():
+            trained[point] = digests[:count]  # without padding
+    difference = first_difference(served, trained)
+    if difference is None:
+        return "the residual stream is the same in every layer: any difference comes after the last norm"
+    part, tokens = difference
     return f"the first difference is after {part}: {tokens} of {count} tokens"

@@ -1,8 +1,7 @@
-"""`slimx doctor`: what this machine has for a run, what is missing, and how to get it.
+"""`slimx doctor`: shows what this machine has for a run, what is missing, and how to get it.
 
-Every look may fail: a doctor that needs what it examines helps nobody. So nothing but Python's own library is imported
-at the top, and `python -m slimx.extras.doctor.machine` works where not even the command line's packages are installed.
-"""
+Every check may fail, and the doctor must not need what it examines. So only Python's standard library is imported at
+the top, and `python -m slimx.extras.doctor.machine` works even without the command line's packages."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import slimx
 from slimx.runtime.logs import how_ended
@@ -25,41 +23,42 @@ from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
-"""Packages that are always shown; of the others only what is wrong."""
+"""Packages that are always shown; others only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""`slimx.extras.cpu.adapters.absent.PACKAGES`, which this room may not import; a test compares the two."""
+"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, which this room may not import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""`slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""
+"""Copy of `slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""
 IMPORT_S = 120
-"""Seconds that an import may take."""
+"""Deadline of an import, in seconds."""
 MEMORY_GIB = 4.0
-"""The quickstart took 3.2."""
+"""Memory for the quickstart, which took 3.2 GiB."""
 SHM_MIB = 256.0
-"""The smallest object store that slimx asks of Ray."""
+"""Smallest object store that slimx requests from Ray."""
 
 
 Say = Callable[[str, str | None], None]
-"""Prints a line in a style of rich's, or in none."""
+"""Prints a line, with a style of rich or without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's."""
+    """One line of the doctor's output."""
 
     name: str
     text: str
     problem: str | None = None
-    """The fault, and what to do about it; None: there is none."""
+    """The fault, and the remedy; None if there is none."""
     needed: bool = True
-    """True if a run is impossible with the problem; else it is only worth knowing."""
+    """True if the problem prevents a run; False for a note."""
 
 
 Look = Callable[[], Iterator[Finding]]
 
 
 def examine(say: Say) -> bool:
-    """Print what this machine has, in sections, and what is wrong; whether all that a run needs is there."""
+    """Prints this machine's properties in sections, and the problems. Returns True if everything a run needs is
+    present."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
         ("Devices", devices),
@@ -73,15 +72,21 @@ def examine(say: Say) -> bool:
     for title, look in sections:
         say(title, "bold")
         for finding in _findings(title, look):
-            style = None if finding.problem is None else "red" if finding.needed else "yellow"
-            say(f"  {finding.name:<16} {finding.text}", style)
-            problems += [finding] if finding.problem else []
+            say(f"  {finding.name:<16} {finding.text}", _style(finding))
+            if finding.problem:
+                problems.append(finding)
     missing = [finding for finding in problems if finding.needed]
     say("Problems" if problems else "Nothing is missing.", "bold")
     for finding in problems:
         kind = "missing" if finding.needed else "note"
-        say(f"  {kind:<8} {finding.name}: {finding.problem}", "red" if finding.needed else "yellow")
+        say(f"  {kind:<8} {finding.name}: {finding.problem}", _style(finding))
     return not missing
+
+
+def _style(finding: Finding) -> str | None:
+    if finding.problem is None:
+        return None
+    return "red" if finding.needed else "yellow"
 
 
 def _findings(title: str, look: Look) -> Iterator[Finding]:
@@ -92,11 +97,8 @@ def _findings(title: str, look: Look) -> Iterator[Finding]:
         yield Finding(title.lower(), text, f"could not be examined ({text})")
 
 
-# Looks --------------------------------------------------------------------------------------------------------------
-
-
 def machine() -> Iterator[Finding]:
-    """Python, processor, memory and shared memory."""
+    """Yields findings about Python, processor, memory and shared memory."""
     version = platform.python_version()
     yield Finding(
         "python",
@@ -107,25 +109,19 @@ def machine() -> Iterator[Finding]:
     yield Finding("slimx", f"{slimx.__version__} in {ROOT}")
     yield Finding("processor", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process")
     total, free = _memory()
-    yield Finding(
-        "memory",
-        f"{total:.1f} GiB, {free:.1f} available",
-        None
-        if free >= MEMORY_GIB
-        else f"the quickstart wants {MEMORY_GIB:.0f} GiB; end something or use a larger machine",
-        needed=False,
-    )
+    problem = None
+    if free < MEMORY_GIB:
+        problem = f"the quickstart needs {MEMORY_GIB:.0f} GiB; end other programs or use a larger machine"
+    yield Finding("memory", f"{total:.1f} GiB, {free:.1f} available", problem, needed=False)
     room = shutil.disk_usage("/dev/shm").free / 2**20
-    yield Finding(
-        "/dev/shm",
-        f"{room / 1024:.1f} GiB free",
-        None if room >= SHM_MIB else f"Ray wants {SHM_MIB:.0f} MiB there; give a container more, e.g. --shm-size=4g",
-        needed=False,
-    )
+    problem = None
+    if room < SHM_MIB:
+        problem = f"Ray needs {SHM_MIB:.0f} MiB there; give a container more, e.g. --shm-size=4g"
+    yield Finding("/dev/shm", f"{room / 1024:.1f} GiB free", problem, needed=False)
 
 
 def sandbox() -> Iterator[Finding]:
-    """Findings about the sandbox, in which a reward or a tool runs a model's programs."""
+    """Yields findings about the sandbox, in which rewards and tools run programs of a model."""
     from slimx.errors import SlimxError
 
     try:
@@ -140,88 +136,84 @@ def sandbox() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """The device that torch computes on, and the GPUs that the driver shows."""
+    """Yields findings about torch's device, and about the GPUs that the driver shows."""
     try:
         import torch
     except ImportError as error:
-        # A CUDA build of torch without its libraries ends here too.
+        # A CUDA build of torch without its libraries raises ImportError too.
         yield Finding("torch", f"cannot be imported: {error}", "it is needed; run `make venv`")
     else:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-        sees = f"sees {torch.cuda.device_count()} GPUs: cuda" if torch.cuda.is_available() else "sees no GPU: cpu"
-        yield Finding("torch", f"{build} build, {sees} is the device of a run with cluster.device=auto")
+        gpus = f"sees {torch.cuda.device_count()} GPUs: cuda" if torch.cuda.is_available() else "sees no GPU: cpu"
+        yield Finding("torch", f"{build} build, {gpus} is the device of a run with cluster.device=auto")
     yield from _gpus()
 
 
 def packages() -> Iterator[Finding]:
-    """Installed version, range that slimx asks for, and version in the lock."""
+    """Yields findings about installed versions, the ranges that slimx requires, and the versions in the lock."""
     try:
         requirements = importlib.metadata.requires("slimx") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("slimx", "not installed", "this Python does not know slimx; run `make build`")
+        yield Finding("slimx", "not installed", "slimx is not installed in this Python; run `make build`")
         requirements = list(MAIN)
     lock, pins = lock_of()
-    wanted = dict(_split(line) for line in requirements if "extra ==" not in line)
+    ranges = dict(_split(line) for line in requirements if "extra ==" not in line)
     ok = 0
-    for name, needed in wanted.items():
+    for name, needed in ranges.items():
         installed = _version(name)
         pinned = pins.get(name)
-        text = f"{installed or 'not installed':<16} needed {needed or 'any':<14}" + (
-            f" {lock} {pinned}" if pinned else ""
-        )
+        text = f"{installed or 'not installed':<16} needed {needed or 'any':<14}"
+        if pinned:
+            text += f" {lock} {pinned}"
         if installed is None:
             yield Finding(name, text, "not installed; run `make venv`")
         elif not _fits(installed, needed):
             yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
         elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
-            yield Finding(
-                name, text, f"{installed} is not the {pinned} of {lock}, with which slimx is tested", needed=False
-            )
+            problem = f"{installed} is not the {pinned} of {lock}, with which slimx is tested"
+            yield Finding(name, text, problem, needed=False)
         elif name in MAIN:
             yield Finding(name, text)
         else:
             ok += 1
-    yield Finding("others", f"{ok} of {len([n for n in wanted if n not in MAIN])} as needed")
+    yield Finding("others", f"{ok} of {len(ranges.keys() - set(MAIN))} as needed")
 
 
 def adapters() -> Iterator[Finding]:
-    """Stand-ins for what an upstream lacks that will be in force here, with their reasons."""
+    """Yields findings about stand-ins for missing upstream features that are in force here, with their reasons."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")
     else:
-        yield Finding(
-            "megatron_cpu", "in force: torch sees no GPU, so megatron-core's 'cuda' is the CPU and NCCL is gloo"
-        )
-    if _found("transformer_engine"):
+        why = "torch sees no GPU, so megatron-core's 'cuda' is the CPU and NCCL is gloo"
+        yield Finding("megatron_cpu", f"in force: {why}")
+    if _is_installed("transformer_engine"):
         yield Finding("megatron_layers", "not in force: Transformer Engine is installed")
     else:
         why = "Transformer Engine is not installed, so its layers are built from plain torch"
         problem = "training on a GPU is slow without it; run `make venv LOCK=cu130`" if cuda else None
         yield Finding("megatron_layers", f"in force: {why}", problem, needed=False)
-    absent = [name for name in STAND_INS if not _found(name)]
+    absent = [name for name in STAND_INS if not _is_installed(name)]
     if cuda:
         problem = f"SGLang needs {', '.join(absent)} on a GPU; run `make venv LOCK=cu130`" if absent else None
         yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
         yield Finding("sglang_cpu", "not in force: torch sees a GPU")
     else:
-        yield Finding(
-            "sglang_absent",
-            f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
-            if absent
-            else "not in force: nothing is absent",
-        )
+        text = "not in force: nothing is absent"
+        if absent:
+            text = f"in force: stand-ins for {', '.join(absent)}, which are not installed and never called on the CPU"
+        yield Finding("sglang_absent", text)
         yield Finding("sglang_cpu", "in force: seeded sampling and routed experts for SGLang's CPU path")
     registered = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
-    yield Finding(
-        "sglang_plugin",
-        f"registered in {PLUGIN_GROUP}" if PLUGIN in registered else "not registered",
-        None if PLUGIN in registered else "SGLang servers cannot find slimx's plugin; run `make build`",
-    )
+    if PLUGIN in registered:
+        yield Finding("sglang_plugin", f"registered in {PLUGIN_GROUP}")
+    else:
+        yield Finding("sglang_plugin", "not registered", "SGLang servers cannot find slimx's plugin; run `make build`")
 
 
 def kernels() -> Iterator[Finding]:
-    """The CPU libraries built from csrc/, of weights and of exact mode, and the instruction sets that they use here."""
+    """Yields findings about the CPU libraries built from csrc/, for weights and for exact mode, and the instruction
+    sets that they use here."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
         ("libslimx_exact.so", "slimx.extras.exact.ordered.kernel"),
@@ -231,41 +223,57 @@ def kernels() -> Iterator[Finding]:
             yield Finding(name, f"{', '.join(isa for isa in kernel.isas() if isa != 'best')} at {kernel.LIBRARY}")
         except Exception as error:
             compiler = shutil.which(os.environ.get("CXX", "g++"))
-            how = "" if compiler else "; there is no C++ compiler either: apt-get install g++"
             problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
-            yield Finding(name, "not usable", problem + how)
+            if not compiler:
+                problem += "; there is no C++ compiler either: apt-get install g++"
+            yield Finding(name, "not usable", problem)
 
 
 def toolchain() -> Iterator[Finding]:
-    """Compilers of kernels that are made while a run goes on, and packages of the GPU whose import fails without it."""
-    cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
+    """Yields findings about compilers of kernels that are built during a run, and about GPU packages that need them."""
+    cuda = _cuda()
+    home = cuda_home(os.environ)
+    header = python_header()
     unneeded = "" if cuda else " (needed on GPUs only)"
-    problem, text = "no CUDA toolkit was found", f"none{unneeded}"
-    if home is not None:
+    remedy = "engines build kernels when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    if home is None:
+        problem = f"no CUDA toolkit was found; {remedy}" if cuda else None
+        yield Finding("nvcc", f"none{unneeded}", problem, needed=cuda)
+    else:
         error = link_error(home, driver=cuda)
-        problem, text = error and f"the CUDA toolkit in {home} makes no kernel ({error})", f"{home}/bin/nvcc"
-    remedy = "engines make theirs when they start; run `make venv LOCK=cu130`, or set CUDA_HOME"
-    yield Finding("nvcc", text, f"{problem}; {remedy}" if problem and (cuda or home) else None, needed=cuda)
-    yield Finding(
-        "Python.h",
-        f"{header}" if header else f"none{unneeded}",
-        None if header or not cuda else "Triton compiles its launchers with it; apt-get install python3.12-dev",
-    )
-    if not _found("deep_ep"):
+        problem = f"the CUDA toolkit in {home} builds no kernel ({error}); {remedy}" if error else None
+        yield Finding("nvcc", f"{home}/bin/nvcc", problem, needed=cuda)
+    if header:
+        yield Finding("Python.h", f"{header}")
+    else:
+        problem = "Triton compiles its launchers with it; apt-get install python3.12-dev" if cuda else None
+        yield Finding("Python.h", f"none{unneeded}", problem)
+    if not _is_installed("deep_ep"):
         yield Finding("deep_ep", f"not installed{unneeded}")
     elif cuda:
-        error = _import_error("deep_ep", os.environ | ({"CUDA_HOME": str(home)} if home else {}))
-        text = "can be imported" if error is None else f"cannot be imported: {error}"
-        yield Finding("deep_ep", text, error and f"trainer.moe.dispatcher=flex needs it: {error}", needed=False)
+        environment = dict(os.environ)
+        if home is not None:
+            environment["CUDA_HOME"] = str(home)
+        error = _import_error("deep_ep", environment)
+        if error is None:
+            yield Finding("deep_ep", "can be imported", needed=False)
+        else:
+            problem = f"trainer.moe.dispatcher=flex needs it: {error}"
+            yield Finding("deep_ep", f"cannot be imported: {error}", problem, needed=False)
     yield from _cubins(os.environ, cuda and _blackwell())
-    flash = {name: version for name in FLASH if (version := _version(name))}
-    said = ", ".join(f"{name} {version}" for name, version in flash.items())
-    yield Finding("FlashAttention", said or f"no distribution of it{unneeded}")
+    installed = []
+    for name in FLASH:
+        version = _version(name)
+        if version:
+            installed.append(f"{name} {version}")
+    yield Finding("FlashAttention", ", ".join(installed) or f"no distribution of it{unneeded}")
 
 
 def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding]:
-    """Compiled kernels that flashinfer 0.7.2 takes for attention on Blackwell, and would download at a first start."""
-    if (needed := _version("flashinfer-python")) is None:
+    """Yields a finding about the compiled kernels that flashinfer 0.7.2 uses for attention on Blackwell, and would
+    download at a first start."""
+    needed = _version("flashinfer-python")
+    if needed is None:
         return
     base = environment.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
     folder = Path(environment.get("FLASHINFER_CUBIN_DIR") or Path(base, ".cache", "flashinfer", "cubins"))
@@ -282,18 +290,18 @@ def _cubins(environment: Mapping[str, str], blackwell: bool) -> Iterator[Finding
 
 
 def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
-    """The last line of what an import says when it fails, in a process of its own; None if it succeeds."""
-    done = subprocess.run(
+    """Imports a module in a separate process. Returns the last line of a failed import's output, else None."""
+    completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {module}"],
         env=environment,
         capture_output=True,
         text=True,
         timeout=IMPORT_S,
     )
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [how_ended(done.returncode)])[-1]
-
-
-# Facts --------------------------------------------------------------------------------------------------------------
+    if completed.returncode == 0:
+        return None
+    lines = completed.stderr.strip().splitlines()
+    return lines[-1] if lines else how_ended(completed.returncode)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -314,24 +322,25 @@ def _gpus() -> Iterator[Finding]:
         for index in range(count):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name, uuid = _string(pynvml.nvmlDeviceGetName(handle)), _string(pynvml.nvmlDeviceGetUUID(handle))
+            name = _string(pynvml.nvmlDeviceGetName(handle))
+            uuid = _string(pynvml.nvmlDeviceGetUUID(handle))
             size = f"{memory.total / 2**30:.1f} GiB, {memory.free / 2**30:.1f} free"
             yield Finding(f"GPU {index}", f"{name}, {size}, {uuid}")
         if count and not _cuda():
-            what = (
+            problem = (
                 "torch sees none of them: is this its CPU build, is CUDA_VISIBLE_DEVICES empty, or the driver too old?"
             )
-            yield Finding("GPUs", "not usable by torch", what, needed=False)
+            yield Finding("GPUs", "not usable by torch", problem, needed=False)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _string(value: Any) -> str:
+def _string(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)  # older releases of nvidia-ml-py return bytes
 
 
 def _memory() -> tuple[float, float]:
-    """GiB in total and available."""
+    """Returns total and available memory in GiB."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return int(values["MemTotal"]) / 2**20, int(values["MemAvailable"]) / 2**20
 
@@ -350,7 +359,7 @@ def _blackwell() -> bool:
     return torch.cuda.get_device_capability()[0] >= 10
 
 
-def _found(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -365,21 +374,22 @@ def _version(name: str) -> str | None:
 
 
 def _split(requirement: str) -> tuple[str, str]:
-    """`ray[default]>=2.50` -> ("ray", ">=2.50")."""
-    name, extras, needed = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*)?", requirement).groups()
-    return name, needed
+    """Splits a requirement into name and version range: `ray[default]>=2.50` -> ("ray", ">=2.50")."""
+    match = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*)?", requirement)
+    assert match is not None
+    return match[1], match[3]
 
 
 def _fits(version: str, needed: str) -> bool:
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:
-        return True  # it is itself among the packages of the lock
+        return True  # `packaging` itself is in the lock, so its absence is reported
     return SpecifierSet(needed).contains(version, prereleases=True)
 
 
 def lock_of() -> tuple[str, dict[str, str]]:
-    """Name and pins of the lock that `make venv` installed here; no pins for an environment made otherwise."""
+    """Returns name and pins of the lock that `make venv` installed here; no pins for any other environment."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():
             return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))

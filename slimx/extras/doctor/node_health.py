@@ -1,8 +1,8 @@
-"""`slimx health`: is this node fit for a run? It is what a launcher asks of every node before it starts anything there.
+"""`slimx health`: checks whether this node is fit for a run. A launcher calls it on every node before starting
+anything.
 
-It looks at what breaks runs hours later (memory errors, a GPU that fell off the bus, a full disk, a clock that is off)
-and imports neither torch nor Ray: a check of hundreds of nodes shall take seconds.
-"""
+It checks causes of failures hours later (memory errors, a GPU that fell off the bus, a full disk, a clock that is off)
+and imports neither torch nor Ray: a check of hundreds of nodes takes seconds."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from slimx.trainer.device.gpu import NvmlGpu, check_health
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
-"""Errors after which NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) has the GPU reset or replaced: memory (48,
-64, 95, 140), NVLink (74), off the bus (79), its own processors (62, 119, 120, 143). Others come of programs, or
-are in NVML's counters."""
+"""Errors for which NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) requires a reset or replacement of the GPU:
+memory (48, 64, 95, 140), NVLink (74), off the bus (79), its internal processors (62, 119, 120, 143). Others are caused
+by programs, or are in NVML's counters."""
 IBGDA = {"NVreg_EnableStreamMemOPs=1": r"^EnableStreamMemOPs: 1$", "PeerMappingOverride=1": r"PeerMappingOverride=1"}
-"""Options of NVIDIA's kernel module with which GPUs ring InfiniBand adapters themselves, as DeepEP has them do between
-nodes (docs.nvidia.com/nvshmem, installation guide), and what the driver shows of each."""
+"""Options of NVIDIA's kernel module for GPU-initiated InfiniBand transfers, which DeepEP uses between nodes
+(docs.nvidia.com/nvshmem, installation guide), and the driver's output for each."""
 XID_LINE = re.compile(r"NVRM: Xid \((PCI:[^)]+)\): (\d+)")
 RECENT_S = 3600.0
 """Age in seconds up to which an error in the kernel's log counts: a node that was repaired keeps its log."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Needs of a run of each of its nodes."""
+class NodeRequirements:
+    """Requirements of a run for each of its nodes."""
 
     gpus: int = 0
-    """Number that must be there."""
+    """Number of GPUs."""
     disk_gib: float = 5.0
-    """Free on the disk of each of `paths`."""
+    """Free GiB on the disk of each of `paths`."""
     shm_gib: float = 1.0
-    """Free in /dev/shm: Ray's object store and NCCL."""
+    """Free GiB in /dev/shm, for Ray's object store and NCCL."""
     paths: Sequence[Path] = (Path("/tmp"), Path())
     hcas: Sequence[str] = ()
     """InfiniBand or RoCE adapters with an active port."""
     clock: float | None = None
-    """Seconds since the epoch on the launcher's clock, when it asked."""
+    """Time of the launcher's clock when it started the check, in seconds since the epoch."""
     skew_s: float = 60.0
-    """Seconds that this node's clock may be from that; a slow start of the check counts too."""
+    """Maximum difference of this node's clock in seconds; a slow start of the check counts too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of the facts; tests give others."""
+    """Paths and clocks that the checks read; tests use others."""
 
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
@@ -63,20 +63,21 @@ class Places:
 
 
 def examine_node(
-    wanted: Wanted, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
+    required: NodeRequirements, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """Examine the node: what makes it unfit, and what is only worth knowing; each one sentence."""
-    places, problems, notes = places or Places(), [], []
-    for look in (_clock(wanted, places), _space(wanted, places), _hcas(wanted, places)):
-        problems += look
-    if wanted.gpus:
+    """Examines the node. Returns sentences about faults that make it unfit, and notes."""
+    if places is None:
+        places = Places()
+    problems = [*_clock(required, places), *_space(required, places), *_hcas(required, places)]
+    notes: list[str] = []
+    if required.gpus:
         try:
-            found = (gpus or all_gpus)()
+            present = (gpus or all_gpus)()
         except SlimxError as error:
             return [*problems, str(error)], notes
-        if len(found) < wanted.gpus:
-            problems.append(f"{len(found)} GPUs answer, the run wants {wanted.gpus}; look at dmesg and the driver")
-        for gpu in found:
+        if len(present) < required.gpus:
+            problems.append(f"{len(present)} GPUs answer, the run needs {required.gpus}; look at dmesg and the driver")
+        for gpu in present:
             try:
                 notes += check_health(gpu)
             except SlimxError as error:
@@ -87,7 +88,7 @@ def examine_node(
 
 
 def all_gpus() -> list[NvmlGpu]:
-    """Every GPU that NVML shows. Raises SlimxError if there is no NVML."""
+    """Returns every GPU that NVML shows. Raises SlimxError without NVML."""
     import pynvml
 
     try:
@@ -101,29 +102,34 @@ def all_gpus() -> list[NvmlGpu]:
     return [NvmlGpu(uuid.decode() if isinstance(uuid, bytes) else uuid) for uuid in uuids]
 
 
-def _clock(wanted: Wanted, places: Places) -> Iterator[str]:
-    if wanted.clock is not None and (off := abs(places.now() - wanted.clock)) > wanted.skew_s:
+def _clock(required: NodeRequirements, places: Places) -> Iterator[str]:
+    if required.clock is None:
+        return
+    off = abs(places.now() - required.clock)
+    if off > required.skew_s:
         yield (
-            f"the clock is {off:.0f} s from the launcher's, more than {wanted.skew_s:.0f}, or the check was as "
+            f"the clock is {off:.0f} s from the launcher's, more than {required.skew_s:.0f}, or the check was that "
             "late; look at chrony or ntp"
         )
 
 
-def _space(wanted: Wanted, places: Places) -> Iterator[str]:
-    for path, need in [*((path, wanted.disk_gib) for path in wanted.paths), (places.shm, wanted.shm_gib)]:
+def _space(required: NodeRequirements, places: Places) -> Iterator[str]:
+    needs = [(path, required.disk_gib) for path in required.paths]
+    needs.append((places.shm, required.shm_gib))
+    for path, need in needs:
         try:
             free = shutil.disk_usage(path).free / GIB
         except OSError as error:
             yield f"{path.absolute()} cannot be looked at ({error.strerror}); is its file system mounted?"
             continue
         if free < need:
-            yield f"{path.absolute()} has {free:.1f} GiB free, the run wants {need:g}; remove what others left there"
+            yield f"{path.absolute()} has {free:.1f} GiB free, the run needs {need:g}; remove files that others left"
         elif not os.access(path, os.W_OK):
             yield f"{path.absolute()} cannot be written; is it mounted read-only?"
 
 
-def _hcas(wanted: Wanted, places: Places) -> Iterator[str]:
-    for name in wanted.hcas:
+def _hcas(required: NodeRequirements, places: Places) -> Iterator[str]:
+    for name in required.hcas:
         ports = sorted((places.infiniband / name / "ports").glob("*/state"))
         if not ports:
             yield f"{places.infiniband / name} is not there; is the adapter's driver loaded?"
@@ -133,11 +139,13 @@ def _hcas(wanted: Wanted, places: Places) -> Iterator[str]:
 
 
 def _ibgda(places: Places) -> Iterator[str]:
-    """Options of the driver, on a node with adapters, that DeepEP needs between nodes: not every run has it."""
+    """Yields a note about missing driver options on a node with adapters: DeepEP needs them between nodes, but not
+    every run uses it."""
     if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
         return
     params = places.driver.read_text()
-    if missing := [option for option, line in IBGDA.items() if not re.search(line, params, re.MULTILINE)]:
+    missing = [option for option, line in IBGDA.items() if not re.search(line, params, re.MULTILINE)]
+    if missing:
         yield (
             f"the NVIDIA driver runs without {' and '.join(missing)}, which DeepEP needs between nodes "
             "(trainer.moe.dispatcher=flex, moe_a2a_backend=deepep); add to /etc/modprobe.d: options nvidia "
@@ -146,20 +154,22 @@ def _ibgda(places: Places) -> Iterator[str]:
 
 
 def _kernel_errors(places: Places) -> Iterator[str]:
-    """Recent XIDs that want the GPU reset or replaced; none where the kernel's log may not be read."""
+    """Yields recent XIDs that require a reset or replacement of the GPU; none if the kernel's log is not readable."""
     oldest = places.uptime() - RECENT_S
     for line in _lines(places.kernel_log):
         # priority,sequence,microseconds since boot,flags;text
         head, _, text = line.partition(";")
-        if (match := XID_LINE.search(text)) is None or int(match[2]) not in XIDS:
+        match = XID_LINE.search(text)
+        if match is None or int(match[2]) not in XIDS:
             continue
-        if (at := int(head.split(",")[2]) / 1e6) >= oldest:
-            ago = (places.uptime() - at) / 60
+        logged = int(head.split(",")[2]) / 1e6
+        if logged >= oldest:
+            ago = (places.uptime() - logged) / 60
             yield f"{match[1]}: the kernel logged XID {match[2]} {ago:.0f} minutes ago; reset the GPU, or replace it"
 
 
 def _lines(kernel_log: Path) -> Iterator[str]:
-    """The records of /dev/kmsg: one per read, without waiting for more."""
+    """Yields the records of /dev/kmsg, one per read, without waiting for new ones."""
     try:
         file = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -169,7 +179,7 @@ def _lines(kernel_log: Path) -> Iterator[str]:
             try:
                 record = os.read(file, 1 << 16)
             except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten meanwhile; the next one is there
+                if error.errno == errno.EPIPE:  # overwritten meanwhile; the next read returns a newer record
                     continue
                 return
             if not record:

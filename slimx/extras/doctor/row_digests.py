@@ -1,4 +1,4 @@
-"""Digests by which engine and trainer are compared layer by layer: one of each token's row, by point of the model."""
+"""Digests for comparing engine and trainer layer by layer: one per token's row, by point of the model."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import torch
 import xxhash
 
 OUTPUT = "output"
-"""The residual stream before the last norm."""
+"""Point of the residual stream before the last norm."""
 
 
 def attention_point(layer: int) -> str:
-    """The residual stream before the attention of `layer`, from 0."""
+    """Returns the name of the residual stream before the attention of `layer`, counted from 0."""
     return f"{layer}.attention"
 
 
 def mlp_point(layer: int) -> str:
-    """The residual stream before the experts or the MLP of `layer`."""
+    """Returns the name of the residual stream before the experts or the MLP of `layer`."""
     return f"{layer}.mlp"
 
 
 def row_digests(x: torch.Tensor) -> list[str]:
-    """XXH3 of 64 bits of every row's bytes: x [..., n] -> as many hexadecimal digests as there are rows."""
+    """Returns the hexadecimal 64-bit XXH3 of every row's bytes: x [..., n] -> one digest per row."""
     rows = x.detach().cpu().reshape(-1, x.shape[-1]).contiguous().view(torch.uint8).numpy()
     return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
 
 
 def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]) -> tuple[str, int] | None:
-    """Find the first part of the model whose result differs for some token, and for how many tokens; None if the
-    residual stream is the same up to the last norm.
+    """Finds the first part of the model whose result differs for some token, and the number of differing tokens.
+    Returns None if the residual stream is equal up to the last norm.
 
-    Both: digests of rows by point. An engine may have noted other tokens before and after those of the trainer, such as
-    a health check's: where they lie is found by their embeddings."""
+    Both arguments: digests of rows by point. The engine's may contain other tokens before and after the trainer's, such
+    as a health check's: the trainer's tokens are located by their embeddings."""
     layers = sum(point.endswith(".attention") for point in trainer)
-    wanted, noted = trainer[attention_point(0)], engine[attention_point(0)]
-    tokens = len(wanted)
-    first = next((at for at in range(len(noted) - tokens + 1) if noted[at : at + tokens] == wanted), None)
+    trainer_rows = trainer[attention_point(0)]
+    first = _find(engine[attention_point(0)], trainer_rows)
+    tokens = len(trainer_rows)
     if first is None:
         return "the embedding", tokens
     parts = []
@@ -43,6 +43,15 @@ def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]
         parts += [(mlp_point(layer), f"the attention of layer {layer}"), (after, f"the MLP of layer {layer}")]
     for point, part in parts:
         pairs = zip(engine[point][first : first + tokens], trainer[point][:tokens], strict=True)
-        if differing := sum(a != b for a, b in pairs):
+        differing = sum(a != b for a, b in pairs)
+        if differing:
             return part, differing
+    return None
+
+
+def _find(rows: list[str], part: list[str]) -> int | None:
+    """Returns the first index of `part` in `rows`; None if it is not contained."""
+    for start in range(len(rows) - len(part) + 1):
+        if rows[start : start + len(part)] == part:
+            return start
     return None

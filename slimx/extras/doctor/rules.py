@@ -1,8 +1,9 @@
-"""The rule that a user's advantages and loss answer an invented batch."""
+"""Rule: a user's advantages and loss run on an invented batch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
@@ -12,10 +13,11 @@ from slimx.config.sections.schedule import Schedule
 
 @rule("algorithm.hook", "algorithm.loss")
 def hooks_answer(algorithm: Algorithm, rollout: Rollout, schedule: Schedule, weights: Path) -> Problems:
-    """Needs the weights' directory, so that hooks are called when a run starts or is examined, never by a plan."""
+    """Requires the weights' directory, so that hooks are called when a run starts or is checked, never by a plan."""
     if algorithm.hooks:
         from slimx.config.schema import Config
-        from slimx.extras.doctor.effects.probe import try_hooks  # it imports torch, which a plan does without
+        from slimx.extras.doctor.effects.probe import try_hooks  # imports torch, which a plan does not need
 
-        try_hooks(Config.model_construct(algorithm=algorithm, rollout=rollout, schedule=schedule))
+        sections: dict[str, Any] = {"algorithm": algorithm, "rollout": rollout, "schedule": schedule}
+        try_hooks(Config.model_construct(**sections))
     yield from ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,23 +15,24 @@ from slimx.extras.doctor.row_digests import OUTPUT, attention_point, mlp_point, 
 from slimx.trainer.model.build import unwrap
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
+from slimx.trainer.trainer import PolicyTrainer
 
 
 class TraceRole:
     """Traces of one rank's model; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
-        self.model = rank.roles["model"]
+        self.model = cast(PolicyTrainer, rank.roles["model"])
 
     def reload(self, *, training: bool = True) -> None:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Nothing of a trace is on the device."""
+        """Does nothing: a trace keeps nothing on the device."""
 
     @operation(needs="weights")
     def scores(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Return digests of the residual stream in this rank's layers in a pass over `batches`, by point."""
+        """Returns digests of the residual stream in this rank's layers by point, from a pass over `batches`."""
         with traced([unwrap(chunk) for chunk in self.model.chunks]) as rows:
             self.model.pipeline.scores([self.model.context.take(batch) for batch in batches])
         return dict(rows)
@@ -39,12 +40,12 @@ class TraceRole:
 
 @contextmanager
 def traced(modules: list[Any]) -> Iterator[dict[str, list[str]]]:
-    """Collect digests of the residual stream of `modules` (GPT models of this rank), by point, inside the block."""
+    """Collects digests of the residual stream of `modules` (GPT models of this rank) by point, within the block."""
     rows: dict[str, list[str]] = defaultdict(list)
     handles = []
 
     def note(norm: torch.nn.Module, point: str) -> None:
-        handles.append(norm.register_forward_pre_hook(lambda _, given: rows[point].extend(row_digests(given[0]))))
+        handles.append(norm.register_forward_pre_hook(lambda _, inputs: rows[point].extend(row_digests(inputs[0]))))
 
     for model in modules:
         for layer in model.decoder.layers:

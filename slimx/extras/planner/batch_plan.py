@@ -1,4 +1,4 @@
-"""The batch plan: a step's prompts, rollouts, updates and micro-batches, by arithmetic on the configuration alone."""
+"""The batch plan: prompts, rollouts, updates and micro-batches of one step, computed from the configuration alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from slimx.layout.ranks import Sizes
 
 
 def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
-    """The batch of one step; figures of micro-batches are for rollouts that are all as long as they may be."""
-    rollout, updates = config.rollout, config.schedule.updates_per_step
+    """Returns the batch plan of one step. Micro-batch figures assume that all rollouts have the maximum length."""
+    rollout = config.rollout
+    updates = config.schedule.updates_per_step
     rollouts = rollout.prompts_per_step * rollout.group_size
     longest = rollout.longest
     limit = config.trainer.max_tokens_per_microbatch
-    # Of demonstrations nobody knows how long they are: one that fills a micro-batch.
-    row = sizes.packed_length(longest - 1) if rollout.policy_engines else limit
+    in_flight = 0
+    if rollout.policy_engines:
+        row = sizes.packed_length(longest - 1)
+        tokens = longest
+        in_flight = min(rollout.concurrency, ceil(rollouts * batches_in_flight(rollout, config.schedule)))
+    else:
+        # The length of demonstrations is unknown: assume that each fills a micro-batch.
+        row = limit
+        tokens = limit
     rows = ceil(rollouts / updates / sizes.data)
     microbatches = ceil(rows / max(1, limit // row))
     if sizes.virtual > 1:
@@ -30,13 +38,11 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         updates_per_step=updates,
         rollouts_per_update=rollouts // updates,
         rollouts_per_data_rank=rows,
-        tokens_per_rollout=longest if rollout.policy_engines else row,
-        tokens_per_step=rollouts * (longest if rollout.policy_engines else row),
+        tokens_per_rollout=tokens,
+        tokens_per_step=rollouts * tokens,
         tokens_per_microbatch=limit,
         tokens_per_context_rank=ceil(limit / sizes.context),
         microbatches_per_update=microbatches,
         bubble=round(bubble, 4),
-        requests_in_flight=min(rollout.concurrency, ceil(rollouts * batches_in_flight(rollout, config.schedule)))
-        if rollout.policy_engines
-        else 0,
+        requests_in_flight=in_flight,
     )

@@ -1,4 +1,4 @@
-"""`slimx plan` on the command line."""
+"""The command `slimx plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan(
     file: RunFile,
     overrides: Overrides = None,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Predict stage times on clusters, after a test here of 3 seconds.")
+        bool, typer.Option("--predict", help="Predict stage times on clusters, after a test of 3 seconds here.")
     ] = False,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search layouts that fit the memory of cluster.gpu, and rank them.")
@@ -28,13 +28,14 @@ def plan(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
+    """Describes the run of FILE from its configuration and the model's config.json alone: no weights, no GPU."""
     config = load_config(file, overrides or [])
     from slimx.extras.planner.planning import run_plan
 
-    for line in (done := run_plan(config, predict=predict, suggest=suggest, as_json=as_json)).lines:
+    output = run_plan(config, predict=predict, suggest=suggest, as_json=as_json)
+    for line in output.lines:
         print(visible(line))
-    for sentence in done.violations:
+    for sentence in output.violations:
         print(f"slimx: {one_line(sentence)}", file=sys.stderr)
-    if done.violations:
+    if output.violations:
         raise typer.Exit(2)

@@ -1,10 +1,10 @@
-"""The records of memory in `slimx plan --json`. Sizes are bytes unless they say otherwise."""
+"""Memory records of `slimx plan --json`. Sizes are in bytes unless stated otherwise."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Record(BaseModel):
@@ -12,7 +12,7 @@ class Record(BaseModel):
 
 
 class TrainerMemory(Record):
-    """One rank of each pipeline stage: the one with most optimizer state. Weights, gradients and optimizer are exact;
+    """One rank per pipeline stage: the one with the most optimizer state. Weights, gradients and optimizer are exact;
     activations follow slimx.extras.planner.memory.activations; the overhead is assumed."""
 
     model: Literal["trainer", "critic"]
@@ -21,57 +21,56 @@ class TrainerMemory(Record):
     parameters: int
     """Elements."""
     weights: int
-    """With what exact mode rounds them to where publish.quantise is set."""
+    """Includes the rounded weights of exact mode if publish.quantise is set."""
     gradients: int
     optimizer: int
-    """On the device."""
+    """Optimizer state on the device."""
     moments: int
-    """The part of `optimizer` that is moments, which there are after the first step or a restored checkpoint."""
+    """Moments, a part of `optimizer`; they exist after the first step or a restored checkpoint."""
     activations: int
-    """Kept by all micro-batches in flight."""
+    """Activations kept by all micro-batches in flight."""
     head: int
     """Logits of a chunk of tokens and the output layer's gradient, on the last stage."""
     work: int
-    """Beside activations, while a layer's gradients are computed."""
+    """Workspace of one layer's backward pass, in addition to the activations."""
     step: int
-    """Beside weights, gradients and optimizer, while the optimizer steps."""
+    """Workspace of the optimizer step, in addition to weights, gradients and optimizer."""
     copies: int = 0
     """Codes and scales that Transformer Engine keeps of the weights (trainer.fp8), from the first step until the
-    trainer leaves the device."""
+    trainer is offloaded from the device."""
     communication: int
-    """Tokens on their way to and from experts."""
+    """Tokens in transit to and from experts."""
     dispatcher: int = 0
     """DeepEP's buffers (`slimx.extras.planner.memory.deep_ep`), which the process keeps."""
     publication: int
-    """On this rank's GPU while weights are published: buckets, or its part of one on its way to host memory, and what
-    merging a weight with its adapter takes for a moment."""
+    """GPU memory of this rank during a weight publication: buckets, or its part of a bucket in transit to host memory,
+    and temporary memory for merging a weight with its adapter."""
     overhead: int
     """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
     in_flight: int
     """Micro-batches whose activations are kept (of one chunk each with VPP)."""
     peak: int
-    """The most at any time."""
+    """Maximum at any time."""
     away: int
-    """Left on the device while engines generate (schedule.colocate)."""
+    """Memory still used on the device while engines generate (schedule.colocate)."""
     host_optimizer: int
     """Moments in host memory (trainer.optimizer.offload_fraction)."""
     host_copies: int
-    """Weights of reference and teacher, and of the policy while they are in its place."""
+    """Weights of reference and teacher, and of the policy while it is swapped out for them."""
     host_away: int
-    """Everything that left the device, kept for its return (schedule.colocate)."""
+    """Offloaded state, kept in host memory until the trainer returns (schedule.colocate)."""
     host_chosen: int
-    """Tokens that sparse attention sees in a step's updates (trainer.indexer_replay)."""
+    """Token choices of sparse attention for one step's updates (trainer.indexer_replay)."""
     host_checkpoint: int
-    """Copy that checkpoints are written from."""
+    """Copy from which checkpoints are written."""
     host_activations: int
-    """Activations that wait for the backward pass (trainer.offload_activations), each rounded up to a power of two by
-    torch's allocator of pinned memory: twice their size at most."""
+    """Activations offloaded until the backward pass (trainer.offload_activations), each rounded up to a power of two by
+    torch's pinned memory allocator: at most twice their size."""
     moved: int
-    """Activations of an update that are copied to the host, and back."""
+    """Activations of an update that are copied to the host and back."""
     parts: dict[str, int]
-    """Bytes that recomputation of a module, by its name in trainer.recompute.modules, or offloading it (`offload NAME`)
-    takes off the activations, if nothing else is recomputed or offloaded. What a rule refuses to offload is left
-    out."""
+    """Activation bytes saved by recomputing one module, by its name in trainer.recompute.modules, or by offloading it
+    (`offload NAME`), if nothing else is recomputed or offloaded. Modules that a rule refuses to offload are omitted."""
 
     @property
     def host(self) -> int:
@@ -80,7 +79,7 @@ class TrainerMemory(Record):
 
 
 class EngineMemory(Record):
-    """The fullest rank of a server of one group."""
+    """The fullest rank of one server of a group."""
 
     group: str
     count: int
@@ -88,28 +87,28 @@ class EngineMemory(Record):
     """Ranks of one server."""
     weights: int
     static_fraction: float | None = None
-    """SGLang's mem_fraction_static, given or as it would choose."""
+    """SGLang's mem_fraction_static, as configured or as SGLang would choose it."""
     static: int | None = None
-    """Weights and KV cache together, a share of the memory that is free when the server starts; null: the GPU's memory
-    is unknown."""
+    """Weights and KV cache together, a share of the memory that is free when the server starts; null if the GPU's
+    memory is unknown."""
     kv_per_token: int
     kv_room: int | None = None
     kv_tokens: int | None = None
     """Tokens whose keys and values fit, per copy of the attention."""
     state_per_request: int
-    """Recurrent states of a request, whatever its length; 0: the model has none."""
+    """Recurrent states of one request, independent of its length; 0 if the model has none."""
     concurrency: int | None = None
-    """Rollouts of the greatest length that one server holds at once."""
+    """Rollouts of the maximum length that one server holds at once."""
     staged: int
-    """Beside the weights, while weights are published."""
+    """Memory that a publication needs in addition to the weights."""
     overhead: int
     """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
     dispatcher: int = 0
-    """DeepEP's buffers, which stay while the server sleeps."""
+    """DeepEP's buffers, which are kept while the server sleeps."""
     graphs: int
-    """CUDA graphs, by SGLang's own reserve for them."""
+    """CUDA graphs, by SGLang's reserve for them."""
     work: int
-    """Activations: assumed; SGLang leaves the rest of the free memory to them and to graphs."""
+    """Activations: assumed; SGLang leaves the remaining free memory to activations and graphs."""
 
     @property
     def cache(self) -> int:
@@ -125,84 +124,84 @@ class EngineMemory(Record):
 
     @property
     def fits(self) -> bool:
-        """True if the weights and one rollout fit, as far as that is known."""
+        """True if the weights and one rollout fit, as far as known."""
         return (self.static is None or self.weights <= self.static) and self.concurrency != 0
 
 
 class ColocatedMemory(Record):
-    """One GPU that a trainer rank and an engine rank share in turns."""
+    """One GPU shared in turns by a trainer rank and an engine rank."""
 
     memory: int
     training: int
-    """Trainer's peak and what a sleeping engine keeps."""
+    """Peak of the trainer and memory of the sleeping engine."""
     generating: int
-    """Engine's peak and what the trainer left on the device."""
+    """Peak of the engine and memory that the trainer still uses."""
     publishing: int
-    """Trainer's weights, engine's weights and what is staged."""
+    """Weights of trainer and engine, and staged weights."""
     engine_asleep: int
     margin: int
-    """Memory less the fullest phase; negative: it does not fit."""
+    """GPU memory minus the fullest phase; negative if it does not fit."""
 
 
 Phase = Literal["load", "start", "restore", "publish", "generate", "sleep", "train", "save", "wake"]
-"""Phases of a run: trainers load weights, engines start, a checkpoint is restored, weights are published (the first
-time, and after every step), engines generate, they sleep and trainers come back, trainers train, a checkpoint is saved,
-engines take the memory of their weights back."""
+"""Phases of a run: trainers load weights, engines start, a checkpoint is restored, weights are published (initially and
+after every step), engines generate, engines sleep and trainers return to the device, trainers train, a checkpoint is
+saved, engines reallocate the memory of their weights."""
 
 
-class Held(Record):
-    """Memory that one thing takes."""
+class MemoryPart(Record):
+    """Memory used for one purpose."""
 
-    what: str
+    name: str = Field(serialization_alias="what")
     nbytes: int
 
 
-class Holding(Record):
-    """Memory of one place by what holds it."""
+class MemoryBreakdown(Record):
+    """Memory of one GPU or node by purpose."""
 
-    held: tuple[Held, ...]
-    """The largest first."""
+    parts: tuple[MemoryPart, ...] = Field(serialization_alias="held")
+    """Largest part first."""
 
     @property
     def nbytes(self) -> int:
-        """All that is held."""
-        return sum(each.nbytes for each in self.held)
+        """Sum over all parts."""
+        return sum(part.nbytes for part in self.parts)
 
 
-class PhaseMemory(Holding):
+class PhasePeak(MemoryBreakdown):
     """The fullest GPU of one kind in one phase."""
 
     gpu: Literal["trainer", "critic", "engine", "shared"]
-    """shared: by a trainer rank and an engine rank in turns."""
+    """shared: used in turns by a trainer rank and an engine rank."""
     group: str
-    """Group of `rollout.engines`; "" where no engine is on the GPU."""
+    """Group of `rollout.engines`; "" if the GPU has no engine."""
     phase: Phase
 
 
-class HostMemory(Holding):
-    """Host memory that the fullest node with trainer ranks needs."""
+class HostMemory(MemoryBreakdown):
+    """Host memory needed by the fullest node with trainer ranks."""
 
     memory: int | None
-    """Host memory of the node; null: unknown."""
+    """Host memory of the node; null if unknown."""
     ranks: int
-    """Trainer ranks of the node."""
+    """Trainer ranks on the node."""
 
 
 class DiskBytes(Record):
-    """Bytes that a run leaves on disk, at most."""
+    """Maximum disk usage of a run."""
 
     checkpoint: int
-    """One checkpoint: weights, main weights and moments; those of a critic too."""
+    """One checkpoint: weights, main weights and moments, including a critic's."""
     checkpoints: int
-    """Checkpoints that are there at once: those that are kept, and one that is being written."""
+    """Checkpoints that exist at once: retained ones, and one that is being written."""
     export: int
     """One export as a Hugging Face directory."""
     exports: int
-    """Exports that are written, with references of `algorithm.reference_refresh`."""
+    """Number of exports written, including references of `algorithm.reference_refresh`."""
     rollouts: int
-    """Groups of the steps that are kept (track.rollouts), without text and metadata."""
+    """Groups of the retained steps (track.rollouts), without text and metadata."""
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Sum of all of them."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + self.rollouts

@@ -1,8 +1,11 @@
-"""The records that `slimx plan --json` prints, and its text is made from. Sizes are bytes unless they say otherwise.
+"""Records of a plan: `slimx plan --json` prints them, and its text output is made from them. Sizes are in bytes unless
+stated otherwise.
 
 A key keeps its name and meaning within one `schema_version`; new keys may be added."""
 
 from __future__ import annotations
+
+from pydantic import Field
 
 from slimx.extras.planner.links.model import Stages
 from slimx.extras.planner.memory_record import (
@@ -10,7 +13,7 @@ from slimx.extras.planner.memory_record import (
     DiskBytes,
     EngineMemory,
     HostMemory,
-    PhaseMemory,
+    PhasePeak,
     Record,
     TrainerMemory,
 )
@@ -28,20 +31,20 @@ class PlannedGroup(Record):
     sizes: EngineSizes
     role: str = "regular"
     nodes: int = 1
-    """Machines that each server spans."""
+    """Machines that one server spans."""
     external: bool = False
-    """True if its servers run already."""
+    """True if its servers are started elsewhere and already run."""
     borrowed: bool = False
-    """True if they are another policy's, with which they are counted."""
+    """True if its servers belong to another policy, which counts them."""
 
 
 class RankPlace(Record):
-    """One trainer (or critic) rank: where it runs, its number in each dimension and what it holds."""
+    """One trainer (or critic) rank: its GPU, its index in each parallel dimension, and its part of the model."""
 
     rank: int
     node: int
     gpu: int
-    """Number of the GPU in its node."""
+    """Index of the GPU within its node."""
     tensor: int
     context: int
     data: int
@@ -50,9 +53,9 @@ class RankPlace(Record):
     expert_tensor: int
     expert_data: int
     layers: tuple[int, ...]
-    """Decoder layers, counted over the model from 0, chunk by chunk."""
+    """Decoder layers by index in the whole model from 0, chunk by chunk."""
     experts: tuple[int, int] | None
-    """First and last expert of each MoE layer; null: a dense model."""
+    """First and last expert of each MoE layer; null for a dense model."""
 
 
 class EnginePlace(Record):
@@ -62,24 +65,24 @@ class EnginePlace(Record):
     server: int
     node: int
     gpus: tuple[int, ...]
-    """Counted from the first GPU of the first node."""
+    """Indices over all GPUs, counted from the first GPU of the first node."""
 
 
 class RankMap(Record):
-    """Places of ranks on GPUs, if ranks fill nodes in their order, engines after trainers."""
+    """Placement of ranks on GPUs: ranks fill the nodes in order, engines after trainers."""
 
     gpus: int
-    """GPUs that the policy needs, frozen engines included."""
+    """GPUs that the policy needs, including those of frozen engines."""
     nodes: int
-    """Nodes that they are on."""
+    """Nodes that these GPUs are on."""
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...]
-    """Ranks of its own; empty where it shares the trainer's."""
+    """Ranks of a separate critic; empty if the critic shares the trainer's ranks."""
     engines: tuple[EnginePlace, ...]
     """Servers of the policy."""
     frozen: tuple[EnginePlace, ...] = ()
-    """Servers of other models."""
+    """Servers of other, frozen models."""
 
 
 class BatchPlan(Record):
@@ -91,97 +94,97 @@ class BatchPlan(Record):
     updates_per_step: int
     rollouts_per_update: int
     rollouts_per_data_rank: int
-    """At most, in one update."""
+    """Maximum in one update."""
     tokens_per_rollout: int
-    """At most, prompt included."""
+    """Maximum, including the prompt."""
     tokens_per_step: int
-    """At most."""
+    """Maximum."""
     tokens_per_microbatch: int
-    """At most."""
+    """Maximum."""
     tokens_per_context_rank: int
-    """At most, in a micro-batch."""
+    """Maximum in one micro-batch."""
     microbatches_per_update: int
-    """Micro-batches of a data-parallel rank, if all rollouts have the greatest length."""
+    """Micro-batches of one data-parallel rank if all rollouts have the maximum length."""
     bubble: float
-    """Share of an update that pipeline stages wait: (P-1) / (v M + P-1)."""
+    """Share of an update that pipeline stages spend waiting: (P-1) / (v M + P-1)."""
     requests_in_flight: int
-    """At most, in all engines together, if each rollout makes one at a time."""
+    """Maximum over all engines together, with one request per rollout at a time."""
 
 
 class PublicationFigures(Record):
-    """One publication to all engines, as compiled. Coverage is proven: compiling refuses what it cannot prove."""
+    """One compiled publication to all engines. Coverage is proven: the compiler refuses plans that it cannot prove."""
 
     encoding: Encoding
     note: str
-    """Why this encoding."""
+    """Reason for this encoding."""
     rule: str
-    """Rule by which values are quantised; "none" where they are not."""
+    """Rule by which values are quantised; "none" without quantisation."""
     tensors: int
-    """Sent to one engine, block scales counted."""
+    """Tensors sent to one engine, block scales included."""
     quantised: int
-    """Tensors of quantised values among these."""
+    """Number of these tensors that hold quantised values."""
     buckets: int
     moves: int
-    """Rectangles that go from one trainer rank's tensor to one engine rank's."""
+    """Rectangles copied from one trainer rank's tensor to one engine rank's."""
     launches: int
-    """Kernel launches of the trainer rank that has most of them."""
+    """Kernel launches of the trainer rank with the most."""
     nbytes: int
-    """Values and scales to all engines together."""
+    """Values and scales sent to all engines together."""
     adapter_bytes: int = 0
-    """With publish.adapters=alone, bytes of a publication of adapters to all engines together; `nbytes` are those of
-    the first, which brings their base too."""
+    """With publish.adapters=alone, bytes of a publication of adapters to all engines together; `nbytes` is then the
+    size of the first publication, which also sends the base weights."""
     received: int
-    """Bytes that the engine rank with most of them takes."""
+    """Bytes received by the engine rank that receives most."""
     sent_max: int
-    """Bytes that the trainer rank with most of them sends."""
+    """Bytes sent by the trainer rank that sends most."""
     sent_mean: float
     transport: str
     transport_note: str
-    """Why this transport."""
+    """Reason for this transport."""
     on_gpus: bool
-    """True if buckets lie in the memory of GPUs."""
+    """True if buckets are in GPU memory."""
     publisher_bytes: int
-    """Memory that buckets take, of the host of trainer rank 0; with cuda_ipc of each trainer rank's GPU. With nixl the
-    ring of the trainer rank that has the largest, of its host's memory or its GPU's."""
+    """Memory of the buckets: host memory at trainer rank 0, or with cuda_ipc GPU memory of each trainer rank. With nixl
+    the largest ring of any trainer rank, in host or GPU memory."""
     merging_bytes: int = 0
-    """With trainer.lora, memory of the trainer rank that needs most to merge the weights of one bucket."""
+    """With trainer.lora, memory for merging the weights of one bucket on the trainer rank that needs most."""
     kept_bytes: int = 0
-    """With publish.delta, host memory of the trainer rank that keeps most: what it sent last, and part of a bucket.
-    With disk that of trainer rank 0."""
-    held_bytes: int = 0
-    """With publish.delta, host memory beside one engine, on each of its machines: what came last."""
+    """With publish.delta, host memory of the trainer rank that keeps most: the weights it sent last and its part of a
+    bucket. With disk, that of trainer rank 0."""
+    received_bytes: int = Field(default=0, serialization_alias="held_bytes")
+    """With publish.delta, host memory for one engine on each of its machines: the weights received last."""
     landing_bytes: int = 0
-    """Host memory beside one engine, on each of its machines, with nixl: what trainer ranks write into, and buckets
-    made of it until they are loaded. With disk and publish.delta these buckets alone."""
+    """With nixl, host memory for one engine on each of its machines: memory that trainer ranks write into, and the
+    buckets assembled from it until they are loaded. With disk and publish.delta, these buckets only."""
     staged_bytes: int
-    """GPU memory that the engine rank with most of it needs beside its weights, in a publication."""
+    """GPU memory that a publication needs in addition to the weights, on the engine rank that needs most."""
     plan_bytes: int
-    """Size of the serialised plan, which every trainer rank keeps."""
+    """Size of the serialised plan, of which every trainer rank keeps a copy."""
     compile_seconds: float
 
 
 class LinkBytes(Record):
-    """Bytes on one kind of link in a publication, if each trainer rank sends each engine rank its own bytes."""
+    """Bytes on one kind of link in one publication, if each trainer rank sends each engine rank its part directly."""
 
     link: str
     nbytes: int
     busiest: int
-    """Bytes through the GPU (or node) with most of them."""
+    """Bytes through the GPU (or node) that transfers most."""
     seconds: float | None
-    """Predicted: busiest / the link's rate; null: the rate is unknown."""
+    """Predicted: `busiest` / the link's rate; null if the rate is unknown."""
 
 
 class Prediction(Record):
-    """Seconds of a publication on links that were not measured."""
+    """Predicted seconds of a publication on links that were not measured."""
 
     links: str
     stages: Stages | None
     refusal: str = ""
-    """Why there are none."""
+    """Reason for a missing prediction."""
 
 
 class Predicted(Record):
-    """Predictions of the link model, and a test of them on this machine."""
+    """Predictions of the link model, and its error on this machine."""
 
     model_off_here: float
     shown: bool
@@ -192,15 +195,15 @@ class Suggestion(Record):
     """A layout that fits."""
 
     overrides: tuple[str, ...]
-    """For the command line of slimx plan and slimx train."""
+    """Command-line arguments for slimx plan and slimx train."""
     layout: str
     trainer_peak: int
     margin: int
-    """Free GPU memory on the fullest rank."""
+    """Free GPU memory of the fullest rank."""
     cost: float
-    """Predicted seconds of an update by the stated cost model; for ranking only."""
+    """Seconds of an update as predicted by the cost model; for ranking only."""
     again: float
-    """FLOPs that are computed again, as a share of those of an update without recomputation."""
+    """Recomputed FLOPs as a share of an update's FLOPs without recomputation."""
     why: str
 
 
@@ -208,15 +211,15 @@ class Searched(Record):
     """Extent of a search for layouts."""
 
     layouts: int
-    """Splits of up to 64 times as many ranks that the model's layers and experts allow."""
+    """Splits that the model's layers and experts allow, up to 64 times the number of ranks."""
     tried: int
-    """Layouts among these whose memory was computed; arithmetic ruled others out."""
+    """Layouts whose memory was computed; the others were ruled out by arithmetic."""
     complete: bool
-    """False: the search ended at its limit, with layouts that might fit left over."""
+    """False if the search stopped at its limit with possible layouts left."""
 
 
 class EngineSuggestion(Record):
-    """Servers of a group, on as many GPUs, that hold most rollouts at once."""
+    """Servers of a group that hold the most concurrent rollouts on the same number of GPUs."""
 
     group: str
     tensor: int
@@ -224,65 +227,65 @@ class EngineSuggestion(Record):
     dp_attention: int
     count: int
     nodes: int
-    """Machines of one server."""
+    """Machines that one server spans."""
     weights: int
-    """Weights of a rank."""
+    """Weight bytes of one rank."""
     concurrency: int
-    """Rollouts of the greatest length that all servers of the group hold at once."""
+    """Rollouts of the maximum length that all servers of the group hold at once."""
 
 
 class Together(Record):
-    """Needs of all trained policies of a run, placed policy after policy."""
+    """Requirements of all trained policies of a run, placed one after another."""
 
     gpus: int
     nodes: int
     per_node: int
     fullest: int | None
-    """Memory that the fullest GPU needs in its fullest phase; null: the GPU is unknown."""
+    """Memory of the fullest GPU in its fullest phase; null if the GPU is unknown."""
     host: HostMemory | None
-    """Host memory of the node, if it is one; null: each policy's own figure counts."""
+    """Host memory of the node if there is only one; otherwise null, and each policy's figure applies."""
     disk: DiskBytes | None
 
 
 class PlanReport(Record):
-    """Everything that `slimx plan` says. Null where the run is refused before it can be known."""
+    """The complete output of `slimx plan`. A field is null if the run is refused before it can be computed."""
 
     schema_version: int = SCHEMA_VERSION
     model: str
     architecture: str | None = None
     parameters: int = 0
-    """Elements that the trainer holds, each counted once."""
+    """Elements of the trainer's parameters, each counted once."""
     checkpoint_tensors: int = 0
     device: str = "cuda"
     gpu: str | None = None
-    """Kind of GPU that is planned for."""
+    """Kind of GPU that the plan is for."""
     gpu_memory: int | None = None
     host_bandwidth: float | None = None
-    """Bytes per second and direction between that GPU and host memory."""
+    """Bytes per second and direction between this GPU and host memory."""
     trainer: Sizes | None = None
     largest_rank: int = 0
-    """Elements of the parameters on the trainer rank that holds most of them."""
+    """Parameter elements of the trainer rank that holds most."""
     critic: Sizes | None = None
-    """PPO's critic; null: there is none."""
-    critic_own: bool = False
-    """True if it has ranks of its own beside the trainer's."""
+    """PPO's critic; null without one."""
+    separate_critic: bool = Field(default=False, serialization_alias="critic_own")
+    """True if the critic has separate ranks instead of sharing the trainer's."""
     critic_largest_rank: int = 0
     engines: tuple[PlannedGroup, ...] = ()
     """Groups of the policy."""
     frozen: tuple[PlannedGroup, ...] = ()
-    """Groups of other models, which nothing is published to."""
+    """Groups of other models, which receive no publications."""
     kernels: tuple[str, ...] = ()
-    """The trainers' choices of kernels with the packages of the environment that plans, one sentence each."""
+    """Kernels that the trainers would choose with the packages of the current environment, one sentence each."""
     rank_map: RankMap | None = None
     nodes_lacking: int = 0
-    """Nodes that the run needs beyond cluster.nodes."""
+    """Nodes that the run needs in addition to cluster.nodes."""
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
-    phases: tuple[PhaseMemory, ...] = ()
-    """Memory in every phase of a run on the fullest GPU of each kind; empty where the GPU is unknown."""
+    phases: tuple[PhasePeak, ...] = ()
+    """Memory of the fullest GPU of each kind in every phase of a run; empty if the GPU is unknown."""
     host: HostMemory | None = None
-    """Null where nothing is started: violations say why."""
+    """Null if the run would not start: violations give the reason."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
@@ -291,25 +294,25 @@ class PlanReport(Record):
     predicted: Predicted | None = None
     """With --predict."""
     violations: tuple[str, ...] = ()
-    """Everything that stands in the way; the exit code is then 2."""
+    """Everything that prevents the run; the exit code is then 2."""
     refits: bool = False
-    """True if another layout of the trainer's ranks could lift a violation."""
+    """True if another layout of the trainer's ranks could remove a violation."""
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = None
-    """The nearest layout that fits cluster.gpu, where a layout is refused."""
+    """Nearest layout that fits cluster.gpu, if the configured one is refused."""
     searched: Searched | None = None
-    """Null: nothing was searched."""
+    """Null if no layouts were searched."""
     suggestions: tuple[Suggestion, ...] = ()
     """With --suggest: layouts that fit, cheapest first."""
     suggested_engines: tuple[EngineSuggestion, ...] = ()
     """With --suggest."""
     policies: dict[str, PlanReport] = {}
-    """Plans of the policies that are trained beside the run's own, by name. The GPUs of each follow those before it."""
+    """Plans of the run's other trained policies, by name. Each policy's GPUs follow those of the previous one."""
     together: Together | None = None
-    """Sums over the run's own policy and `policies`; null where there is one, or where one cannot be placed."""
+    """Sums over the main policy and `policies`; null for a single policy, or if a policy cannot be placed."""
 
     @property
     def complete(self) -> bool:
-        """True if all of it could be computed: nothing but sizes of memory and machine may be refused."""
+        """True if everything could be computed: only memory and machine limits may be violated."""
         published = self.publication is not None or not self.engines
         return self.rank_map is not None and (published or self.nodes_lacking > 0)

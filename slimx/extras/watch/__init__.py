@@ -1,1 +1,1 @@
-"""Ways to look at a run: the HTML report, the live page, trackers, Prometheus and the webhook."""
+"""Views of a run: the HTML report, the live page, trackers, Prometheus and the webhook."""

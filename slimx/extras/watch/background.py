@@ -1,4 +1,4 @@
-"""Calls in a thread of their own: a tracker or a webhook that waits for its server does not hold up the run."""
+"""Calls in a background thread, so that a tracker or webhook that waits for its server does not block the run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from slimx.observability.tracking.tracker import Sink
 class InOrder:
     """Makes calls in the order in which they were added, in a daemon thread.
 
-    What a call raises is raised by a later `add` or by `close`, so that whoever guards them counts it.
-    """
+    An error of a call is raised by a later `add` or by `close`, so that the caller counts it."""
 
     def __init__(self, name: str, *, close_s: float = 60.0, room: int = 512) -> None:
-        """`name`: whose calls they are, in messages. `close_s`: seconds that `close` waits. `room`: calls that may
-        wait."""
-        self.name, self._close_s = name, close_s
+        """Starts the thread. `name`: owner of the calls, for messages. `close_s`: deadline of `close` in seconds.
+        `room`: maximum number of waiting calls."""
+        self.name = name
+        self._close_s = close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
         self._raised: deque[Exception] = deque()
         self._thread = threading.Thread(target=self._work, name=f"slimx-{name}", daemon=True)
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Have `call` made. Raises SlimxError where `room` others wait: it is left out."""
+        """Adds a call. Raises SlimxError if `room` calls are waiting: it is then left out."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
@@ -50,9 +50,10 @@ class InOrder:
         return self._calls.qsize()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Wait until all calls and `last` have been made, `close_s` seconds in all. Raises SlimxError with the number
-        of those that have not."""
-        until, ends = time.monotonic() + self._close_s, 0
+        """Waits until all calls and `last` have been made, `close_s` seconds in total. Raises SlimxError with the
+        number of remaining calls."""
+        until = time.monotonic() + self._close_s
+        ends = 0
         for call in (last, None):
             with suppress(queue.Full):
                 self._calls.put(call, timeout=max(0.0, until - time.monotonic()))
@@ -69,22 +70,26 @@ class InOrder:
             raise self._raised.popleft()
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while True:
+            call = self._calls.get()
+            if call is None:
+                self._calls.task_done()
+                return
             try:
                 call()
             except Exception as error:
                 self._raised.append(error)
             finally:
                 self._calls.task_done()
-        self._calls.task_done()
 
 
 class InBackground:
-    """Calls `sink` in the order of the calls; raises as `InOrder` does."""
+    """Calls `sink` in order, in the background; raises errors as `InOrder` does."""
 
     def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
         self.name = sink.name
-        self._sink, self._calls = sink, InOrder(sink.name, close_s=close_s, room=room)
+        self._sink = sink
+        self._calls = InOrder(sink.name, close_s=close_s, room=room)
 
     def log(self, record: StepRecord) -> None:
         self._calls.add(partial(self._sink.log, record))

@@ -1,4 +1,4 @@
-"""Commands that look at a run: status, stacks, rollouts, watch and report."""
+"""Commands for viewing a run: status, stacks, rollouts, watch and report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ status_app = typer.Typer(add_completion=False)
 @app.command()
 def watch(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8890,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8890,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     debug: Debug = False,
 ) -> None:
-    """Serve a live page about a run: what it does now, curves, time, rollouts token by token. Ctrl-C ends it."""
+    """Serves a live page about a run: its current activity, curves, time, rollouts token by token. Ctrl-C ends it."""
     from slimx.extras.watch.page.server import serve
 
     serve(run, host, port, lambda text: print(text, flush=True))
@@ -39,7 +39,7 @@ def report(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
     debug: Debug = False,
 ) -> None:
-    """Write one self-contained HTML report of one or more runs."""
+    """Writes one self-contained HTML report of one or more runs."""
     from slimx.extras.watch.report.report import write_report
 
     write_report(runs, out, title)
@@ -52,7 +52,7 @@ def status(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
     as_json: AsJson = False,
     saved: Annotated[
-        bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
+        bool, typer.Option("--saved", help="Print only the step of the newest checkpoint; 0 without one.")
     ] = False,
     check: Annotated[
         bool,
@@ -60,7 +60,7 @@ def status(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
+    """Shows the progress of a run, whether it still runs, and its engines; from its directory alone."""
     import json
 
     directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
@@ -71,10 +71,10 @@ def status(
         return
     from slimx.extras.watch.status import describe_status, run_status
 
-    found = run_status(directory)
-    print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
+    values = run_status(directory)
+    print(json.dumps(values, indent=1) if as_json else visible("\n".join(describe_status(values))))
     if check:
-        raise typer.Exit(found["state"].exit_status)
+        raise typer.Exit(values["state"].exit_status)
 
 
 @stacks_app.command()
@@ -82,7 +82,7 @@ def stacks(
     run: Annotated[Path, typer.Argument(help="Run directory; on each machine its own processes are shown.")],
     debug: Debug = False,
 ) -> None:
-    """Print the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
+    """Prints the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
     from slimx.extras.watch.status import run_stacks
 
     print(visible(run_stacks(run)))
@@ -92,18 +92,18 @@ def stacks(
 def rollouts(
     directory: Annotated[Path, typer.Argument(help="Run directory.")],
     step: Annotated[
-        int | None, typer.Option(help="The step whose groups are shown; else a line for each step.")
+        int | None, typer.Option(help="Step whose groups are shown; default: a line for each step.")
     ] = None,
     group: Annotated[str | None, typer.Option(help="Only the group with this id.")] = None,
     reward_below: Annotated[float | None, typer.Option(help="Only trajectories with less reward.")] = None,
     limit: Annotated[int, typer.Option(help="Groups shown, at most; 0: all.")] = 8,
     tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
-    buffer: Annotated[bool, typer.Option("--buffer", help="What waits in the newest checkpoint.")] = False,
-    dropped: Annotated[bool, typer.Option("--dropped", help="What was not trained, and why.")] = False,
+    buffer: Annotated[bool, typer.Option("--buffer", help="Groups that wait in the newest checkpoint.")] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="Groups that were not trained, and why.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""
+    """Shows the rollouts a run was trained on, group by group: prompts, texts, rewards, weight versions."""
     from slimx.extras.watch.rollouts import Choice, show_rollouts
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)

@@ -1,4 +1,4 @@
-"""A Prometheus endpoint of the driver: the newest step's metrics, and those of every engine, asked at each scrape."""
+"""A Prometheus endpoint of the driver: metrics of the newest step, and of every engine, requested at each scrape."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 
 FETCH_S = 2.0
-"""Seconds in which an engine must answer a scrape; one that does not is left out of it, and `slimx_engine_up` is 0."""
+"""Deadline of an engine's response to a scrape, in seconds; without it, the engine is left out and `slimx_engine_up` is
+0."""
 AT_ONCE = 16
 REQUEST_S = 10.0
-"""Seconds that a connection may send nothing; the server has a thread for each."""
+"""Seconds after which an idle connection is closed; the server has a thread for each."""
 
 
 class PrometheusSink:
-    """Serves the metrics of a run at http://HOST:PORT/metrics. A metric `reward/mean` is called `slimx_reward_mean`."""
+    """Serves the metrics of a run at http://HOST:PORT/metrics. A metric `reward/mean` is named `slimx_reward_mean`."""
 
     name = "prometheus"
 
     def __init__(self, run: str, directory: Path, host: str, port: int) -> None:
-        """`run`: run.name, a label of every metric. `directory`: of the run, whose engines.json says where engines are.
-        Raises SlimxError if nobody can listen there."""
-        self._steps, registry = Newest(run), CollectorRegistry()
+        """Starts the server. `run`: run.name, a label of every metric. `directory`: run directory, whose engines.json
+        has the URLs of the engines. Raises SlimxError if it cannot listen on the port."""
+        self._steps = StepCollector(run)
+        registry = CollectorRegistry()
         registry.register(self._steps)
-        registry.register(Engines(run, directory / "engines.json"))
+        registry.register(EngineCollector(run, directory / "engines.json"))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
             self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass, REQUEST_S)
@@ -56,7 +58,7 @@ class PrometheusSink:
         self._steps.record = record
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Text is no metric."""
+        """Does nothing: texts are not metrics."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -64,7 +66,7 @@ class PrometheusSink:
         self._thread.join()
 
 
-class Newest(Collector):
+class StepCollector(Collector):
     """The metrics of the newest step."""
 
     def __init__(self, run: str) -> None:
@@ -84,25 +86,26 @@ class Newest(Collector):
                 continue
             name = prometheus_name(key)
             family = families.setdefault(name, GaugeMetricFamily(name, f"of slimx's {key}", labels=["run", "metric"]))
-            # Two names that differ in signs alone stay apart by their label.
+            # The label distinguishes names that differ only in punctuation.
             family.add_metric([self._run, key], value)
         yield from families.values()
 
 
-class Engines(Collector):
-    """Metrics that the engines serve themselves, with their names as a label."""
+class EngineCollector(Collector):
+    """Metrics served by the engines, with their names as a label."""
 
     def __init__(self, run: str, roster: Path) -> None:
-        self._run, self._roster = run, roster
+        self._run = run
+        self._roster = roster
 
     def collect(self) -> Iterator[Metric]:
-        engines = [each for each in self._read() if each["url"]]
+        engines = [engine for engine in self._read() if engine["url"]]
         up = GaugeMetricFamily("slimx_engine_up", "1 if the engine answered this scrape", labels=["run", "engine"])
         families: dict[str, Metric] = {}
         if engines:
             with ThreadPoolExecutor(min(AT_ONCE, len(engines))) as pool:
-                answers = list(pool.map(_fetch, [each["url"] for each in engines]))
-            for engine, text in zip(engines, answers, strict=True):
+                texts = list(pool.map(_fetch, [engine["url"] for engine in engines]))
+            for engine, text in zip(engines, texts, strict=True):
                 up.add_metric([self._run, engine["name"]], float(text is not None))
                 for family in text_string_to_metric_families(text or ""):
                     _add(families, family, {"run": self._run, "engine": engine["name"]})
@@ -110,7 +113,7 @@ class Engines(Collector):
         yield from families.values()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what engines have is not known before they are asked."""
+        """Returns nothing, because the metrics of engines are unknown before a scrape."""
         return []
 
     def _read(self) -> list[dict[str, Any]]:
@@ -121,7 +124,7 @@ class Engines(Collector):
 
 
 def _bounded(handler: Any, seconds: float) -> Any:
-    """Returns the class of a server's connections with an end for those that send nothing, or break off."""
+    """Returns a server's handler class that closes idle connections, and ignores broken ones."""
 
     class Bounded(handler):
         timeout = seconds
@@ -134,23 +137,23 @@ def _bounded(handler: Any, seconds: float) -> Any:
 
 
 def prometheus_name(key: str) -> str:
-    """The name of slimx's metric `key` in Prometheus: slimx_, and letters, digits and underscores."""
+    """Returns the Prometheus name of slimx's metric `key`: slimx_, and letters, digits and underscores."""
     return "slimx_" + re.sub(r"\W", "_", key, flags=re.ASCII)
 
 
 def _fetch(url: str) -> str | None:
-    """Text that an engine serves; None if it does not answer. A site's proxy must not be asked for it."""
+    """Returns the text that an engine serves; None if it does not respond. Ignores the proxy settings of the site."""
     with requests.Session() as session:
         session.trust_env = False
         try:
-            answer = session.get(f"{url}/metrics/", timeout=FETCH_S)
+            response = session.get(f"{url}/metrics/", timeout=FETCH_S)
         except requests.RequestException:
             return None
-    return answer.text if answer.ok else None
+    return response.text if response.ok else None
 
 
 def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:
-    """Put the samples of one engine's family beside those of others."""
-    whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+    """Adds the samples of one engine's family to those of others."""
+    merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
     for sample in family.samples:
-        whole.add_sample(sample.name, {**sample.labels, **labels}, sample.value, sample.timestamp, sample.exemplar)
+        merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value, sample.timestamp, sample.exemplar)

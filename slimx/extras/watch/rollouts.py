@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,26 +24,26 @@ from slimx.rollout.flow.tickets import SavedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The choice of a step's groups that are shown, and how."""
+    """Selection of the groups of a step, and of their details."""
 
     group: str | None = None
-    """Id of the one group; None: all."""
+    """Id of a single group; None: all."""
     reward_below: float | None = None
-    """Only trajectories with less reward, and the groups that have any; None: all."""
+    """Only trajectories with less reward, and groups that have any; None: all."""
     limit: int = 8
-    """Groups, at most; 0: no limit."""
+    """Maximum number of groups; 0: no limit."""
     tokens: bool = False
-    """Every token with its log-prob, mask and version."""
+    """True to show every token with its log-prob, mask and version."""
 
 
 def show_rollouts(
     directory: Path, step: int | None, choice: Choice, *, buffer: bool, dropped: bool, as_json: bool
 ) -> Iterable[str]:
-    """The lines of one call. Raises SlimxError for options that exclude each other, and for what is not there."""
+    """Returns the lines of one call. Raises SlimxError for conflicting options and for missing steps or groups."""
     chosen = choice.group is not None or choice.reward_below is not None or choice.tokens
     if buffer and (dropped or step is not None):
         raise SlimxError(
-            "--buffer shows what waits in the newest checkpoint; leave out --step and --dropped",
+            "--buffer shows the groups that wait in the newest checkpoint; leave out --step and --dropped",
             code="rollouts.options",
             about="--buffer",
         )
@@ -59,20 +59,26 @@ def show_rollouts(
             code="rollouts.limit",
             about="--limit",
         )
+    lines: Callable[[Json], Iterable[str]]
     if buffer:
-        found, lines = buffer_of(directory, choice), buffer_lines
+        values = buffer_of(directory, choice)
+        lines = buffer_lines
     elif dropped:
-        found, lines = dropped_of(directory, step), partial(dropped_lines, limit=choice.limit)
+        values = dropped_of(directory, step)
+        lines = partial(dropped_lines, limit=choice.limit)
     elif step is not None:
-        found, lines = step_of(directory, step, choice), step_lines
+        values = step_of(directory, step, choice)
+        lines = step_lines
     else:
-        found, lines = steps_of(directory), steps_lines
-    return [json.dumps(found, indent=1)] if as_json else lines(found)
+        values = steps_of(directory)
+        lines = steps_lines
+    return [json.dumps(values, indent=1)] if as_json else lines(values)
 
 
 def steps_of(directory: Path) -> Json:
-    """{steps: [what each file says of its step], problems: [a sentence per damaged file]}."""
-    steps, problems = [], []
+    """Returns {steps: [summary of each step file], problems: [a sentence per damaged file]}."""
+    steps: list[Json] = []
+    problems: list[str] = []
     for path in _files(directory).values():
         try:
             about = read_step_about(path)
@@ -85,7 +91,7 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """{step, version, groups: [chosen ones], hidden: how many more are chosen, problems}."""
+    """Returns {step, version, groups: [selected ones], hidden: number of further selected groups, problems}."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(
@@ -115,18 +121,18 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
 
 
 def buffer_of(directory: Path, choice: Choice) -> Json:
-    """{checkpoint, step, version, waiting, hidden, problems}. `waiting`: by ticket {number, prompt, group: None where
-    that is not complete, and then complete_rollouts and sampled_tokens, those of unfinished rollouts, which are kept}.
-    """
+    """Returns {checkpoint, step, version, waiting, hidden, problems}. `waiting`: by ticket {number, prompt, group: None
+    if incomplete, complete_rollouts and sampled_tokens: those of unfinished rollouts, which are kept}."""
     check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
-            f"{directory} has no complete checkpoint yet, and what waits is written there",
+            f"{directory} has no complete checkpoint yet, and waiting groups are written there",
             code="rollouts.buffer",
             about=str(directory),
         )
-    state, (decode, problems) = read_state(newest), _decoder(directory)
+    state = read_state(newest)
+    decode, problems = _decoder(directory)
     everything = choice.group is None and choice.reward_below is None
     chosen: list[tuple[SavedTicket, Group | None]] = []
     for ticket in state.rollouts["tickets"]:
@@ -135,16 +141,23 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
         elif everything:
             chosen.append((ticket, None))
     shown = chosen[: choice.limit or None]
-    waiting = [
-        {
-            "number": ticket.number,
-            "prompt": prompt_values(ticket.prompt, decode),
-            "group": group and group_values(group, state.version, decode, {}, tokens=choice.tokens),
-            "complete_rollouts": sum(rollout.trajectories is not None for rollout in ticket.rollouts),
-            "sampled_tokens": sum(len(r.completion.token_ids) for each in ticket.rollouts for r in each.completions),
-        }
-        for ticket, group in shown
-    ]
+    waiting = []
+    for ticket, group in shown:
+        shown_group = None
+        if group is not None:
+            shown_group = group_values(group, state.version, decode, {}, tokens=choice.tokens)
+        sampled = 0
+        for rollout in ticket.rollouts:
+            sampled += sum(len(recorded.completion.token_ids) for recorded in rollout.completions)
+        waiting.append(
+            {
+                "number": ticket.number,
+                "prompt": prompt_values(ticket.prompt, decode),
+                "group": shown_group,
+                "complete_rollouts": sum(rollout.trajectories is not None for rollout in ticket.rollouts),
+                "sampled_tokens": sampled,
+            }
+        )
     return {
         "checkpoint": str(newest),
         "step": state.step,
@@ -156,7 +169,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
 
 
 def dropped_of(directory: Path, step: int | None) -> Json:
-    """{reasons: {reason: groups}, dropped: [{step, prompt, reason, detail}], problems}, of all steps or one."""
+    """Returns {reasons: {reason: groups}, dropped: [{step, prompt, reason, detail}], problems}, of all steps or one."""
     check_run(directory)
     file = directory / "dropped.jsonl"
     records, problems = load_records(file, dict) if file.exists() else ([], [])
@@ -168,10 +181,10 @@ def dropped_of(directory: Path, step: int | None) -> Json:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def steps_lines(found: Json) -> Iterator[str]:
-    """A table of `steps_of`."""
+def steps_lines(values: Json) -> Iterator[str]:
+    """Yields a table of `steps_of`."""
     yield "  step  version  groups  trajectories  truncated  sampled tokens    reward  oldest version  dropped"
-    for step in found["steps"]:
+    for step in values["steps"]:
         reward = "none" if step["reward"] is None else f"{step['reward']:.3f}"
         oldest = "none" if step["oldest"] is None else step["oldest"]
         dropped = ", ".join(f"{count} {reason}" for reason, count in step["dropped"].items()) or "0"
@@ -179,28 +192,28 @@ def steps_lines(found: Json) -> Iterator[str]:
             f"{step['step']:>6}{step['version']:>9}{step['groups']:>8}{step['trajectories']:>14}{step['truncated']:>11}"
             f"{step['sampled_tokens']:>16}{reward:>10}{oldest:>16}  {dropped}"
         )
-    yield from found["problems"]
+    yield from values["problems"]
 
 
-def step_lines(found: Json) -> Iterator[str]:
-    """`step_of` as text."""
-    shown = len(found["groups"])
-    yield f"step {found['step']}, trained at version {found['version']}: {shown} of {shown + found['hidden']} groups"
-    yield from found["problems"]
-    for group in found["groups"]:
+def step_lines(values: Json) -> Iterator[str]:
+    """Yields `step_of` as text."""
+    shown = len(values["groups"])
+    yield f"step {values['step']}, trained at version {values['version']}: {shown} of {shown + values['hidden']} groups"
+    yield from values["problems"]
+    for group in values["groups"]:
         yield from group_lines(group)
-    yield from _hidden(found)
+    yield from _hidden(values)
 
 
-def buffer_lines(found: Json) -> Iterator[str]:
-    """`buffer_of` as text."""
-    complete = sum(ticket["group"] is not None for ticket in found["waiting"])
+def buffer_lines(values: Json) -> Iterator[str]:
+    """Yields `buffer_of` as text."""
+    complete = sum(ticket["group"] is not None for ticket in values["waiting"])
     yield (
-        f"{found['checkpoint']}, after step {found['step']}: {complete} complete groups, "
-        f"{len(found['waiting']) - complete} not complete"
+        f"{values['checkpoint']}, after step {values['step']}: {complete} complete groups, "
+        f"{len(values['waiting']) - complete} not complete"
     )
-    yield from found["problems"]
-    for ticket in found["waiting"]:
+    yield from values["problems"]
+    for ticket in values["waiting"]:
         if ticket["group"] is None:
             yield (
                 f"ticket {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} rollouts "
@@ -208,23 +221,25 @@ def buffer_lines(found: Json) -> Iterator[str]:
             )
         else:
             yield from group_lines(ticket["group"])
-    yield from _hidden(found)
+    yield from _hidden(values)
 
 
-def dropped_lines(found: Json, limit: int) -> Iterator[str]:
-    """`dropped_of` as text, the newest `limit` groups."""
-    yield f"{len(found['dropped'])} groups were dropped"
-    for reason, count in found["reasons"].items():
+def dropped_lines(values: Json, limit: int) -> Iterator[str]:
+    """Yields `dropped_of` as text, the newest `limit` groups."""
+    yield f"{len(values['dropped'])} groups were dropped"
+    for reason, count in values["reasons"].items():
         yield f"{count:>6}  {reason}"
-    for each in found["dropped"][-limit:]:
-        detail = f": {each['detail']}" if each.get("detail") else ""
-        yield f"step {each.get('step')}, prompt {each.get('prompt')}, {each.get('reason')}{detail}"
-    yield from found["problems"]
+    for record in values["dropped"][-limit:]:
+        line = f"step {record.get('step')}, prompt {record.get('prompt')}, {record.get('reason')}"
+        if record.get("detail"):
+            line += f": {record['detail']}"
+        yield line
+    yield from values["problems"]
 
 
-def _hidden(found: Json) -> Iterator[str]:
-    if found["hidden"]:
-        yield f"{found['hidden']} more; --limit 0 shows all"
+def _hidden(values: Json) -> Iterator[str]:
+    if values["hidden"]:
+        yield f"{values['hidden']} more; --limit 0 shows all"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -232,7 +247,8 @@ def _hidden(found: Json) -> Iterator[str]:
 
 def _files(directory: Path) -> dict[int, Path]:
     check_run(directory)
-    if files := step_files(directory / DIRECTORY):
+    files = step_files(directory / DIRECTORY)
+    if files:
         return files
     raise SlimxError(
         f"{directory / DIRECTORY} holds no step: none has been generated yet, or track.rollouts.every is 0, or the run "
@@ -255,8 +271,8 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
-    """By the tokenizer that the run has kept, or an older run's model has; where there is none, the ids themselves, and
-    the reason."""
+    """Returns a decoder by the tokenizer saved with the run, or by that of the model for older runs; without one, a
+    decoder that shows ids, and the reason."""
     kept = directory / TOKENIZER
     try:
         tokenizer: Any = load_tokenizer(kept if kept.is_dir() else read_config(directory)["model"]["path"])
@@ -266,5 +282,7 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Ascending steps in words."""
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    """Describes ascending steps in words."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -1,4 +1,4 @@
-"""Groups as `slimx rollouts` shows them: plain values for JSON, and lines of text made of these."""
+"""Groups as shown by `slimx rollouts`: plain values for JSON, and lines of text made from them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.trained_tokens import TrainedTokens
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of token ids."""
+"""Returns the text of token ids."""
 Json = dict[str, Any]
 
 
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """{id, prompt: {id, text, answer, dataset}, reward: mean or None, baseline, trajectories}; `version`: that of the
-    trainers, from which staleness is counted. `trained`: by trajectory what its training computed. `tokens`: with a
-    list of every token."""
-    rewards = [each.reward for each in group.trajectories if each.reward is not None]
+    """Returns {id, prompt: {id, text, answer, dataset}, reward: mean or None, baseline, trajectories}. `version`:
+    version of the trainers, relative to which staleness is counted. `trained`: results of training by trajectory.
+    `tokens`: True to include a list of every token."""
+    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     return {
         "id": group.id,
         "prompt": prompt_values(group.prompt, decode),
         "reward": _number(float(np.mean(rewards))) if rewards else None,
         "baseline": _number(group.baseline),
         "trajectories": [
-            _trajectory_values(each, version, decode, trained.get(each.id), tokens) for each in group.trajectories
+            _trajectory_values(trajectory, version, decode, trained.get(trajectory.id), tokens)
+            for trajectory in group.trajectories
         ],
     }
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """{id, text, answer, dataset}."""
+    """Returns {id, text, answer, dataset}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
@@ -47,11 +48,16 @@ def prompt_values(prompt: Prompt, decode: Decode) -> Json:
 def _trajectory_values(
     trajectory: Trajectory, version: int | None, decode: Decode, trained: TrainedTokens | None, tokens: bool
 ) -> Json:
-    ids, oldest = trajectory.token_ids, trajectory.oldest_version
-    counts = {source: 0 for source in ("prompt", "sampled", "inserted")}
+    ids = trajectory.token_ids
+    oldest = trajectory.oldest_version
+    counts = {"prompt": 0, "sampled": 0, "inserted": 0}
+    parts: list[Json] = []
     for span in trajectory.spans:
         counts[span.source] += span.stop - span.start
-    out: Json = {
+        if span.source != "prompt":
+            text = decode(ids[span.start : span.stop].tolist())
+            parts.append({"source": span.source, "turn": span.turn, "text": text})
+    values: Json = {
         "id": trajectory.id,
         "rollout": trajectory.rollout_id,
         "policy": trajectory.policy,
@@ -63,25 +69,22 @@ def _trajectory_values(
         "versions": [[s.start, s.stop, s.version] for s in trajectory.spans if s.version is not None],
         "staleness": version - oldest if version is not None and oldest is not None else None,
         "tokens": counts | {"trained": int(trajectory.loss_mask.sum())},
-        "parts": [
-            {"source": span.source, "turn": span.turn, "text": decode(ids[span.start : span.stop].tolist())}
-            for span in trajectory.spans
-            if span.source != "prompt"
-        ],
+        "parts": parts,
     }
     if trained is not None:
-        out |= _trained_values(trajectory, trained)
+        values |= _trained_values(trajectory, trained)
     if tokens:
-        out["each_token"] = list(_token_values(trajectory, decode, trained))
-    return out
+        values["each_token"] = list(_token_values(trajectory, decode, trained))
+    return values
 
 
 def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
-    """{advantage: mean of the trained tokens, gap: largest distance of two log-probs, other_experts: tokens}."""
+    """Returns {advantage: mean of the trained tokens, gap: largest log-prob difference, other_experts: tokens}."""
     chosen = trajectory.loss_mask > 0
     if not chosen.any():
         return {"advantage": None, "gap": None, "other_experts": None}
-    gaps, experts = np.abs(trained.logprobs - trajectory.logprobs)[chosen], trained.other_experts
+    gaps = np.abs(trained.logprobs - trajectory.logprobs)[chosen]
+    experts = trained.other_experts
     return {
         "advantage": _number(float(trained.advantages[chosen].mean())),
         "gap": _number(float(gaps.max())),
@@ -93,7 +96,7 @@ def _token_values(trajectory: Trajectory, decode: Decode, trained: TrainedTokens
     for span in trajectory.spans:
         for position in range(span.start, span.stop):
             token = int(trajectory.token_ids[position])
-            yield {
+            values = {
                 "position": position,
                 "id": token,
                 "text": decode([token]),
@@ -101,7 +104,10 @@ def _token_values(trajectory: Trajectory, decode: Decode, trained: TrainedTokens
                 "trained": bool(trajectory.loss_mask[position]),
                 "logprob": _number(float(trajectory.logprobs[position])),
                 "version": span.version,
-            } | ({} if trained is None else _trained_token(trained, position))
+            }
+            if trained is not None:
+                values |= _trained_token(trained, position)
+            yield values
 
 
 def _trained_token(trained: TrainedTokens, position: int) -> Json:
@@ -114,57 +120,69 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 
 def group_lines(group: Json) -> Iterator[str]:
-    """A group of `group_values`."""
-    baseline = "" if group["baseline"] is None else f", baseline {group['baseline']:.3f}"
-    count = len(group["trajectories"])
-    yield (
-        f"group {group['id']}, {prompt_line(group['prompt'])}, {count} trajectories, reward {_shown(group['reward'])}"
-        + (baseline)
-    )
+    """Yields the lines of a group of `group_values`."""
+    line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
+    line += f"reward {_shown(group['reward'])}"
+    if group["baseline"] is not None:
+        line += f", baseline {group['baseline']:.3f}"
+    yield line
     yield from _indented(group["prompt"]["text"], "    ? ")
-    for each in group["trajectories"]:
-        yield from _trajectory_lines(each)
+    for trajectory in group["trajectories"]:
+        yield from _trajectory_lines(trajectory)
 
 
 def prompt_line(prompt: Json) -> str:
-    """A prompt of `prompt_values` in a few words."""
-    return f"prompt {prompt['id']}" + (f" (answer {prompt['answer']!r})" if prompt["answer"] is not None else "")
+    """Returns a short description of a prompt of `prompt_values`."""
+    line = f"prompt {prompt['id']}"
+    if prompt["answer"] is not None:
+        line += f" (answer {prompt['answer']!r})"
+    return line
 
 
-def _trajectory_lines(each: Json) -> Iterator[str]:
-    parts, logged = (
-        ", ".join(f"{name} {_shown(value)}" for name, value in each[key].items()) for key in ("reward_parts", "metrics")
-    )
-    versions = "+".join(dict.fromkeys(str(version) for _, _, version in each["versions"])) or "none"
-    behind = f", {each['staleness']} behind" if each["staleness"] is not None else ""
-    counts, parts = each["tokens"], f" ({parts})" if parts else ""
-    policy = "" if each["policy"] == ACTOR else f" of the policy {each['policy']}"
-    inserted = f", {counts['inserted']} inserted" if counts["inserted"] else ""
-    yield (
-        f"  {each['id']}{policy}  reward {_shown(each['reward'])}{parts}; {each['status']}"
-        f" ({each['finish_reason']}); version {versions}{behind}; tokens: {counts['prompt']} of the prompt, "
-        f"{counts['sampled']} sampled{inserted}, {counts['trained']} trained{_trained_words(each)}"
-        + (f"; {logged}" if logged else "")
-    )
-    for part in each["parts"]:
+def _trajectory_lines(trajectory: Json) -> Iterator[str]:
+    line = f"  {trajectory['id']}"
+    if trajectory["policy"] != ACTOR:
+        line += f" of the policy {trajectory['policy']}"
+    line += f"  reward {_shown(trajectory['reward'])}"
+    if trajectory["reward_parts"]:
+        line += f" ({_named_values(trajectory['reward_parts'])})"
+    versions = "+".join(dict.fromkeys(str(version) for _, _, version in trajectory["versions"])) or "none"
+    line += f"; {trajectory['status']} ({trajectory['finish_reason']}); version {versions}"
+    if trajectory["staleness"] is not None:
+        line += f", {trajectory['staleness']} behind"
+    counts = trajectory["tokens"]
+    line += f"; tokens: {counts['prompt']} of the prompt, {counts['sampled']} sampled"
+    if counts["inserted"]:
+        line += f", {counts['inserted']} inserted"
+    line += f", {counts['trained']} trained{_trained_words(trajectory)}"
+    if trajectory["metrics"]:
+        line += f"; {_named_values(trajectory['metrics'])}"
+    yield line
+    for part in trajectory["parts"]:
         yield from _indented(part["text"], "    > " if part["source"] == "sampled" else "    | ")
-    if "each_token" in each:
+    if "each_token" in trajectory:
         yield "    position        id  source    trained   logprob   trainer advantage experts  version  text"
-        yield from map(_token_line, each["each_token"])
+        yield from map(_token_line, trajectory["each_token"])
 
 
-def _trained_words(each: Json) -> str:
-    """Words about what the trainers computed of a trajectory; none before it is trained."""
-    if each.get("gap") is None:
+def _named_values(values: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+
+
+def _trained_words(trajectory: Json) -> str:
+    """Returns words about the trainers' results for a trajectory; "" before it is trained."""
+    if trajectory.get("gap") is None:
         return ""
-    experts = f", {each['other_experts']} by other experts" if each["other_experts"] else ""
-    return f" with advantage {_shown(each['advantage'])}{experts}, largest log-prob gap {each['gap']:.1e}"
+    words = f" with advantage {_shown(trajectory['advantage'])}"
+    if trajectory["other_experts"]:
+        words += f", {trajectory['other_experts']} by other experts"
+    return f"{words}, largest log-prob gap {trajectory['gap']:.1e}"
 
 
 def _token_line(token: Json) -> str:
-    logprob, trainer, advantage = (
-        "-" if token.get(name) is None else f"{token[name]:.4f}" for name in ("logprob", "trainer_logprob", "advantage")
-    )
+    logprob = _token_number(token["logprob"])
+    trainer = _token_number(token.get("trainer_logprob"))
+    advantage = _token_number(token.get("advantage"))
     version = "-" if token["version"] is None else token["version"]
     trained = "yes" if token["trained"] else "no"
     experts = {None: "-", True: "other", False: "same"}[token.get("other_experts")]
@@ -174,12 +192,16 @@ def _token_line(token: Json) -> str:
     )
 
 
+def _token_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
 def _indented(text: str, mark: str) -> Iterable[str]:
     return (mark + line for line in text.splitlines() or [""])
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has no word for what is not a number."""
+    """Returns None instead of NaN, which JSON cannot represent."""
     return None if value is None or math.isnan(value) else value
 
 

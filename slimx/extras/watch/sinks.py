@@ -21,32 +21,40 @@ if TYPE_CHECKING:
 
 
 def tensorboard(run: TrackedRun, on: bool) -> Sink | None:
-    return TensorBoardSink(run) if on else None
+    if not on:
+        return None
+    return TensorBoardSink(run)
 
 
 def wandb(run: TrackedRun, on: bool) -> Sink | None:
-    return WandbSink(run) if on else None
+    if not on:
+        return None
+    return WandbSink(run)
 
 
 def mlflow(run: TrackedRun, uri: str | None) -> Sink | None:
-    return InBackground(MlflowSink(run, uri)) if uri else None
+    if not uri:
+        return None
+    return InBackground(MlflowSink(run, uri))
 
 
 def swanlab(run: TrackedRun, on: bool) -> Sink | None:
-    return SwanlabSink(run) if on else None
+    if not on:
+        return None
+    return SwanlabSink(run)
 
 
 def prometheus(run: TrackedRun, endpoint: Prometheus) -> Sink | None:
     if endpoint.port is None:
         return None
-    from slimx.extras.watch.prometheus import PrometheusSink  # a tenth of a second, for those who ask for it
+    from slimx.extras.watch.prometheus import PrometheusSink  # imported only if needed: takes a tenth of a second
 
     return PrometheusSink(run.name, run.directory, endpoint.host, endpoint.port)
 
 
 class TensorBoardSink:
-    """TensorBoard event files in RUN/tensorboard; on resume TensorBoard hides what an earlier process wrote for steps
-    from `run.resume_step` on."""
+    """TensorBoard event files in RUN/tensorboard. After a resume, TensorBoard hides events of an earlier process from
+    `run.resume_step` on."""
 
     name = "tensorboard"
 
@@ -60,23 +68,21 @@ class TensorBoardSink:
     def log(self, record: StepRecord) -> None:
         for key, value in record.metrics.items():
             self._writer.add_scalar(key, value, global_step=record.step, walltime=record.time)
-        # The writer works in a thread: only a flush brings its failure to the step that it belongs to.
+        # The writer works in a thread: only a flush raises its failure in the step that caused it.
         self._writer.flush()
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._writer.add_text(_kind(samples), _verbatim(_told(samples)), global_step=step)
+        self._writer.add_text(_kind(samples), _verbatim(_samples_text(samples)), global_step=step)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbSink:
-    """Weights & Biases; a resumed run continues under the id kept in `RUN/wandb_id`. WANDB_MODE=offline needs no
-    network.
+    """Weights & Biases; a resumed run continues under the id in `RUN/wandb_id`. WANDB_MODE=offline needs no network.
 
-    The step is logged as a metric and used as the axis: wandb's own step counter only grows, and wandb would drop the
-    steps that a resumed run does again. They are drawn twice instead.
-    """
+    The step is logged as a metric and used as the axis: wandb's step counter only increases, and wandb would drop the
+    repeated steps of a resumed run. They are drawn twice instead."""
 
     name = "wandb"
 
@@ -90,8 +96,10 @@ class WandbSink:
             self._run.define_metric("*", step_metric="step")
 
     def log(self, record: StepRecord) -> None:
-        version = {} if record.version is None else {"version": record.version}
-        self._run.log({"step": record.step, **version, **record.metrics})
+        values = {"step": record.step, **record.metrics}
+        if record.version is not None:
+            values["version"] = record.version
+        self._run.log(values)
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
         columns = ["prompt", "expected", "response", "reward"]
@@ -103,12 +111,12 @@ class WandbSink:
 
 
 class MlflowSink:
-    """MLflow at a tracking URI; a resumed run continues under the id kept in `RUN/mlflow_run`, and the steps that it
-    does again are recorded twice. Samples and the configuration are artifacts of the run."""
+    """MLflow at a tracking URI; a resumed run continues under the id in `RUN/mlflow_run`, and its repeated steps are
+    recorded twice. Samples and the configuration are artifacts of the run."""
 
     name = "mlflow"
     PARAMETER_CHARACTERS = 500
-    """Longer values are cut: servers refuse them; the artifact config.yaml has them whole."""
+    """Maximum length of a value, because servers refuse longer ones; the artifact config.yaml has complete values."""
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         self._names = _MlflowNames()
@@ -117,8 +125,10 @@ class MlflowSink:
             from mlflow.entities import Metric, Param
 
             _reach(uri)  # MLflow itself would try for minutes
-            self._metric, self._client = Metric, MlflowClient(tracking_uri=uri)
-            known, id_file = self._client.get_experiment_by_name(run.project), run.directory / "mlflow_run"
+            self._metric = Metric
+            self._client = MlflowClient(tracking_uri=uri)
+            known = self._client.get_experiment_by_name(run.project)
+            id_file = run.directory / "mlflow_run"
             if id_file.exists():
                 self._id = id_file.read_text().strip()
                 self._client.update_run(self._id, status="RUNNING")
@@ -127,25 +137,27 @@ class MlflowSink:
                 self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
                 id_file.write_text(self._id)
                 values = [Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in _flat(run.config)]
-                for start in range(0, len(values), 100):  # of one request, at most
+                for start in range(0, len(values), 100):  # maximum of one request
                     self._client.log_batch(self._id, params=values[start : start + 100])
             self._client.log_text(self._id, run.yaml, "config.yaml")
 
     def log(self, record: StepRecord) -> None:
-        at = round(record.time * 1000)
-        metrics = [self._metric(self._names.of(key), value, at, record.step) for key, value in record.metrics.items()]
-        for start in range(0, len(metrics), 1000):  # of one request, at most
+        milliseconds = round(record.time * 1000)
+        metrics = []
+        for key, value in record.metrics.items():
+            metrics.append(self._metric(self._names.name(key), value, milliseconds, record.step))
+        for start in range(0, len(metrics), 1000):  # maximum of one request
             self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._client.log_text(self._id, _told(samples), f"{_kind(samples)}/step-{step:07d}.txt")
+        self._client.log_text(self._id, _samples_text(samples), f"{_kind(samples)}/step-{step:07d}.txt")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
 class SwanlabSink:
-    """SwanLab; a resumed run continues under the id kept in `RUN/swanlab_id`, and sends the steps that it does again.
+    """SwanLab; a resumed run continues under the id in `RUN/swanlab_id`, and sends repeated steps again.
     SWANLAB_MODE=offline needs no network."""
 
     name = "swanlab"
@@ -161,14 +173,14 @@ class SwanlabSink:
         self._run.log(dict(record.metrics), step=record.step)
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        self._run.log({_kind(samples): self._swanlab.Text(_told(samples))}, step=step)
+        self._run.log({_kind(samples): self._swanlab.Text(_samples_text(samples))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _reach(uri: str) -> None:
-    """Connect to the server of an HTTP address. Raises OSError if it does not listen within 10 seconds."""
+    """Connects to the server of an HTTP address. Raises OSError if it does not accept within 10 seconds."""
     address = urlsplit(uri)
     if address.scheme in ("http", "https") and address.hostname:
         socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), timeout=10).close()
@@ -178,25 +190,31 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:
-    """Names that MLflow takes, the same for the same metric; no two metrics share one."""
+    """Metric names that MLflow accepts, stable and unique per metric."""
 
     def __init__(self) -> None:
-        self._given: dict[str, str] = {}
+        self._names: dict[str, str] = {}
 
-    def of(self, key: str) -> str:
-        if key not in self._given:
-            name = plain = re.sub(r"[^\w.\- :/]", "_", key)
+    def name(self, key: str) -> str:
+        """Returns the MLflow name of metric `key`."""
+        if key not in self._names:
+            plain = re.sub(r"[^\w.\- :/]", "_", key)
+            name = plain
             number = 2
-            while name in self._given.values():
-                name, number = f"{plain}_{number}", number + 1
-            self._given[key] = name
-        return self._given[key]
+            while name in self._names.values():
+                name = f"{plain}_{number}"
+                number += 1
+            self._names[key] = name
+        return self._names[key]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     out: list[tuple[str, str]] = []
     for key, value in config.items():
-        out += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
+        if isinstance(value, Mapping):
+            out += _flat(value, f"{prefix}{key}.")
+        else:
+            out.append((f"{prefix}{key}", str(value)))
     return out
 
 
@@ -204,8 +222,8 @@ def _kind(samples: Sequence[RecordedSample]) -> str:
     return "samples/held-out" if samples[0].evaluation else "samples/training"
 
 
-def _told(samples: Sequence[RecordedSample]) -> str:
-    """The samples as plain text."""
+def _samples_text(samples: Sequence[RecordedSample]) -> str:
+    """Formats the samples as plain text."""
     return "\n\n".join(
         f"[{number}] reward {_number(sample.reward)}\n{sample.prompt}\n--- response\n{sample.response}\n"
         f"--- expected\n{sample.answer or ''}"
@@ -218,13 +236,14 @@ def _number(value: float) -> str:
 
 
 def _verbatim(text: str) -> str:
-    """Text as Markdown that shows it as it is: an indented block needs no end that the text could hold."""
+    """Returns text as Markdown that shows it verbatim: an indented block needs no end marker, which the text could
+    contain."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 @contextmanager
 def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
-    """Refuses what the package of `track.KEY` raises in the block; a rule looks whether it is installed."""
+    """Refuses errors of the package of `track.KEY` in the block; a rule checks whether it is installed."""
     try:
         yield
     except Exception as error:

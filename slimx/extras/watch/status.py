@@ -1,5 +1,5 @@
-"""`slimx status`, a run described from its directory alone: how far it is, whether it still writes, its engines; and
-`slimx stacks`, where its processes on this machine are in their Python code."""
+"""`slimx status` describes a run from its directory alone: its progress, whether it still writes, its engines; `slimx
+stacks` shows the Python stacks of its processes on this machine."""
 
 from __future__ import annotations
 
@@ -15,50 +15,54 @@ from typing import Any
 from slimx.config.sections.run import Stall
 from slimx.errors import SlimxError
 from slimx.extras.watch.events.alerts import without_signal
-from slimx.extras.watch.events.pace import SILENT_S, Pace, last_lines, pace
+from slimx.extras.watch.events.pace import SILENT_S, PhasePace, last_lines, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.live.stacks import stacks, told
 from slimx.observability.tracking.run_files import check_run, read_config, up_to_date
 
 
-class State(StrEnum):
-    """States of a run, as `slimx status --check` tells them by its exit status."""
+class RunState(StrEnum):
+    """States of a run; `slimx status --check` returns them as its exit status."""
 
     RUNNING = "running"
     FINISHED = "finished"
     STALLED = "stalled"
-    """A process trains there, but its phase takes too long (`track.stall`), or it has not been heard of."""
+    """A process is training, but its phase takes too long (`track.stall`), or the driver is silent."""
     DEAD = "dead"
-    """No process trains there, and the run is not finished."""
+    """No process is training, and the run is not finished."""
 
     @property
     def exit_status(self) -> int:
-        """0, 3, 4 or 5. A directory without a run ends with 2, like every refusal."""
-        return {State.RUNNING: 0, State.FINISHED: 3, State.STALLED: 4, State.DEAD: 5}[self]
+        """Exit status 0, 3, 4 or 5. A directory without a run ends with 2, like every refusal."""
+        return {RunState.RUNNING: 0, RunState.FINISHED: 3, RunState.STALLED: 4, RunState.DEAD: 5}[self]
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """{name, state, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one that
-    ended, engines, routers, activity: what it does now, or did last, usual_seconds: of that phase, silent_seconds:
-    since the driver was last heard of}.
+    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one
+    that ended, engines, routers, activity: the current or last one, usual_seconds: of its phase, silent_seconds: since
+    the driver last wrote}.
 
-    `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
-    directory that holds no run."""
+    `running` is True if a process is training, `seconds_ago` is the time since a step was last written. Raises
+    SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
     engines = directory / "engines.json"
     roster = json.loads(engines.read_text()) if engines.exists() else {}
-    activity, now = read_activity(directory), time.time()
+    activity = read_activity(directory)
     stall = Stall.model_validate(config.get("track", {}).get("stall") or {})
-    at = None if activity is None else pace(directory, activity, now, factor=stall.factor, at_least=stall.at_least)
-    silent = None if activity is None else now - activity["written"]
+    pace = None
+    silent = None
+    if activity is not None:
+        now = time.time()
+        pace = phase_pace(directory, activity, now, factor=stall.factor, at_least=stall.at_least)
+        silent = now - activity["written"]
     running = is_held(directory)
     finished = not running and up_to_date(directory, "summary.json")
     return {
         "name": config["run"]["name"],
-        "state": _state(running, finished, at, silent),
+        "state": _state(running, finished, pace, silent),
         "running": running,
         "finished": finished,
         "step": last.get("step", 0),
@@ -69,17 +73,18 @@ def run_status(directory: Path) -> dict[str, Any]:
         "engines": roster.get("engines", []),
         "routers": roster.get("routers", []),
         "activity": activity,
-        "usual_seconds": None if at is None else at.usual,
+        "usual_seconds": None if pace is None else pace.usual,
         "silent_seconds": silent,
     }
 
 
-def _state(running: bool, finished: bool, at: Pace | None, silent: float | None) -> State:
+def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float | None) -> RunState:
     if not running:
-        return State.FINISHED if finished else State.DEAD
-    # Before its first word a run starts; what it waits for then has deadlines of its own.
-    stalled = at is not None and (at.stalled or silent > SILENT_S)
-    return State.STALLED if stalled else State.RUNNING
+        return RunState.FINISHED if finished else RunState.DEAD
+    # Without an activity the run is still starting, which has separate deadlines.
+    if pace is not None and pace.stalled or silent is not None and silent > SILENT_S:
+        return RunState.STALLED
+    return RunState.RUNNING
 
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
@@ -88,26 +93,33 @@ _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
-    """The status as lines of text. Engines of a run that has ended are not shown: they are gone."""
-    state = "not running" if status["state"] is State.DEAD else str(status["state"])
-    ago = "" if status["seconds_ago"] is None else f", written {status['seconds_ago']} s ago"
-    phase = f", last phase {status['phase']}" if status["phase"] and not status["finished"] else ""
-    lines = [f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}{ago}{phase}"]
+    """Returns the status as lines of text. Engines of a run that has ended are omitted."""
+    state = "not running" if status["state"] is RunState.DEAD else str(status["state"])
+    line = f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}"
+    if status["seconds_ago"] is not None:
+        line += f", written {status['seconds_ago']} s ago"
+    if status["phase"] and not status["finished"]:
+        line += f", last phase {status['phase']}"
+    lines = [line]
     metrics = status["metrics"]
-    if shown := _shown(metrics):
+    shown = _shown(metrics)
+    if shown:
         lines.append(f"step     {shown}")
-    policies = dict.fromkeys(match[1] for key in metrics if (match := _OF_POLICY.match(key)))
-    lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in policies]
-    lines += [f"signal   {prefix and prefix + ': '}{sentence}" for prefix, sentence in without_signal(metrics).items()]
+    lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
+    for prefix, sentence in without_signal(metrics).items():
+        lines.append(f"signal   {prefix}: {sentence}" if prefix else f"signal   {sentence}")
     if not status["running"]:
         return lines
     if status["activity"] is not None:
         lines += activity_lines(status["activity"], time.time(), status["usual_seconds"])
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
-        nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""
-        again = f", started again: {engine['restarts']}" if engine["restarts"] else ""
-        lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}{nodes}{again}")
+        line = f"engine   {engine['name']} ({kind}): {engine['standing']} at {engine['url']}"
+        if engine["nodes"] > 1:
+            line += f", {engine['nodes']} machines"
+        if engine["restarts"]:
+            line += f", started again: {engine['restarts']}"
+        lines.append(line)
         lines += _restarts(engine)
     for router in status["routers"]:
         up = "up" if router["up"] else "out"
@@ -116,34 +128,45 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _policies(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the names of the policies that have metrics with their prefix."""
+    names: dict[str, None] = {}
+    for key in metrics:
+        match = _OF_POLICY.match(key)
+        if match is not None:
+            names[match[1]] = None
+    return list(names)
+
+
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """The metrics of SHOWN that there are, under names that begin with `prefix`."""
+    """Formats the present metrics of SHOWN under names that begin with `prefix`."""
     return ", ".join(f"{key} {metrics[prefix + key]:.4g}" for key in SHOWN if metrics.get(prefix + key) is not None)
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:
-    """A line for each of the last restarts of an engine or a router."""
+    """Returns a line for each of the last restarts of an engine or a router."""
     lines = []
     for restart in part.get("history", []):
         when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
-        how = f"failed: {restart['error']}" if restart["error"] else "succeeded"
-        lines.append(f"         {when} restart after {restart['reason']}: {how} ({restart['seconds']:.0f} s)")
+        result = f"failed: {restart['error']}" if restart["error"] else "succeeded"
+        lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
     return lines
 
 
 def _last_line(file: Path) -> dict[str, Any]:
-    """The last whole line of a file of JSON lines; {} where there is none. Reads at most 256 KiB."""
+    """Returns the last complete line of a file of JSON lines; {} without one. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
     return json.loads(last[0]) if last and last[0].strip() else {}
 
 
 def run_stacks(directory: Path) -> str:
-    """The stacks as text. Raises SlimxError for a directory without a run, or where none of its processes runs here."""
+    """Returns the stacks as text. Raises SlimxError for a directory without a run, or if none of its processes runs
+    here."""
     check_run(directory)
     found = stacks(directory)
     if not found:
         raise SlimxError(
-            f"no process of {directory} runs on {socket.gethostname()}, or none that this user may see; ask on the "
+            f"no process of {directory} runs on {socket.gethostname()}, or none that this user may see; try on the "
             "machines of the run, as its user or as root",
             code="stacks.none",
             about=str(directory),

@@ -121,7 +121,7 @@ def test_a_plan_knows_the_memory_of_both_ends(both: Both) -> None:
     kept = (sum(len(run) for _, run in rank._sent._runs.values()) + len(rank._packed) for rank in both.changes.senders)
     assert planned.kept == pytest.approx(max(kept), rel=0.2)
     held = sum(run.nbytes for run in both.changes.receivers[0].offer().runs)
-    assert planned.held == pytest.approx(held, rel=0.05)
+    assert planned.received == pytest.approx(held, rel=0.05)
     assert direct_memory(dealt, ranks=WORLD, edges=EDGES)[2:] == (0, 0)
 
 

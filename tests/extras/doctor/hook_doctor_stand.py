@@ -19,7 +19,7 @@ async def good(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 async def calling(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """A sum that the model writes is a call, and the result one token."""
+    """Calls a tool for each sum that the model writes, and inserts the result as one token."""
     draft = ctx.draft(prompt)
     for turn in range(4):
         completion = await ctx.engine.generate(draft.token_ids, turn=turn)
@@ -117,8 +117,8 @@ async def none(ctx: RewardContext, trajectory: Trajectory) -> Any:
 
 
 async def asks_judge(ctx: RewardContext, trajectory: Trajectory) -> float:
-    said = await ctx.engines["judge"].chat([{"role": "user", "content": ctx.text}])
-    return float(said.removeprefix("Points: "))
+    verdict = await ctx.engines["judge"].chat([{"role": "user", "content": ctx.text}])
+    return float(verdict.removeprefix("Points: "))
 
 
 async def asks_by_hand(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
@@ -140,5 +140,5 @@ def raising_keep(group: Group) -> bool:
     raise ValueError("no rewards")
 
 
-def own_loss(inputs: Any) -> Any:
+def user_loss(inputs: Any) -> Any:
     return inputs.logprobs

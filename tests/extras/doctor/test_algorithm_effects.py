@@ -31,7 +31,7 @@ def test_every_term_of_a_preset_changes_the_gradient_where_the_policy_moves_in_a
     found = effects(config(algorithm, updates_per_step=1 if name == "dpo" else 2))
     assert found
     assert [effect for effect in found if not effect.share] == []
-    # What the preset sets beside GRPO's defaults is looked at.
+    # Settings of the preset that differ from GRPO's defaults are examined.
     looked = by_key(found).keys() | {"loss", "reference", "kind"}
     neutral = {"normalize_std": False, "advantages": "none", "low": 1.0}
     keys = [(key, value) for key, value in PRESETS[name].items() if not isinstance(value, dict)]
@@ -65,7 +65,7 @@ def test_every_optional_term_changes_the_gradient():
 
 
 def test_what_cannot_act_is_named_with_its_reason():
-    """One update on recomputed log-probs: the ratio is 1, the values are the old ones."""
+    """Takes one update on recomputed log-probs: the ratio is 1, the values are the old ones."""
     algorithm = {"name": "ppo", "old_logprobs": "recompute", "loss": {"dual": 3.0}, "entropy_coef": 0.1}
     found = by_key(effects(config(algorithm)))
     silent = {key for key, effect in found.items() if not effect.share}
@@ -83,7 +83,7 @@ def test_a_group_of_one_is_told_where_a_teacher_lets_it_pass():
 
 
 MODELS = CONFIGS / "models"
-"""Of a softmax router, and of one with sigmoids."""
+"""Folder with configurations of a model with a softmax router, and of one with sigmoids."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_losses_of_the_router_change_its_gradient(name, kind, model):
 
 
 def test_a_loss_of_the_router_that_does_nothing_is_named_with_its_reason(tmp_path):
-    """Load is even where every token takes every expert, and 1e-20 is below the rounding of fp64."""
+    """Uses even load, as every token takes every expert, and a coefficient of 1e-20, below the rounding of fp64."""
     values = json.loads((MODELS / "Qwen3-30B-A3B" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_experts": 8, "num_experts_per_tok": 8}))
     found = by_key(effects(routed(tmp_path, {"aux_loss_coef": 0.1, "z_loss_coef": 1e-20}, "grpo")))
@@ -128,8 +128,8 @@ def routed(model: Path, moe: dict[str, Any], name: str) -> Config:
 
 def test_the_users_own_functions_are_looked_at():
     here = "tests.integration.hooks"
-    own = {"advantages": f"{here}.own_advantages", "loss": f"{here}.own_loss", "aggregation": "sample"}
-    found = by_key(effects(config(own)))
+    hooks = {"advantages": f"{here}.own_advantages", "loss": f"{here}.own_loss", "aggregation": "sample"}
+    found = by_key(effects(config(hooks)))
     assert found.keys() == {"loss", "advantages", "aggregation"} and all(effect.share for effect in found.values())
 
 
@@ -138,7 +138,7 @@ def test_the_command_says_it_and_fails_for_a_chosen_term_that_does_nothing():
     whole = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects"])
     assert whole.exit_code == 0 and "NOTHING" not in whole.stdout and "algorithm.loss.high" in whole.stdout
     overrides = ["algorithm.old_logprobs=recompute", "algorithm.loss.dual=3"]
-    told = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects", *overrides])
-    assert told.exit_code == 1
-    (line,) = [line for line in told.stdout.splitlines() if "loss.dual" in line]
+    result = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects", *overrides])
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stdout.splitlines() if "loss.dual" in line]
     assert "NOTHING: with algorithm.old_logprobs=recompute" in line

@@ -17,7 +17,7 @@ BASE: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": 
 HERE = "tests.extras.doctor.test_algorithm_hooks"
 
 
-def own_advantages(groups):
+def user_advantages(groups):
     return [2 * t.reward for g in groups for t in g.trajectories]
 
 
@@ -25,7 +25,7 @@ def too_few(groups):
     return [0.0]
 
 
-def own_loss(inputs):
+def user_loss(inputs):
     return -(inputs.weight * inputs.logprobs).sum(), {"loss/own": inputs.weight.sum()}
 
 
@@ -39,7 +39,7 @@ def settings(**algorithm: str) -> Config:
 
 def test_hooks_are_tried_on_invented_rollouts_before_a_run():
     try_hooks(settings())
-    try_hooks(settings(advantages=f"{HERE}.own_advantages", loss=f"{HERE}.own_loss"))
+    try_hooks(settings(advantages=f"{HERE}.user_advantages", loss=f"{HERE}.user_loss"))
     with refused("algorithm.hook", about=f"algorithm.loss={HERE}.faulty") as caught:
         try_hooks(settings(loss=f"{HERE}.faulty"))
     assert isinstance(caught.value.__cause__, AttributeError)
@@ -55,7 +55,7 @@ def test_hooks_are_tried_on_invented_rollouts_before_a_run():
     ("algorithm", "codes"),
     [
         ({}, []),
-        ({"loss": f"{HERE}.own_loss"}, []),
+        ({"loss": f"{HERE}.user_loss"}, []),
         ({"loss": f"{HERE}.faulty"}, ["algorithm.hook"]),
         ({"advantages": f"{HERE}.too_few"}, ["hook.advantages_result"]),
     ],

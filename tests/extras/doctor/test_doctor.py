@@ -43,7 +43,7 @@ def line(screen: Screen, name: str) -> str:
 
 
 def problem(screen: Screen, kind: str, name: str) -> str:
-    """The line of a problem; `kind`: missing or note."""
+    """Returns the line of a problem; `kind`: missing or note."""
     return next(text for text in screen.lines if text.split()[:2] == [kind, f"{name}:"])
 
 
@@ -79,7 +79,7 @@ def test_distributions_of_flash_attention_are_those_that_trainers_look_for():
 
 
 def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_told(tmp_path, monkeypatch):
-    """A bare machine after `make venv` has no toolkit, no Python.h, and a deep_ep that asserts one."""
+    """Examines a bare machine after `make venv`: no toolkit, no Python.h, and a deep_ep that asserts one."""
     package = tmp_path / "deep_ep"
     package.mkdir()
     (package / "__init__.py").write_text("import os\nassert os.environ.get('CUDA_HOME'), 'no CUDA home'\n")
@@ -131,7 +131,7 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
     monkeypatch.setattr(doctor, "lock_of", lambda: ("cpu.txt", {"ray": "2.60.0"}))
     assert not doctor.examine(screen.print)
     assert "0.17.0" in problem(screen, "missing", "megatron-core")
-    assert all(each in problem(screen, "note", "ray") for each in ("2.59.0", "2.60.0", "cpu.txt"))
+    assert all(words in problem(screen, "note", "ray") for words in ("2.59.0", "2.60.0", "cpu.txt"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from slimx.cli import app
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks import trial as hook_trial
-from slimx.extras.doctor.hooks.doctor import Examined, examine_hooks
+from slimx.extras.doctor.hooks.doctor import HookFindings, examine_hooks
 from tests.refusals import numbers
 
 STAND = "tests.extras.doctor.hook_doctor_stand"
@@ -23,7 +23,7 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_mode
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The YAML file of a run of a tiny MoE model with hooks that are right."""
+    """Writes the YAML file of a run of a tiny MoE model with correct hooks."""
     folder = tmp_path_factory.mktemp("run")
     runpy.run_path(str(TOOL))["make_model"](folder / "model", seed=1)
     lines = [{"messages": [{"role": "user", "content": "12+34="}], "answer": "46", "id": "first"}] * 1
@@ -43,7 +43,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def examine(run_file: Path, *overrides: str) -> Examined:
+def examine(run_file: Path, *overrides: str) -> HookFindings:
     return examine_hooks(load_config(run_file, list(overrides)))
 
 
@@ -109,7 +109,7 @@ PROBLEMS = [
     ([f"reward.function={STAND}.none"], "hooks.failed", "reward failed", ["3 of 3", f"{STAND}.none", "None"]),
     ([f"rollout.filter={STAND}.strange_keep"], "hooks.filter_verdict", "rollout.filter", ["dict"]),
     ([f"rollout.filter={STAND}.raising_keep"], "hooks.filter_raised", "rollout.filter", ["ValueError", "no rewards"]),
-    ([f"algorithm.loss={STAND}.own_loss"], "hook.loss_result", f"{STAND}.own_loss", [f"{STAND}.own_loss"]),
+    ([f"algorithm.loss={STAND}.user_loss"], "hook.loss_result", f"{STAND}.user_loss", [f"{STAND}.user_loss"]),
     (["rollout.prompts=nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl", []),
     (
         [
@@ -125,7 +125,7 @@ PROBLEMS = [
 
 def found_among(findings: list[SlimxError], code: str, about: str, named: list[str]) -> bool:
     return any(
-        (each.code, each.about) == (code, about) and all(name in str(each) for name in named) for each in findings
+        (error.code, error.about) == (code, about) and all(name in str(error) for name in named) for error in findings
     )
 
 
@@ -161,7 +161,7 @@ def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
 
 def test_how_long_a_hook_holds_the_event_loop_is_a_note(run_file):
     found = examine(run_file, f"{GENERATE}={STAND}.holding")
-    (note,) = (each for each in found.notes if (each.code, each.about) == ("hooks.holding", f"{STAND}.holding"))
+    (note,) = (error for error in found.notes if (error.code, error.about) == ("hooks.holding", f"{STAND}.holding"))
     assert 0.7 <= numbers(note)[0] < 60 and not found.problems
 
 
@@ -229,7 +229,7 @@ def test_words_need_hooks_to_hear_them(run_file):
 def test_a_task_that_cannot_begin_is_a_problem_with_its_line(run_file, tmp_path, row, code, about):
     tests = {"command": ["true"]}
     rows = [{"prompt": "p", "tests": tests}, {"prompt": "p", "tests": tests, **row}]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(error) + "\n" for error in rows))
     found = examine(
         run_file,
         f"rollout.prompts={tmp_path}/tasks.jsonl",
@@ -239,4 +239,6 @@ def test_a_task_that_cannot_begin_is_a_problem_with_its_line(run_file, tmp_path,
         f"rollout.options.toolbox_options.tasks={tmp_path}",
         "rollout.options.toolbox_options.box.host_usr=true",
     )
-    assert [(each.code, each.about) for each in found.problems] == [(code, about or f"{tmp_path}/tasks.jsonl, line 2")]
+    assert [(error.code, error.about) for error in found.problems] == [
+        (code, about or f"{tmp_path}/tasks.jsonl, line 2")
+    ]

@@ -1,4 +1,4 @@
-"""Each fault that makes a node unfit, told in a sentence; the faults come from a fake NVML and fake system files."""
+"""Each fault that makes a node unfit, reported in a sentence. Faults come from a fake NVML and fake system files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.extras.doctor.node_health import Places, Wanted, examine_node
+from slimx.extras.doctor.node_health import NodeRequirements, Places, examine_node
 from tests.refusals import numbers
 from tests.unit.trainer.fake_gpu import FakeGpu
 
@@ -27,19 +27,19 @@ def places(tmp_path: Path) -> Places:
     )
 
 
-def problems(wanted: Wanted, places: Places, *gpus: FakeGpu) -> list[str]:
-    return examine_node(wanted, lambda: list(gpus), places)[0]
+def problems(required: NodeRequirements, places: Places, *gpus: FakeGpu) -> list[str]:
+    return examine_node(required, lambda: list(gpus), places)[0]
 
 
 def test_a_sound_node_has_no_problem_and_a_slow_gpu_is_a_note(tmp_path, places):
-    wanted = Wanted(gpus=2, disk_gib=0, shm_gib=0, paths=[tmp_path], clock=990.0)
-    found, notes = examine_node(wanted, lambda: [FakeGpu(), FakeGpu(reasons={"power brake"})], places)
+    required = NodeRequirements(gpus=2, disk_gib=0, shm_gib=0, paths=[tmp_path], clock=990.0)
+    found, notes = examine_node(required, lambda: [FakeGpu(), FakeGpu(reasons={"power brake"})], places)
     (note,) = notes
     assert found == [] and "GPU-1234" in note and "power brake" in note
 
 
 def test_a_missing_gpu_and_a_broken_one_are_told_together(places):
-    found = problems(Wanted(gpus=3, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu(), FakeGpu(errors=2))
+    found = problems(NodeRequirements(gpus=3, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu(), FakeGpu(errors=2))
     missing, broken = found
     assert numbers(missing) == [2, 3] and broken.startswith("GPU-1234: 2 ")
 
@@ -50,20 +50,20 @@ def test_a_driver_that_does_not_answer_is_the_problem(places):
     def silent() -> list:
         raise problem
 
-    assert examine_node(Wanted(gpus=1, paths=[], shm_gib=0), silent, places)[0] == [str(problem)]
+    assert examine_node(NodeRequirements(gpus=1, paths=[], shm_gib=0), silent, places)[0] == [str(problem)]
 
 
 def test_space_is_wanted_on_every_path_and_in_shared_memory(tmp_path, places):
     absent = tmp_path / "absent"
-    found = problems(Wanted(disk_gib=1e9, shm_gib=0, paths=[tmp_path, absent]), places)
+    found = problems(NodeRequirements(disk_gib=1e9, shm_gib=0, paths=[tmp_path, absent]), places)
     assert found[0].startswith(f"{tmp_path} has ") and numbers(found[0])[-1] == 1e9
     assert found[1].startswith(f"{absent} ") and os.strerror(errno.ENOENT) in found[1]
-    (short,) = problems(Wanted(disk_gib=0, shm_gib=1e9, paths=[]), places)
+    (short,) = problems(NodeRequirements(disk_gib=0, shm_gib=1e9, paths=[]), places)
     assert short.startswith(f"{places.shm} has ")
 
 
 def test_a_clock_that_is_off_is_told_with_the_seconds(places):
-    (found,) = problems(Wanted(disk_gib=0, shm_gib=0, paths=[], clock=900.0), places)
+    (found,) = problems(NodeRequirements(disk_gib=0, shm_gib=0, paths=[], clock=900.0), places)
     assert numbers(found) == [100, 60]
 
 
@@ -74,7 +74,7 @@ def test_adapters_are_there_and_have_an_active_port(places):
     down = places.infiniband / "mlx5_1/ports/1"
     down.mkdir(parents=True)
     (down / "state").write_text("1: DOWN\n")
-    found = problems(Wanted(disk_gib=0, shm_gib=0, paths=[], hcas=["mlx5_0", "mlx5_1", "mlx5_2"]), places)
+    found = problems(NodeRequirements(disk_gib=0, shm_gib=0, paths=[], hcas=["mlx5_0", "mlx5_1", "mlx5_2"]), places)
     inactive, absent = found
     assert "mlx5_1" in inactive and "1: DOWN" in inactive and str(places.infiniband / "mlx5_2") in absent
 
@@ -89,12 +89,12 @@ def test_adapters_are_there_and_have_an_active_port(places):
     ],
 )
 def test_a_driver_without_the_options_of_deep_ep_is_a_note_where_there_are_adapters(places, params, missing):
-    wanted = Wanted(gpus=1, disk_gib=0, shm_gib=0, paths=[])
+    required = NodeRequirements(gpus=1, disk_gib=0, shm_gib=0, paths=[])
     if params is not None:
         places.driver.write_text(params)
-    assert examine_node(wanted, lambda: [FakeGpu()], places) == ([], [])
+    assert examine_node(required, lambda: [FakeGpu()], places) == ([], [])
     (places.infiniband / "mlx5_0").mkdir(parents=True)
-    found, notes = examine_node(wanted, lambda: [FakeGpu()], places)
+    found, notes = examine_node(required, lambda: [FakeGpu()], places)
     assert found == [] and len(notes) == missing
     assert all("EnableStreamMemOPs" in note for note in notes)
 
@@ -108,5 +108,5 @@ def test_recent_errors_of_the_hardware_count_and_old_ones_or_those_of_programs_d
     ]
     text = "".join(f"4,{number},{at * 1_000_000},-;{line}\n" for number, (at, line) in enumerate(lines))
     places.kernel_log.write_text(text)
-    (found,) = problems(Wanted(gpus=1, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu())
+    (found,) = problems(NodeRequirements(gpus=1, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu())
     assert found.startswith("PCI:0000:3b:00: ") and numbers(found)[-2:] == [79, 2], "the XID, and minutes ago"

@@ -33,7 +33,7 @@ class Planning:
         """Error that ended the last call."""
 
     def __call__(self, hf: Any, *arguments: str) -> tuple[int, str]:
-        """Exit status and output, where config.json holds `hf`."""
+        """Returns exit status and output for a config.json with `hf`."""
         model, file = self.directory / "model", self.directory / "run.yaml"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(hf))
@@ -52,9 +52,9 @@ class Planning:
         return end.value.code or 0, out + err
 
     def refuses(self, hf: Any, *arguments: str) -> SlimxError:
-        """The refusal, which is told in one line and exit status 2."""
+        """Returns the refusal, after checking that it is one line of output with exit status 2."""
         code, text = self(hf, *arguments)
-        if not isinstance(self.refusal, SlimxError):  # the first that a plan which could be made tells of
+        if not isinstance(self.refusal, SlimxError):  # the first violation of a plan that could be made
             config = load_config(self.directory / "run.yaml", list(arguments))
             self.refusal = plan_report(config).problems[0]
         assert (code, text) == (2, f"slimx: {self.refusal}\n") and text.count("\n") == 1

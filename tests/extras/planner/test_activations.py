@@ -13,7 +13,7 @@ from slimx.config.load import load_config
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.trainer import trainer_memory
-from slimx.extras.planner.plan.keepings import kept_rules
+from slimx.extras.planner.plan.activation_strategies import strategy_rules
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.plan.suggest import Search, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
@@ -114,7 +114,7 @@ def test_megatrons_own_fields_of_offloading_are_not_passed(key):
 def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, device, trainer, expected):
     (tmp_path / "config.json").write_text(json.dumps(model))
     facts = settings(trainer).sections | {"spec": read_model(tmp_path), "device": device}
-    assert {(problem.code, problem.about) for problem in broken(kept_rules(), facts)} == expected
+    assert {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)} == expected
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,13 @@ def test_modules_that_a_model_or_device_has_not_are_refused(tmp_path, model, dev
 def test_attention_whose_activations_never_moved_is_refused(model, refused):
     facts = settings({"offload_activations": ALL}).sections
     facts |= {"spec": read_model(ROOT / "configs/moe/models" / model), "device": "cuda"}
-    found = {(problem.code, problem.about) for problem in broken(kept_rules(), facts)}
+    found = {(problem.code, problem.about) for problem in broken(strategy_rules(), facts)}
     assert found == ({("unproven.layers", "trainer.offload_activations")} if refused else set())
 
 
 def test_tensors_that_megatron_core_leaves_on_the_device_are_planned_there():
-    """Attention's tensors of fewer than 2**20 elements stay, the experts' of more go; another threshold moves both."""
+    """Keeps attention's tensors of fewer than 2**20 elements on the device, and moves the experts' larger ones; another
+    threshold moves both."""
     spec = read_model(ROOT / "configs/moe/models/Qwen3-30B-A3B")
 
     def freed(tokens, **megatron):
@@ -173,7 +174,7 @@ def test_a_machine_without_transformer_engine_cannot_offload():
 
 
 def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
-    """On GPUs with ever less memory: nothing, parts on the host, modules again, layers again, not at all."""
+    """Uses GPUs with ever less memory: nothing, parts on the host, modules recomputed, layers recomputed, no fit."""
     config = load_config(
         ROOT / "configs/moe/qwen3-30b-a3b.yaml",
         [
@@ -193,18 +194,20 @@ def test_the_cheapest_way_to_keep_activations_that_fits_is_chosen():
         found.append(search.fit(split))
     assert found.pop() is None
     nothing, host, modules, layers = found
-    assert not [each for each in nothing.overrides if "offload_activations" in each or "modules" in each]
+    assert not [
+        suggestion for suggestion in nothing.overrides if "offload_activations" in suggestion or "modules" in suggestion
+    ]
     assert 'trainer.offload_activations=["expert_fc1"]' in host.overrides
     assert 'trainer.recompute.modules=["layernorm", "moe"]' in modules.overrides
-    assert [each.again for each in (nothing, host)] == [0, 0] and 0.1 < modules.again < layers.again < 0.34
+    assert [suggestion.again for suggestion in (nothing, host)] == [0, 0] and 0.1 < modules.again < layers.again < 0.34
     assert nothing.cost <= host.cost < modules.cost < layers.cost
-    peaks = [each.trainer_peak / 2**30 for each in (nothing, host, modules, layers)]
+    peaks = [suggestion.trainer_peak / 2**30 for suggestion in (nothing, host, modules, layers)]
     assert peaks == sorted(peaks, reverse=True)
     assert all(peak <= gib for peak, gib in zip(peaks, (100, 90, 70, 50), strict=True))
 
 
 def test_no_layout_is_suggested_that_the_configuration_refuses():
-    """Adapters were never proven with interleaved stages, nor with moments on the host."""
+    """Uses adapters, which were never proven with interleaved stages, nor with moments on the host."""
     file, adapters = (
         ROOT / "configs/moe/qwen3-30b-a3b.yaml",
         ["trainer.lora={rank: 8, alpha: 16}", "trainer.optimizer.offload_fraction=0"],
@@ -213,12 +216,12 @@ def test_no_layout_is_suggested_that_the_configuration_refuses():
     planned = plan_report(config)
     suggested, _ = suggest_layouts(config, planned.spec, replace(planned.machine, memory=70 * 2**30), "cuda")
     assert suggested
-    for each in suggested:
-        load_config(file, [*adapters, *each.overrides])
+    for suggestion in suggested:
+        load_config(file, [*adapters, *suggestion.overrides])
 
 
 def test_no_engines_are_suggested_that_the_configuration_refuses():
-    """Exact mode was never proven with data-parallel attention, which holds most rollouts at once."""
+    """Uses exact mode, which was never proven with data-parallel attention, the layout with most rollouts at once."""
     file = ROOT / "configs/moe/qwen3-30b-a3b.yaml"
     for mode, copies in (("fast", 2), ("exact", 1)):
         config = load_config(file, [f"numerics.mode={mode}"])

@@ -1,4 +1,4 @@
-"""The link model: bytes counted like a plan's moves, seconds like the publisher's pipeline, and told only if right."""
+"""The link model: bytes counted like a plan's moves, seconds like the publisher's pipeline, shown only if accurate."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ IDEAL = Links(
 
 
 def traffic(read: list[list[int]], received: list[list[int]], sent: list[list[int]] | None = None) -> Traffic:
-    """[buckets][ranks] bytes to one engine; what is read is sent if nothing else is said."""
+    """Makes traffic of [buckets][ranks] bytes to one engine; by default all bytes read are sent."""
     read, received, sent = (np.array(rows) for rows in (read, received, sent or read))
     return Traffic(
         read=read,
@@ -228,7 +228,7 @@ def test_what_a_rehearsal_stages_and_holds_is_proven():
         memory[tensor.offset] ^= 1
         rehearsal.stage(packed)
     rehearsal.engine.load()
-    assert rehearsal.engine.verify() == len(rehearsal.engine.places)
-    rehearsal.engine.places["model.norm.weight"][0] += 1
+    assert rehearsal.engine.verify() == len(rehearsal.engine.parameters)
+    rehearsal.engine.parameters["model.norm.weight"][0] += 1
     with refused("links.checksum", about="model.norm.weight"):
         rehearsal.engine.verify()

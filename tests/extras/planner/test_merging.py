@@ -12,7 +12,8 @@ from slimx.config.schema import Config
 from slimx.extras.lora.room import merged_room
 from slimx.extras.lora.targets import adapts
 from slimx.extras.planner.memory.publication import merging_memory
-from slimx.extras.planner.plan.report import Planned, _dealt, plan_report
+from slimx.extras.planner.plan.publication import _dealt
+from slimx.extras.planner.plan.report import Planned, plan_report
 from slimx.extras.planner.plan.suggest import Search
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
@@ -87,11 +88,11 @@ def test_a_search_for_layouts_counts_merging_too(model):
     split, states = next((s, found) for s in search._possible(4) if (found := search._states(s)) is not None)
     weights = [state.state.weights for state in states[0]]
     records = search._weigh(split, config, states).records
-    assert all(record.weights > own for record, own in zip(records, weights, strict=True))
+    assert all(record.weights > config_weights for record, config_weights in zip(records, weights, strict=True))
 
 
 def test_adapters_that_are_published_alone_are_few_bytes_and_merge_nothing(model):
-    """Each engine takes all weights and adapters once, and has room for its own and a slot without any."""
+    """Sends all weights and adapters once to each engine, which has a slot for them and an empty one."""
     trainer = {"world_size": 4, "lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}
     sections = {"trainer": trainer, "checkpoint": {"export_hf": True}}
     _, merged = planned(model, publish={"transport": "memory"}, **sections)
@@ -99,10 +100,10 @@ def test_adapters_that_are_published_alone_are_few_bytes_and_merge_nothing(model
     hf = QWEN3_MOE
     hidden, queries = hf["hidden_size"], hf["num_attention_heads"] * hf["head_dim"]
     keys = hf["num_key_value_heads"] * hf["head_dim"]
-    each = sum(
+    per_layer = sum(
         4 * (rows + cols) for rows, cols in ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
     )
-    adapters = 2 * hf["num_hidden_layers"] * each  # in bfloat16
+    adapters = 2 * hf["num_hidden_layers"] * per_layer  # in bfloat16
     before, figures = merged.report.publication, alone.report.publication
     assert (before.adapter_bytes, figures.adapter_bytes) == (0, 4 * adapters)
     assert before.merging_bytes > 0 == figures.merging_bytes

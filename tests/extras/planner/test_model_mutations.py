@@ -32,7 +32,7 @@ CUT = {
     "hybrid_override_pattern": "MEM*",
 }
 """Values of fields with which a published model has few layers, and its plan takes a fraction of a second."""
-VALUES = [*NUMBERS, *NOT_NUMBERS, *STRINGS, *(each for each in STRUCTURES if each != {1: 2})]
+VALUES = [*NUMBERS, *NOT_NUMBERS, *STRINGS, *(structure for structure in STRUCTURES if structure != {1: 2})]
 Place = tuple[str, ...]
 
 
@@ -44,7 +44,7 @@ def small(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def places(hf: dict[str, Any], at: Place = ()) -> Iterator[Place]:
-    """Where fields stand in a config.json, those of objects within it too."""
+    """Returns the paths of fields in a config.json, including those of nested objects."""
     for key, value in hf.items():
         yield (*at, key)
         if isinstance(value, dict):
@@ -58,7 +58,7 @@ def inside(hf: dict[str, Any], place: Place) -> Any:
 
 
 def mutated(seed: int) -> tuple[dict[str, Any], str]:
-    """A small model with one or two fields changed, exchanged or left out, and what was done."""
+    """Makes a small model with one or two fields changed, exchanged or left out, and a description of the change."""
     draw = random.Random(seed)
     name = [*PUBLISHED][seed % len(PUBLISHED)]
     hf, done = small(PUBLISHED[name]), name
@@ -109,7 +109,7 @@ def test_models_that_do_not_exist_are_answered(tmp_path: Path, count: int):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_field_of_another_type_is_refused_by_name(tmp_path: Path, name: str):
-    """Every field but those that never mean anything, whether it has a kind or one value that can be built."""
+    """Changes every field except those without any meaning, whether it has a type or a single valid value."""
     checked = 0
     for place in places(PUBLISHED[name]):
         field = ".".join(place)

@@ -67,7 +67,7 @@ def test_the_published_models_are_planned_from_config_json_alone(plan, hf, run, 
 def test_the_text_tells_layouts_bytes_work_and_proof(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, *IN_FP8)
     assert code == 0, text
-    for told in (
+    for words in (
         "Qwen3MoeForCausalLM",
         "30.5 B parameters",
         "18,867 tensors",
@@ -80,7 +80,7 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
         "transport nixl: ",
         "proven: ",
     ):
-        assert told in text
+        assert words in text
     assert "predicted" not in text
 
 
@@ -95,10 +95,10 @@ def test_memory_for_buckets_follows_transport_and_staging(plan):
     assert memory("publish.transport=memory", "publish.staging=model") == (pytest.approx(model, rel=0.05), 0)
     two, staged = memory("publish.transport=memory", "publish.staging=bucket")
     assert staged == 0 and 2 * ranks * 200 <= two <= 2 * ranks * max(embedding, 256)
-    each = pytest.approx(two / ranks, rel=0.05)  # one part of each of two buckets
-    assert memory("publish.transport=cuda_ipc", "publish.staging=bucket") == (each, pytest.approx(256, rel=0.25))
+    part = pytest.approx(two / ranks, rel=0.05)  # one part of each of two buckets
+    assert memory("publish.transport=cuda_ipc", "publish.staging=bucket") == (part, pytest.approx(256, rel=0.25))
     staged = pytest.approx(model / ranks, rel=0.1)
-    assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (each, staged)
+    assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (part, staged)
 
 
 def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
@@ -147,10 +147,10 @@ def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
 
 def test_fusions_that_lack_a_package_are_told_and_stop_no_plan(plan, monkeypatch):
     monkeypatch.setattr(plan_command, "installed", lambda: {"transformer_engine"})
-    told = json.loads(plan(SHALLOW, *RUN_30B, "--json")[1])["kernels"]
+    kernels = json.loads(plan(SHALLOW, *RUN_30B, "--json")[1])["kernels"]
     several = Trainer(world_size=2, data=2)
     expected = choose_backends(several, device="cuda", packages={"transformer_engine"}).reasons
-    assert tuple(told) == expected and any("apex" in sentence for sentence in told)
+    assert tuple(kernels) == expected and any("apex" in sentence for sentence in kernels)
     flex = [*RUN_30B, "trainer.moe.dispatcher=flex"]
     code, text = plan(SHALLOW, *flex)
     assert code == 0 and "deep_ep" in next(line for line in text.splitlines() if line.startswith("kernels"))
@@ -309,17 +309,17 @@ def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_ra
     def figures(*overrides: str) -> tuple[dict, int]:
         arguments = ("cluster.device=cpu", "publish.bucket_mib=64", *overrides, "--json")
         report = json.loads(plan(SHALLOW, *RUN_30B, *arguments)[1])
-        (held,) = [each["nbytes"] for each in report["host"]["held"] if each["what"] == "buckets of a publication"]
-        return report["publication"], held
+        (buckets,) = [part["nbytes"] for part in report["host"]["held"] if part["what"] == "buckets of a publication"]
+        return report["publication"], buckets
 
     memory, of_memory = figures("publish.transport=memory")
     assert memory["landing_bytes"] == 0 and of_memory == memory["publisher_bytes"]
-    direct, held = figures("publish.transport=nixl")
-    assert held == 8 * direct["publisher_bytes"] > 0, "each of the trainer ranks has a ring"
+    direct, buckets = figures("publish.transport=nixl")
+    assert buckets == 8 * direct["publisher_bytes"] > 0, "each of the trainer ranks has a ring"
     # Two buckets under way to an engine, and the whole model until it is loaded.
     assert direct["landing_bytes"] > memory["publisher_bytes"] > direct["publisher_bytes"]
     shared, beside = figures("publish.transport=nixl", "schedule.colocate=true")
-    assert beside == held + 2 * shared["landing_bytes"], "two engines of four ranks are on the machine of eight"
+    assert beside == buckets + 2 * shared["landing_bytes"], "two engines of four ranks are on the machine of eight"
     report = json.loads(plan(SHALLOW, *RUN_30B, "cluster.device=cpu", *CHANGES, "--json")[1])
     changes, last = report["publication"], [h for h in report["host"]["held"] if h["what"] == "weights published last"]
     assert last[0]["nbytes"] == 8 * changes["kept_bytes"] and direct["kept_bytes"] == direct["held_bytes"] == 0
@@ -348,8 +348,8 @@ def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_ra
 def test_gpus_that_idle_are_counted_in_a_warning(plan, overrides, counts):
     status, text = plan(SHALLOW, *RUN_30B, *overrides, "--json")
     assert status == 0, text
-    told = [warning for warning in json.loads(text)["warnings"] if "GPUs" in warning]
-    assert [[number for number in numbers(warning) if number > 1][:2] for warning in told] == counts, told
+    warnings = [warning for warning in json.loads(text)["warnings"] if "GPUs" in warning]
+    assert [[number for number in numbers(warning) if number > 1][:2] for warning in warnings] == counts, warnings
 
 
 @pytest.mark.parametrize(

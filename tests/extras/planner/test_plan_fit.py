@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config.load import load_config
-from slimx.extras.planner.plan import report as report_module
+from slimx.extras.planner.plan import publication as publication_module
 from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.record import PlanReport
 from slimx.reshard.plan.publication import publication_plan
@@ -30,7 +30,9 @@ def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     assert [engine["gpus"] for engine in places["engines"]] == [[16, 17, 18, 19], [20, 21, 22, 23], [24, 25, 26, 27]]
     text = plan(QWEN3_30B, layout)[1]
     (stage,) = (line for line in text.splitlines() if "stage 1: " in line)
-    assert all(each in stage for each in ("ranks 8-15", "nodes 1,", "layers 24-47", "experts 0-15, 16-31, 32-47, ..."))
+    assert all(
+        words in stage for words in ("ranks 8-15", "nodes 1,", "layers 24-47", "experts 0-15, 16-31, 32-47, ...")
+    )
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
@@ -43,7 +45,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(pl
     overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
     assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
     assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
-    assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is told and not judged"
+    assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is shown and not judged"
 
 
 def test_everything_that_is_violated_is_told_at_once(plan):
@@ -53,15 +55,15 @@ def test_everything_that_is_violated_is_told_at_once(plan):
         "rollout.max_prompt_tokens=100000",
     )
     assert code == 2
-    told = lines_of(text, "slimx: ")
+    violations = lines_of(text, "slimx: ")
     for part in (
         "trainer.expert=3 ",
         "trainer.pipeline=5 ",
         " 40960 ",
         "trainer.max_tokens_per_microbatch is 512: ",
     ):
-        assert sum(part in line for line in told) == 1, (part, told)
-    assert len(told) == 4
+        assert sum(part in line for line in violations) == 1, (part, violations)
+    assert len(violations) == 4
 
 
 @pytest.mark.parametrize(("nodes", "code"), [("1", "machine.nodes"), ("null", "dealing.memory")])
@@ -73,7 +75,7 @@ def test_a_publication_that_would_exceed_memory_is_not_dealt(plan, monkeypatch, 
         return compiled[-1]
 
     plan(QWEN3_30B, "algorithm.name=sft", "rollout.engines=[]")  # writes the model
-    monkeypatch.setattr(report_module, "publication_plan", counted)
+    monkeypatch.setattr(publication_module, "publication_plan", counted)
     engines = "rollout.engines=[{tensor: 4, expert: 4, count: 65536}]"
     overrides = [RUN_30B[0], engines, RUN_30B[2], "cluster.gpu=h200", f"cluster.nodes={nodes}"]
     planned = plan_report(load_config(plan.directory / "run.yaml", overrides))
@@ -105,11 +107,11 @@ def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow("every suggestion"))])
 def test_suggested_layouts_pass_the_plan(plan, every):
-    """The first and the last of them, with everything that a run checks."""
+    """Checks the first and the last suggestion with everything that a run checks."""
     code, text = plan(QWEN3_30B, *RUN_30B, H100, "--suggest", "--json")
     report = json.loads(text[: text.rindex("}") + 1])
     assert code == 2 and len(report["suggestions"]) == 5, "the run as configured is still refused"
-    costs = [each["cost"] for each in report["suggestions"]]
+    costs = [suggestion["cost"] for suggestion in report["suggestions"]]
     assert costs == sorted(costs)
     for suggestion in report["suggestions"][::every]:
         code, text = plan(QWEN3_30B, *RUN_30B, H100, *suggestion["overrides"], "--json")
@@ -118,9 +120,9 @@ def test_suggested_layouts_pass_the_plan(plan, every):
         assert max(record["peak"] for record in memory) == pytest.approx(suggestion["trainer_peak"], rel=1e-4)
     (engine,) = report["suggested_engines"]
     fields = ", ".join(f"{key}: {engine[key]}" for key in ("tensor", "expert", "dp_attention", "count", "nodes"))
-    told = json.loads(plan(QWEN3_30B, H100, FULL, *RUN_30B, f"rollout.engines=[{{{fields}}}]", "--json")[1])
-    (held,) = told["engine_memory"]
-    assert held["concurrency"] * held["count"] == engine["concurrency"]
+    planned = json.loads(plan(QWEN3_30B, H100, FULL, *RUN_30B, f"rollout.engines=[{{{fields}}}]", "--json")[1])
+    (record,) = planned["engine_memory"]
+    assert record["concurrency"] * record["count"] == engine["concurrency"]
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
@@ -181,7 +183,7 @@ def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, 
 
 
 def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_starts(plan):
-    """Trainers fill the first node, so that engines are on the second."""
+    """Fills the first node with trainers, so that engines are on the second."""
     code, text = plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc")
     (refused,) = lines_of(text, "slimx: ")
     assert code == 2 and "publish.transport cuda_ipc" in refused and {2, 8, 1, 0} <= {*numbers(refused)}
@@ -198,7 +200,7 @@ def test_colocated_ranks_are_weighed_in_turns(plan):
     pair, trainer = small["colocated"], small["trainer_memory"][0]
     assert trainer["away"] == trainer["overhead"], "all that the trainer holds leaves the GPU"
     assert trainer["host_away"] == trainer["weights"] + trainer["optimizer"]
-    fullest = max(sum(held["nbytes"] for held in phase["held"]) for phase in small["phases"])
+    fullest = max(sum(part["nbytes"] for part in phase["held"]) for phase in small["phases"])
     assert pair["margin"] == pair["memory"] - fullest
     busy = trainer["activations"] + max(trainer["head"], trainer["work"]) + trainer["communication"]
     state = trainer["weights"] + trainer["gradients"] + trainer["optimizer"] + trainer["overhead"]
@@ -230,8 +232,8 @@ def test_bytes_go_over_the_links_between_the_ranks(plan):
     assert set(shared) == {"network", "host memory (PCIe)"}, "the first engine is on the trainers' node"
     assert shared["network"] == shared["host memory (PCIe)"]
     assert set(links("publish.transport=memory", "schedule.colocate=true")) == {"host memory (PCIe)"}
-    own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
-    assert set(own) == {"one GPU", "NVLink"}
+    colocated = links("publish.transport=cuda_ipc", "schedule.colocate=true")
+    assert set(colocated) == {"one GPU", "NVLink"}
 
 
 def test_the_batch_adds_up(plan):
@@ -252,6 +254,7 @@ def test_the_batch_adds_up(plan):
 
 def test_the_page_on_planning_names_every_key_of_the_record():
     text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
-    assert [key for key in PlanReport.model_fields if f"`{key}`" not in text] == []
+    keys = [field.serialization_alias or name for name, field in PlanReport.model_fields.items()]
+    assert [key for key in keys if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
-    assert described["optimizer"]["description"] == "On the device."
+    assert described["optimizer"]["description"] == "Optimizer state on the device."

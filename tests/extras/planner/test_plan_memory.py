@@ -1,5 +1,5 @@
-"""What `slimx plan` computes of memory and places, against the layouts themselves and published formulas. Against real
-trainers: tests/integration/test_plan_memory.py."""
+"""Memory and rank maps of `slimx plan`, compared with the layouts and published formulas. For a comparison with real
+trainers see tests/integration/test_plan_memory.py."""
 
 from __future__ import annotations
 
@@ -68,54 +68,55 @@ LAYOUTS = [
 def test_every_rank_holds_what_its_layout_says(name: str, sizes: Sizes):
     layout = MegatronLayout(TABLES[name], sizes)
     for rank in range(sizes.world):
-        held = Counter((part.dtype or "bfloat16", math.prod(part.shape)) for part in layout.held(rank))
+        parts_by_size = Counter((part.dtype or "bfloat16", math.prod(part.shape)) for part in layout.held(rank))
         counted: Counter[tuple[str, int]] = Counter()
         for run in Holdings(TABLES[name], "bfloat16").runs(sizes, rank):
             counted[run.dtype, run.elements] += run.count
-        assert counted == held
+        assert counted == parts_by_size
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", TABLES)
 def test_shares_of_the_optimizer_hold_every_parameter_once(name: str, sizes: Sizes):
-    """Summed over all ranks: a parameter as often as tensor-parallel ranks and stages hold it, never per data rank."""
+    """Sums over all ranks: a parameter counts once per tensor-parallel rank and stage that holds it, never per data
+    rank."""
     table, trainer = TABLES[name], Trainer()
-    states = wanted = 0
+    states = expected = 0
     for rank in range(sizes.world):
         runs = Holdings(table, "bfloat16").runs(sizes, rank)
-        states += Buffers(runs, trainer, sizes).of(rank).optimizer
+        states += Buffers(runs, trainer, sizes).state(rank).optimizer
         place = coordinates(rank, sizes)
         for run in runs:
             first = place.expert_data == 0 if run.expert else place.data == place.context == 0
-            wanted += 12 * run.elements * run.count * (first and run.parameter)
-    assert states == wanted
+            expected += 12 * run.elements * run.count * (first and run.parameter)
+    assert states == expected
 
 
 @pytest.mark.parametrize(("dense", "kinds"), [(1, 3), (2, 4), (3, 4)])
 def test_the_fullest_rank_is_of_a_stage_unlike_those_before_it(dense: int, kinds: int):
-    """Dense layers, which a model may begin with, hold less than those with experts."""
+    """Uses a model that begins with dense layers, which hold less than those with experts."""
     table = deepseek_v3.weight_table(DEEPSEEK | {"num_hidden_layers": 8, "first_k_dense_replace": dense}, mtp=0)
-    held, sizes = Holdings(table, "bfloat16"), Sizes(pipeline=8)
-    elements = [held.elements(sizes, rank) for rank in range(sizes.world)]
-    unlike = held.unlike_stages(sizes)
+    parameters, sizes = Holdings(table, "bfloat16"), Sizes(pipeline=8)
+    elements = [parameters.elements(sizes, rank) for rank in range(sizes.world)]
+    unlike = parameters.unlike_stages(sizes)
     assert {elements[stage] for stage in unlike} == {*elements} and len(unlike) == kinds
 
 
 def test_bytes_per_parameter_are_those_of_megatron_lm():
-    """Megatron-LM's theoretical_memory_usage.py: 18 bytes of a bf16 model, 6 + 12 / DP with the distributed optimizer
-    (gaps between parameters come on top)."""
+    """Compares with Megatron-LM's theoretical_memory_usage.py: 18 bytes of a bf16 model, 6 + 12 / DP with the
+    distributed optimizer."""
     sizes = Sizes(data=4)
     wide = qwen3_moe.weight_table(QWEN | {"hidden_size": 512})
     runs = Holdings(wide, "bfloat16").runs(sizes, 0)
     count = sum(run.elements * run.count for run in runs)
-    for distributed, each in ((False, 18), (True, 6 + 12 / 4)):
-        state = Buffers(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes).of(0)
+    for distributed, nbytes in ((False, 18), (True, 6 + 12 / 4)):
+        state = Buffers(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes).state(0)
         found = state.weights + state.gradients + state.optimizer
-        assert found == pytest.approx(each * count, rel=1e-3 if distributed else 1e-9)
+        assert found == pytest.approx(nbytes * count, rel=1e-3 if distributed else 1e-9)
 
 
 def test_parameters_are_as_many_as_megatron_lm_reports():
-    """Its report (same file) leaves out routers and the norms of queries and keys, which are added here."""
+    """Adds routers and the norms of queries and keys, which its report (same file) leaves out."""
     qwen, v3 = QWEN3_30B, DEEPSEEK_V3
     hidden, layers, experts = qwen["hidden_size"], qwen["num_hidden_layers"], qwen["num_experts"]
     heads = qwen["num_attention_heads"] * qwen["head_dim"]
@@ -168,7 +169,7 @@ def test_frozen_experts_have_neither_gradients_nor_moments():
         entry.sources for entry in table.entries() if entry.row.per_expert and entry.expert == 5 and entry.layer == 1
     )
     whole, less = (
-        [Buffers(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes).of(rank) for rank in (0, 1)]
+        [Buffers(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes).state(rank) for rank in (0, 1)]
         for f in (frozenset(), frozen)
     )
     assert less[0] == whole[0], "expert 5 is on the second rank"
@@ -197,15 +198,15 @@ def setting(**fields: Any) -> Setting:
 
 
 def test_a_dense_layer_keeps_what_korthikanti_count():
-    """34 s b h of 2205.05198 (equation 2 without the attention's probabilities): less 2 for the dropout masks that are
-    not there, 4 more for rotated queries and keys, 8 more for the gate, and flash attention's row sums."""
+    """Expects 34 s b h of 2205.05198 (equation 2 without the attention's probabilities) minus 2 for the missing dropout
+    masks, plus 4 for rotated queries and keys, 8 for the gate, and flash attention's row sums."""
     layer = layer_bytes(DENSE, setting(), MLP, LayerKind())
     rows = 4 * DENSE["num_attention_heads"] * 2048
     assert layer.total == (34 - 2 + 4 + 8) * 2048 * 1024 + rows
 
 
 def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores():
-    """gpt-oss-120b on TP2 with one rollout at its longest: scores of 32 heads would be 12.5 GiB in fp32."""
+    """Plans gpt-oss-120b on TP2 with one rollout at its longest: scores of 32 heads would be 12.5 GiB in fp32."""
     model = {"hidden_size": 2880, "num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
     model |= {"ffn_hidden_size": 2880}
     plain, masked = (
@@ -218,7 +219,7 @@ def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores(
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_tensor_and_sequence_parallelism_divide_all_that_a_layer_keeps(tensor: int):
-    """Section 4.2.2 there: with both, everything is divided by the tensor-parallel size."""
+    """Follows section 4.2.2 there: with both, everything is divided by the tensor-parallel size."""
     whole, part = (layer_bytes(DENSE, setting(sizes=Sizes(tensor=t)), MLP, LayerKind()) for t in (1, tensor))
     assert part.total == pytest.approx(whole.total / tensor)
 
@@ -284,7 +285,7 @@ def test_copies_of_parameters_take_what_rounding_makes_of_them():
         ParameterRun(name="linear.weight", elements=3 * 2**20, count=5, **run),
         ParameterRun(name="norm.weight", elements=2**12, count=2, **run),
     ]
-    state = Buffers(runs, Trainer(), Sizes()).of(0)
+    state = Buffers(runs, Trainer(), Sizes()).state(0)
     elements = 5 * 3 * 2**20 + 2 * 2**12
     assert state.pinned_share == (5 * 4 * 2**20 + 2 * 2**12) / elements
     assert state.weights <= state.pinned_weights == pinned(state.weights), "one buffer holds them all"

@@ -26,7 +26,7 @@ def too_long(seconds: float) -> bool:
 def problem(
     mutated: Case, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> str | None:
-    """The fault of the answer to `mutated`; None if it has none."""
+    """Returns the fault of the output for `mutated`; None if it has none."""
     file = folder / "run.yaml"
     file.write_text(mutated.text)
     monkeypatch.setattr(sys, "argv", ["slimx", "plan", str(file), *mutated.overrides])
@@ -38,15 +38,15 @@ def problem(
     except BaseException as error:  # a traceback, whatever it is of
         return f"{mutated.what}: {type(error).__name__}: {str(error)[:200]}"
     seconds = time.process_time() - began
-    _, told = capsys.readouterr()
+    _, output = capsys.readouterr()
     if code not in (0, 2):
         return f"{mutated.what}: exit code {code}"
-    lines = told.splitlines()
+    lines = output.splitlines()
     usage = bool(lines) and lines[0].startswith("Usage:")  # arguments that the command line itself refuses
     if not usage and (bool(lines) != (code == 2) or not all(line.startswith("slimx: ") for line in lines)):
-        return f"{mutated.what}: exit code {code} with {told[:300]!r}"
-    if any(ord(letter) < 32 and letter != "\n" for letter in told):
-        return f"{mutated.what}: control characters in {told[:300]!r}"
+        return f"{mutated.what}: exit code {code} with {output[:300]!r}"
+    if any(ord(letter) < 32 and letter != "\n" for letter in output):
+        return f"{mutated.what}: control characters in {output[:300]!r}"
     if too_long(seconds):
         return f"{mutated.what}: {seconds:.1f} s"
     return None
@@ -54,7 +54,7 @@ def problem(
 
 def answers(cases: Iterable[Case], folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)  # model.path of the shipped configurations is relative to it
-    problems = [found for each in cases if (found := problem(each, folder, capsys, monkeypatch)) is not None]
+    problems = [found for case in cases if (found := problem(case, folder, capsys, monkeypatch)) is not None]
     assert not problems, "\n".join(problems)
 
 
@@ -66,7 +66,7 @@ def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow("500 configurations")
 @pytest.mark.timeout(2 * 3600)
 def test_hundreds_of_others_are_answered_too(tmp_path, capsys, monkeypatch):
-    """Others in each run, by the seed of the order."""
+    """Tries others in each run, by the seed of the order."""
     answers(map(case, random.sample(range(2**32), 500)), tmp_path, capsys, monkeypatch)
 
 

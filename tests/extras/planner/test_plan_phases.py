@@ -15,10 +15,10 @@ from slimx.config.schema import Config
 from slimx.config.sections.run import Cluster
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.extras.planner.batch_plan import batch_plan
-from slimx.extras.planner.memory.engine import WORK, beside_trainer, graph_bytes, static_fraction
+from slimx.extras.planner.memory.engine import WORK, graph_bytes, static_fraction, with_occupied
 from slimx.extras.planner.memory.node import PROCESS, disk_bytes, host_memory, kept_batches
 from slimx.extras.planner.memory.phases import PHASES, colocated_memory, phase_memory
-from slimx.extras.planner.memory_record import EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
+from slimx.extras.planner.memory_record import EngineMemory, MemoryPart, Phase, PhasePeak, TrainerMemory
 from slimx.extras.planner.rules import memory
 from slimx.extras.planner.rules.memory import margin_warnings
 from slimx.extras.recovery.ledger import TrainedStep
@@ -41,7 +41,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def trainer(**gib: float) -> TrainerMemory:
-    """A rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
+    """Makes a rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
     sizes = {"weights": 2, "gradients": 4, "optimizer": 6, "moments": 4, "overhead": 3, "away": 3} | gib
     others = ("activations", "head", "work", "step", "communication", "publication", "peak", "moved")
     hosts = ("host_optimizer", "host_copies", "host_away", "host_chosen", "host_checkpoint", "host_activations")
@@ -58,7 +58,7 @@ def trainer(**gib: float) -> TrainerMemory:
 
 
 def engine(**gib: float) -> EngineMemory:
-    """A rank of 20 GiB of weights and room for 10 GiB of KV cache."""
+    """Makes a rank of 20 GiB of weights and room for 10 GiB of KV cache."""
     sizes = {"weights": 20, "staged": 0, "overhead": 3, "graphs": 1, "work": 2, "kv_room": 10, "static": 30} | gib
     return EngineMemory(
         group="actor",
@@ -74,11 +74,11 @@ def engine(**gib: float) -> EngineMemory:
 
 
 def weighed(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), **keys: Any) -> dict[Any, float]:
-    """GiB by phase; by kind of GPU and phase where there are several kinds."""
-    keys = {"critic_own": False, "colocate": False, "offload": True} | keys
+    """Returns GiB by phase; by kind of GPU and phase if there are several kinds."""
+    keys = {"separate_critic": False, "colocate": False, "offload": True} | keys
     found = phase_memory(H100, records, engines, **keys)
-    kinds = {each.gpu for each in found}
-    return {each.phase if len(kinds) == 1 else (each.gpu, each.phase): each.nbytes / GIB for each in found}
+    kinds = {peak.gpu for peak in found}
+    return {peak.phase if len(kinds) == 1 else (peak.gpu, peak.phase): peak.nbytes / GIB for peak in found}
 
 
 def test_a_gpu_in_turns_holds_in_each_phase_what_its_two_ranks_hold_then():
@@ -134,37 +134,37 @@ def test_a_critic_in_the_trainers_ranks_adds_its_state_and_takes_turns_with_acti
     critic = trainer(activations=7).model_copy(update={"model": "critic"})
     both = weighed(trainer(activations=5), critic)
     assert both["save"] == 3 + 2 * (2 + 4 + 6) and both["train"] == both["save"] + 7
-    apart = weighed(trainer(activations=5), critic, critic_own=True)
+    apart = weighed(trainer(activations=5), critic, separate_critic=True)
     assert apart["critic", "train"] == 15 + 7 and apart["trainer", "train"] == 15 + 5
 
 
 def test_what_holds_memory_is_told_by_its_size_and_sums_up():
-    found = phase_memory(H100, [trainer()], [engine()], critic_own=False, colocate=True, offload=True)
-    assert [each.phase for each in found] == list(PHASES)
-    (generate,) = [each for each in found if each.phase == "generate"]
-    sizes = [held.nbytes for held in generate.held]
+    found = phase_memory(H100, [trainer()], [engine()], separate_critic=False, colocate=True, offload=True)
+    assert [peak.phase for peak in found] == list(PHASES)
+    (generate,) = [peak for peak in found if peak.phase == "generate"]
+    sizes = [part.nbytes for part in generate.parts]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) == generate.nbytes and 0 not in sizes
-    assert generate.held[0].what == "engine's weights" and generate.held[1].what == "KV cache"
+    assert generate.parts[0].name == "engine's weights" and generate.parts[1].name == "KV cache"
     pair = colocated_memory(H100, found, [engine()])
     assert pair.generating == generate.nbytes and pair.engine_asleep == 3 * GIB
-    assert pair.margin == H100.memory - max(each.nbytes for each in found)
+    assert pair.margin == H100.memory - max(peak.nbytes for peak in found)
 
 
 def test_nothing_is_weighed_where_the_gpu_is_unknown():
     unknown = machine_of(Cluster())
-    assert phase_memory(unknown, [trainer()], [engine()], critic_own=False, colocate=True, offload=True) == ()
+    assert phase_memory(unknown, [trainer()], [engine()], separate_critic=False, colocate=True, offload=True) == ()
     assert colocated_memory(unknown, (), [engine()]) is None
 
 
 def test_sglang_gets_a_share_of_what_is_free_when_its_server_starts():
     config = config_of()
     (group,) = config.rollout.engines
-    alone = beside_trainer(engine(), config, group, H100, 0)
-    beside = beside_trainer(engine(), config, group, H100, 5 * GIB)
+    alone = with_occupied(engine(), config, group, H100, 0)
+    beside = with_occupied(engine(), config, group, H100, 5 * GIB)
     assert alone.static == int(0.5 * (H100.memory - OVERHEAD))
     assert beside.static == int(0.5 * (H100.memory - OVERHEAD - 5 * GIB))
     assert beside.kv_room == beside.static - beside.weights and beside.cache <= beside.kv_room
-    none = beside_trainer(engine(), config, group, H100, H100.memory)
+    none = with_occupied(engine(), config, group, H100, H100.memory)
     assert none.static == none.kv_tokens == none.concurrency == 0
 
 
@@ -191,9 +191,9 @@ def test_graphs_are_those_of_the_largest_decode_batch():
 
 def problems(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), machine: Machine = H100, **keys: Any):
     config = config_of(**keys.pop("sections", {}))
-    keys = {"critic_own": False, "colocate": False, "offload": True} | keys
+    keys = {"separate_critic": False, "colocate": False, "offload": True} | keys
     phases = phase_memory(machine, records, engines, **keys)
-    host = host_memory(config, machine, records, None, critic_own=False)
+    host = host_memory(config, machine, records, None, separate_critic=False)
     facts = {"machine": machine, "trainer_memory": records, "engine_memory": engines, "phases": phases, "host": host}
     return {problem.code: problem for problem in broken(rules_in(memory), config.sections | facts)}
 
@@ -229,10 +229,10 @@ def problems(*records: TrainerMemory, engines: tuple[EngineMemory, ...] = (), ma
 def test_the_phase_that_does_not_fit_is_named_with_what_holds_most(code, about, phase, largest, case):
     found = problems(trainer(**case.pop("rank", {})), **case)
     assert set(found) == {code} and found[code].about == about
-    said = str(found[code])
-    named = [name for name in PHASES if f"phase {name}," in said]
+    sentence = str(found[code])
+    named = [name for name in PHASES if f"phase {name}," in sentence]
     assert named in ([phase], ["start"] if phase == "generate" else [phase])
-    assert said.index(largest) < said.index(" GiB;") if " GiB;" in said else largest in said
+    assert sentence.index(largest) < sentence.index(" GiB;") if " GiB;" in sentence else largest in sentence
 
 
 def test_the_host_is_judged_by_the_kind_of_gpu():
@@ -251,9 +251,9 @@ def test_a_node_holds_what_all_its_ranks_keep_and_their_processes():
     config = config_of(trainer={"world_size": 16}, schedule={"colocate": True})
     kept = {"host_optimizer": 1, "host_copies": 2, "host_away": 8, "host_chosen": 3, "host_checkpoint": 10}
     rank = trainer(**kept)
-    found = host_memory(config, H100, [rank], None, critic_own=False)
+    found = host_memory(config, H100, [rank], None, separate_critic=False)
     assert found.ranks == 8 and found.nbytes == 8 * rank.host + 16 * PROCESS and rank.host == 24 * GIB
-    assert found.held[0].nbytes == 80 * GIB
+    assert found.parts[0].nbytes == 80 * GIB
 
 
 def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
@@ -273,8 +273,8 @@ def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
     batch = SimpleNamespace(tokens_per_step=3, rollouts_per_step=1, tokens_per_microbatch=3, tokens_per_rollout=3)
     kept = kept_batches(config, spec, batch)
     assert kept == 2 * 5 * step.nbytes
-    host = host_memory(config, H100, [trainer()], None, critic_own=False, batches=kept)
-    assert kept in [held.nbytes for held in host.held]
+    host = host_memory(config, H100, [trainer()], None, separate_critic=False, batches=kept)
+    assert kept in [part.nbytes for part in host.parts]
     assert kept_batches(config_of(), spec, batch) == 0
 
 
@@ -293,12 +293,12 @@ def test_experts_of_a_sample_of_rollouts_fill_at_most_the_micro_batches_that_the
 
 
 def test_mirrors_are_counted_once_where_they_are_sent_from_and_twice_where_they_are_kept() -> None:
-    held = {}
+    sizes = {}
     for every in (0, 2):
         config = config_of(recovery={"trainers": 1, "mirror_every": every}, checkpoint={"every": 5})
-        host = host_memory(config, H100, [trainer(host_checkpoint=8)], None, critic_own=False)
-        held[every] = host.nbytes
-    assert held[2] - held[0] == 3 * 8 * GIB, "one rank"
+        host = host_memory(config, H100, [trainer(host_checkpoint=8)], None, separate_critic=False)
+        sizes[every] = host.nbytes
+    assert sizes[2] - sizes[0] == 3 * 8 * GIB, "one rank"
 
 
 def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp_path):
@@ -319,9 +319,9 @@ def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp
 
 
 def test_a_gpu_that_is_nearly_full_in_any_phase_is_warned_of_with_its_phase():
-    def phase(name: Phase, left: float, gpu: str = "shared") -> PhaseMemory:
-        held = (Held(what="weights", nbytes=int(H100.memory - left * GIB)),)
-        return PhaseMemory(gpu=gpu, group="actor", phase=name, held=held)
+    def phase(name: Phase, left: float, gpu: str = "shared") -> PhasePeak:
+        parts = (MemoryPart(name="weights", nbytes=int(H100.memory - left * GIB)),)
+        return PhasePeak(gpu=gpu, group="actor", phase=name, parts=parts)
 
     roomy = (phase("train", 3), phase("publish", 4), phase("train", 9, "trainer"))
     assert not list(margin_warnings(H100, roomy))
@@ -332,6 +332,6 @@ def test_a_gpu_that_is_nearly_full_in_any_phase_is_warned_of_with_its_phase():
 
 
 def test_no_process_has_the_drivers_part_of_a_gpu():
-    """torch counts 79.1 GiB of an H100, of which nvidia-smi reports 81559 MiB."""
+    """Compares with torch, which counts 79.1 GiB of an H100, of which nvidia-smi reports 81559 MiB."""
     assert H100.memory / GIB == pytest.approx(79.1, abs=0.01)
     assert machine_of(Cluster(gpu_memory_gib=20)).memory == 20 * GIB

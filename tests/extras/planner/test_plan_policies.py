@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slimx.config.load import load_config
+from slimx.extras.planner.plan.policy_sums import refusals, sum_over_policies
 from slimx.extras.planner.plan.report import Planned, plan_report
-from slimx.extras.planner.plan.together import refusals, together
 from slimx.preflight.hardware import machine_of
 from tests.extras.planner.planning_stand import SHALLOW
 
@@ -20,12 +20,12 @@ RUN = ("trainer={world_size: 2, expert: 2}", "publish.transport=memory")
 
 
 def planned(directory: Path, *arguments: str) -> tuple[list[Planned], Any]:
-    """What is planned of each policy of the run in `directory`, one after the other, and its machine."""
+    """Plans each policy of the run in `directory` one after the other; returns the plans and the machine."""
     config = load_config(directory / "run.yaml", list(arguments))
     found: list[Planned] = []
-    for own in config.by_policy.values():
-        first = sum(each.report.rank_map.gpus for each in found)
-        found.append(plan_report(own, config.policies, first=first))
+    for policy_config in config.by_policy.values():
+        first = sum(plan_of_policy.report.rank_map.gpus for plan_of_policy in found)
+        found.append(plan_report(policy_config, config.policies, first=first))
     return found, machine_of(config.cluster)
 
 
@@ -36,10 +36,10 @@ def test_gpus_nodes_host_memory_and_disk_are_summed_over_policies(plan):
     judge, sums = report["policies"]["judge"], report["together"]
     assert (sums["gpus"], sums["nodes"]) == (2 + 1 + 4 + 1, 1) and judge["together"] is None
     assert [rank["gpu"] for rank in judge["rank_map"]["trainer"]] == [3, 4, 5, 6], "behind the actor's"
-    peaks = [max(sum(held["nbytes"] for held in each["held"]) for each in of["phases"]) for of in (report, judge)]
+    peaks = [max(sum(part["nbytes"] for part in phase["held"]) for phase in of["phases"]) for of in (report, judge)]
     assert sums["fullest"] == max(peaks)
-    held = [Counter({each["what"]: each["nbytes"] for each in of["host"]["held"]}) for of in (report, judge, sums)]
-    assert held[0] + held[1] == held[2] and sums["host"]["ranks"] == 6
+    hosts = [Counter({part["what"]: part["nbytes"] for part in of["host"]["held"]}) for of in (report, judge, sums)]
+    assert hosts[0] + hosts[1] == hosts[2] and sums["host"]["ranks"] == 6
     disks = [of["disk"] for of in (report, judge, sums)]
     for key in ("checkpoint", "export", "rollouts"):
         assert disks[0][key] + disks[1][key] == disks[2][key] > 0
@@ -61,8 +61,8 @@ def test_what_each_policy_has_room_for_may_be_too_much_for_all_of_them(plan, clu
     status, text = plan(SHALLOW, *RUN, cluster)
     assert status == 0, text
     found, machine = planned(plan.directory, *RUN, cluster, JUDGE)
-    sums = together([each.report for each in found])
-    assert not any(problem.code == code for each in found for problem in each.problems)
+    sums = sum_over_policies([planned.report for planned in found])
+    assert not any(problem.code == code for plan_of_policy in found for problem in plan_of_policy.problems)
     assert [problem.code for problem in refusals(sums, machine)] == [code] * (code is not None)
     assert plan(SHALLOW, *RUN, cluster, JUDGE)[0] == 2 * (code is not None)
 
@@ -79,14 +79,14 @@ def test_what_each_policy_has_room_for_may_be_too_much_for_all_of_them(plan, clu
 def test_weights_that_would_go_another_way_than_memory_are_refused(plan, arguments, problems):
     plan(SHALLOW, "policies.judge={}", *arguments)
     found, _ = planned(plan.directory, "policies.judge={}", *arguments)
-    refused = [[p.about for p in each.problems if p.code == "policies.transport"] for each in found]
-    assert refused == [["publish.transport"] * each for each in problems]
+    refused = [[p.about for p in plan_of_policy.problems if p.code == "policies.transport"] for plan_of_policy in found]
+    assert refused == [["publish.transport"] * plan_of_policy for plan_of_policy in problems]
     (alone,), _ = planned(plan.directory, "policies.judge={shares: actor}", *arguments[:1])
     assert not any(problem.code == "policies.transport" for problem in alone.problems)
 
 
 def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for_each(plan):
-    """Both servers of the group have all slots, and each policy sends to both."""
+    """Gives both servers of the group all slots; each policy sends to both."""
     lora = "lora: {rank: 4, alpha: 8, targets: [attention]}"
     adapters = (f"trainer={{world_size: 2, expert: 1, {lora}}}", "publish.adapters=alone", "cluster.gpu=h100")
     adapters += ("rollout.engines=[{count: 2}]",)
@@ -100,8 +100,8 @@ def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for
     assert sums["gpus"] == 2 + 2 + 2 and judge["rank_map"]["engines"] == judge["engine_memory"] == []
     assert [rank["gpu"] for rank in judge["rank_map"]["trainer"]] == [4, 5]
     assert [group["borrowed"] for of in (report, judge) for group in of["engines"]] == [False, True]
-    (before,), (held,) = alone["engine_memory"], report["engine_memory"]
+    (before,), (shared,) = alone["engine_memory"], report["engine_memory"]
     both = report["publication"]["adapter_bytes"]
-    assert 2 * (held["weights"] - before["weights"]) == both == judge["publication"]["adapter_bytes"] > 0
+    assert 2 * (shared["weights"] - before["weights"]) == both == judge["publication"]["adapter_bytes"] > 0
     code, text = plan(SHALLOW, RUN[1], *adapters, "policies.judge.engines_of=actor")
     assert code == 0 and "engines of actor" in text

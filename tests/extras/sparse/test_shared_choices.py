@@ -101,7 +101,9 @@ def test_a_shared_choice_stays_until_the_backward_pass_of_its_micro_batch(tmp_pa
     setting = Setting(tokens=100, length=100, sizes=Sizes(), itemsize=2, kernels="torch", materialised=True)
     every = SparseAttention((True,) * 11)
     kept = [
-        activation_bytes(replace(spec, layer_kind=kind), trainer, Sizes(), setting, place=0, microbatches=1).kept
+        activation_bytes(
+            replace(spec, layer_kind=kind), trainer, Sizes(), setting, pipeline_rank=0, microbatches=1
+        ).kept
         for kind in (spec.layer_kind, every)
         for trainer in (Trainer(), Trainer.model_validate({"recompute": FULL}))
     ]

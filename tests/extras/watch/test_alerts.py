@@ -143,9 +143,9 @@ def test_steps_without_a_signal_are_counted_by_policy_and_told_after_5_10_20(ser
     with alerting(alerts, server.url):
         for step in range(1, 25):
             alerts.step = step
-            own = row(0.5, 0.75 if step == 3 else 1.0, 0.3)  # a KL term keeps its gradient
+            actor = row(0.5, 0.75 if step == 3 else 1.0, 0.3)  # a KL term keeps its gradient
             other = row(1.0, 1.0, 0.0 if step > 20 else 0.3, "policy/c/")
-            metrics = own | row(0.5, 0.5, 0.3, "policy/b/") | other
+            metrics = actor | row(0.5, 0.5, 0.3, "policy/b/") | other
             found = signal.counted(metrics)
             counts.append([found[f"{prefix}optim/steps_without_signal"] for prefix in ("", "policy/b/", "policy/c/")])
             alerts.recorded(metrics | found)

@@ -51,12 +51,12 @@ def test_calls_are_made_in_order_and_close_waits_for_them():
 
 
 def test_a_failure_is_counted_though_it_comes_later(tmp_path):
-    server, told = Server(1), []
-    tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [InBackground(server)], told.append)
+    server, messages = Server(1), []
+    tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [InBackground(server)], messages.append)
     for step in range(3):
         tracker.log(step, {"loss/policy": 1.0})
     server.answers.set()
-    assert tracker.close() == {"server": 1} and "step 1" in told[0]
+    assert tracker.close() == {"server": 1} and "step 1" in messages[0]
     assert server.got == [0, 2, "closed"]
 
 

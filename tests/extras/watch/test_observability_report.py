@@ -32,7 +32,8 @@ def write_lines(path: Path, records: list) -> None:
 
 
 def grpo_run(directory: Path, steps: int = 60) -> Path:
-    """A run that learns: reward and accuracy rise, the gap is zero at most steps, one loss is NaN, tracks overlap."""
+    """Writes a run that learns: reward and accuracy rise, the gap is zero at most steps, one loss is NaN, tracks
+    overlap."""
     directory.mkdir(parents=True)
     rng = random.Random(0)
     records, phases, now = [], [Phase(name="start-up", step=None, track="main", start=START, seconds=21.0)], START + 21
@@ -108,7 +109,7 @@ def grpo_run(directory: Path, steps: int = 60) -> Path:
 
 
 def sft_run(directory: Path, steps: int = 80) -> Path:
-    """A supervised warm start: losses only; no samples, no summary."""
+    """Writes a supervised warm start: losses only; no samples, no summary."""
     directory.mkdir(parents=True)
     rng = random.Random(1)
     records, phases, now = [], [], START - 400
@@ -153,7 +154,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> str:
-    """A warm start and a GRPO run with hostile text in every place that a run controls."""
+    """Writes a report of a warm start and a GRPO run with hostile text in every place that a run controls."""
     root = tmp_path_factory.mktemp("report")
     runs = [sft_run(root / "warm-start"), grpo_run(root / "grpo")]
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -25,7 +25,7 @@ from slimx.observability.tracking.tracker import Tracker
 from tests.refusals import refused
 
 DASHBOARD = Path(__file__).parents[3] / "configs" / "grafana.json"
-SAID = """# HELP sglang:num_running_reqs The number of running requests.
+ENGINE_METRICS = """# HELP sglang:num_running_reqs The number of running requests.
 # TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{tp_rank="0"} 3.0
 """
@@ -37,10 +37,10 @@ def engine() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200 if self.path.rstrip("/") == "/metrics" else 404)
             self.end_headers()
-            self.wfile.write(SAID.encode())
+            self.wfile.write(ENGINE_METRICS.encode())
 
         def log_message(self, *_: object) -> None:
-            """Nothing is printed."""
+            """Prints nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -64,7 +64,7 @@ def sink(tmp_path: Path) -> Iterator[PrometheusSink]:
 
 
 def scraped(sink: PrometheusSink) -> dict[tuple[str, str], float]:
-    """Values by name and, for engines, their name, else slimx's own."""
+    """Returns values by name and, for engines, their name, else slimx's run."""
     text = requests.get(f"http://127.0.0.1:{sink.port}/metrics", timeout=300).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} <= {"r"}
@@ -130,7 +130,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(sink, tmp_path):
 
 def test_the_dashboard_asks_for_metrics_that_there_are():
     panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
-    asked = {
+    names = {
         name
         for panel in panels
         for target in panel["targets"]
@@ -138,8 +138,8 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
     }
     ours = {prometheus_name(metric.name) for metric in METRICS if "{" not in metric.name}
     ours |= {prometheus_name(f"time/{phase}") for phase in ("step", "generate", "train", "publish")}
-    assert {name for name in asked if name.startswith("slimx_")} <= ours | {"slimx_step", "slimx_engine_up"}
+    assert {name for name in names if name.startswith("slimx_")} <= ours | {"slimx_step", "slimx_engine_up"}
     folder = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/observability"
     source = "".join(file.read_text() for file in folder.rglob("*.py"))
-    engines = {name for name in asked if name.startswith("sglang:")}
+    engines = {name for name in names if name.startswith("sglang:")}
     assert len(engines) >= 4 and all(f'"{name}"' in source for name in engines)

@@ -73,11 +73,12 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 def until(directory: Path, *calls: str) -> dict[str, str]:
-    """The stacks by member once all of `calls` stand in them."""
+    """Waits until all of `calls` are in the stacks, and returns the stacks by member."""
     ends = time.monotonic() + START_S
     while True:
         found = {
-            each.member.name.partition(":")[0] + str(number): each.text for number, each in enumerate(stacks(directory))
+            stack.member.name.partition(":")[0] + str(number): stack.text
+            for number, stack in enumerate(stacks(directory))
         }
         if all(any(call in text for text in found.values()) for call in calls):
             return found
@@ -101,14 +102,14 @@ def test_a_process_that_is_stopped_has_its_stack_too(run):
     ends = time.monotonic() + START_S
     while psutil.Process(rank).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < ends
-    found = {each.member.pid: each for each in stacks(run)}
+    found = {stack.member.pid: stack for stack in stacks(run)}
     assert len(found) == 3 and "computes_for_ever" in found[rank].text
 
 
 def test_what_may_not_be_looked_into_is_named_with_what_to_do(run, monkeypatch):
     refusal = subprocess.CompletedProcess([], 1, "", "Error: Operation not permitted (os error 1)")
     monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: refusal)
-    assert {each.found for each in stacks(run)} == {False}
+    assert {stack.found for stack in stacks(run)} == {False}
     assert run_stacks(run).count("SYS_PTRACE") == len(members(run))
 
 

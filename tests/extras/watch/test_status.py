@@ -52,8 +52,8 @@ def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return out.out + out.err
 
 
-def told(text: str, *names: str) -> list[str]:
-    """The lines of the status that begin with these names."""
+def status_lines(text: str, *names: str) -> list[str]:
+    """Returns the lines of the status that begin with these names."""
     lines = {line.split()[0]: line for line in text.splitlines()}
     return [lines[name] for name in names]
 
@@ -98,7 +98,7 @@ def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
     assert head.split()[:3] == ["run", "r:", "running,"] and numbers(head)[:2] == [3, 9] and head.split()[-1] == "train"
     assert "reward/mean 0.3\n" in text
     (engine,) = (line for line in lines if "actor-0" in line)
-    assert all(each in engine for each in ("regular", "member", "http://h:1"))
+    assert all(part in engine for part in ("regular", "member", "http://h:1"))
     assert numbers(engine)[-2:] == [2, 1], "machines and restarts"
 
 
@@ -167,7 +167,9 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
         with held(run):
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
             text = status(run, monkeypatch, capsys)
-            now, trainers, engines, rollouts, oldest = told(text, "now", "trainers", "engines", "rollouts", "oldest")
+            now, trainers, engines, rollouts, oldest = status_lines(
+                text, "now", "trainers", "engines", "rollouts", "oldest"
+            )
             assert "generate" in now and numbers(now)[:2] == [4, 1], "the step, and minutes in it"
             assert trainers.endswith("wait for rollouts") and "generate" in engines and numbers(engines) == [0]
             assert numbers(rollouts) == [12, 1, 11], "groups: all, generated and done"
@@ -177,24 +179,24 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             await waiting
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))
             text = status(run, monkeypatch, capsys)
-            trainers, engines, rollouts = told(text, "trainers", "engines", "rollouts")
+            trainers, engines, rollouts = status_lines(text, "trainers", "engines", "rollouts")
             assert trainers.split()[1:] == ["train"] and "last heard of" in text
             assert "staleness" in engines and numbers(rollouts) == [8, 0, 8, 4], "the last wait for a version"
 
 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
     monkeypatch.setattr(activity, "EVERY_S", 0.01)
-    looks, told = iter(range(1000)), []
+    looks, notes = iter(range(1000)), []
     async with activity.Activity(
-        run, lambda: {"step": next(looks), "phase": "train", "since": time.time()}, told.append
+        run, lambda: {"step": next(looks), "phase": "train", "since": time.time()}, notes.append
     ):
         while (run_status(run)["activity"] or {"step": 0})["step"] < 2:
             await asyncio.sleep(0.01)
-    assert not told
-    async with activity.Activity(run / "lock", lambda: {}, told.append):
-        while not told:
+    assert not notes
+    async with activity.Activity(run / "lock", lambda: {}, notes.append):
+        while not notes:
             await asyncio.sleep(0.01)
-    assert len(told) == 1 and "cannot be written" in told[0], "a run does not end because of its status"
+    assert len(notes) == 1 and "cannot be written" in notes[0], "a run does not end because of its status"
 
 
 def test_a_run_that_was_summed_up_is_finished_until_it_goes_on(run):
@@ -244,11 +246,11 @@ def test_a_phase_is_stalled_by_its_usual_time_and_a_driver_by_its_silence(
     run, monkeypatch, capsys, since, written, times, state
 ):
     now = time.time()
-    said = {"written": now - written, "step": 4, "phase": "train", "since": now - since, "rollouts": None}
-    (run / activity.FILE).write_text(json.dumps(said))
+    values = {"written": now - written, "step": 4, "phase": "train", "since": now - since, "rollouts": None}
+    (run / activity.FILE).write_text(json.dumps(values))
     other = {"name": "publish", "track": "main", "seconds": 9.0}
     phases = [other, *({"name": "train", "track": "main", "seconds": seconds} for seconds in times), other]
-    (run / "timeline.jsonl").write_text("".join(json.dumps(each) + "\n" for each in phases))
+    (run / "timeline.jsonl").write_text("".join(json.dumps(phase) + "\n" for phase in phases))
     with held(run):
         assert run_status(run)["state"] == state
         assert checked(run, monkeypatch) == {"running": 0, "stalled": 4}[state]
@@ -260,7 +262,7 @@ def test_a_phase_is_stalled_by_its_usual_time_and_a_driver_by_its_silence(
 
 
 def checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit status of `slimx status --check`."""
+    """Returns the exit status of `slimx status --check`."""
     monkeypatch.setattr(sys, "argv", ["slimx", "status", str(directory), "--check"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -270,11 +272,11 @@ def checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_ranks_that_have_not_answered_when_others_have_are_named_with_their_logs(run, monkeypatch, capsys):
     now = time.time()
     late = {"what": "the training step", "ranks": ["trainers rank 3"], "logs": ["RUN/logs/trainers-3.log"], "of": 4}
-    said = {"written": now, "step": 4, "phase": "train", "since": now - 30, "rollouts": None, "late": late}
-    (run / activity.FILE).write_text(json.dumps(said))
+    values = {"written": now, "step": 4, "phase": "train", "since": now - 30, "rollouts": None, "late": late}
+    (run / activity.FILE).write_text(json.dumps(values))
     with held(run):
         text = status(run, monkeypatch, capsys)
         assert "trainers rank 3" in text and "RUN/logs/trainers-3.log" in text
         late["ranks"] = [f"trainers rank {rank}" for rank in range(4)]
-        (run / activity.FILE).write_text(json.dumps(said))
+        (run / activity.FILE).write_text(json.dumps(values))
         assert "trainers rank" not in status(run, monkeypatch, capsys), "all work: none is late"

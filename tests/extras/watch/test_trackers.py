@@ -22,7 +22,7 @@ NAMES = {"loss/policy", "hook/hits/mean", "source/a b@1/reward"}
 
 
 def tracked(directory: Path, **sinks: object) -> None:
-    """A run of steps 0 to 2 that is resumed at step 2 and does one more; samples are recorded at steps 0 and 3."""
+    """Tracks a run of steps 0 to 2 that is resumed at step 2 and does one more; samples are recorded at 0 and 3."""
     for resume_step, steps in ((None, range(3)), (2, range(2, 4))):
         tracker = make_tracker(
             directory,
@@ -52,9 +52,12 @@ def test_tensorboard_has_samples_and_the_configuration_as_text(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     texts = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    said = {tag: [each.tensor_proto.string_val[0].decode() for each in found] for tag, found in texts.items()}
-    assert "        lr: 0.0001" in said["config/text_summary"][-1]
-    (trained,), (held_out,) = said["samples/training/text_summary"], said["samples/held-out/text_summary"]
+    logged = {tag: [entry.tensor_proto.string_val[0].decode() for entry in found] for tag, found in texts.items()}
+    assert "        lr: 0.0001" in logged["config/text_summary"][-1]
+    (trained,), (held_out,) = (
+        logged["samples/training/text_summary"],
+        logged["samples/held-out/text_summary"],
+    )
     assert "    # <b>3</b>" in trained.splitlines(), "indented, so that no response becomes a heading or a tag"
     assert texts["samples/held-out/text_summary"][0].step == 3 and "1+1=" in held_out
     assert [(event.step, event.value) for event in events.Scalars("hook/hits/mean")][-1] == (3, AGAIN + 3)
@@ -68,7 +71,7 @@ def test_mlflow_has_each_name_the_samples_and_the_configuration(tmp_path, monkey
     (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["trainer.optimizer.lr"] == "0.0001"
     assert run.data.metrics.keys() == {"loss/policy", "hook/hits/mean", "source/a b_1/reward", "x/nan"}
-    history = sorted((each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss/policy"))
+    history = sorted((entry.step, entry.value) for entry in client.get_metric_history(run.info.run_id, "loss/policy"))
     assert history == [(0, 0.0), (1, 1.0), (2, 2.0), (2, AGAIN + 2), (3, AGAIN + 3)]
     found = {
         file.path

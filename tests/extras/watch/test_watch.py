@@ -1,4 +1,5 @@
-"""The live page: data of the run's directory alone, read once, for whoever may ask; a browser draws and follows it."""
+"""The live page: data of the run's directory alone, read once, for requests with the token; a browser draws and follows
+it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ MARKUP = "<img src=x onerror=alert(1)>"
 
 
 def group(number: int, rewards: list[float], *, text: str, dataset: str) -> Group:
-    """Two turns each with a tool's words between them, sampled by versions 1 and 2."""
+    """Makes two rollouts of two turns each with a tool's words between them, sampled by versions 1 and 2."""
     prompt = Prompt(
         id=f"p{number}",
         messages=[{"role": "user", "content": text}],
@@ -97,7 +98,7 @@ def run(tmp_path: Path) -> Path:
     (directory / "config.yaml").write_text(config.to_text())
     (directory / "metrics.jsonl").write_text(row(1, 0.25) + row(2, 0.5) + '{"step": 3, "met')
     phases = [{"name": "train", "step": 1, "track": "main", "start": 1e9, "seconds": 2.0}] * 2
-    (directory / "timeline.jsonl").write_text("".join(json.dumps(each) + "\n" for each in phases))
+    (directory / "timeline.jsonl").write_text("".join(json.dumps(item) + "\n" for item in phases))
     (directory / "lock").touch()
     return directory
 
@@ -112,7 +113,7 @@ class Page:
         return self.session.get(self.address + path, timeout=300, allow_redirects=False)
 
     def status_for(self, host: str) -> int:
-        """The status of a request with the cookies and another Host."""
+        """Returns the status of a request with the cookies and another Host."""
         cookies = "; ".join(f"{name}={value}" for name, value in self.session.cookies.items())
         connection = http.client.HTTPConnection(self.address.removeprefix("http://"), timeout=300)
         connection.request("GET", "/api/status", headers={"Host": host, "Cookie": cookies})
@@ -146,7 +147,7 @@ def page(run: Path) -> Iterator[Page]:
 
 
 def test_connections_that_ask_nothing_are_ended_and_bounded(run, monkeypatch):
-    """Bytes that trickle in do not keep one open, nor do many keep others out."""
+    """Sends trickling bytes, which do not keep a connection open, and many connections, which block no others."""
     monkeypatch.setattr(server, "MOST", 2)
 
     def opened(page: Page, sent: bytes) -> socket.socket:
@@ -178,8 +179,8 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     assert page.get(f"/api/charts?since={found['version']}").json()["charts"] is None
     assert page.get("/api/steps").json() == [1, 2]
     step = page.get("/api/steps/2").json()
-    assert [each["prompt"]["dataset"] for each in step["groups"]] == ["sums", "math"]
-    trained = [(each["advantage"], each["gap"], each["other_experts"]) for each in step["groups"][0]["trajectories"]]
+    assert [item["prompt"]["dataset"] for item in step["groups"]] == ["sums", "math"]
+    trained = [(item["advantage"], item["gap"], item["other_experts"]) for item in step["groups"][0]["trajectories"]]
     assert trained == [(1.0, 0.5, 1), (-1.0, 0.5, 1)]
     assert "gap" not in page.get("/api/steps/1").json()["groups"][0]["trajectories"][0], "it has not been trained"
     tokens = page.get("/api/steps/2/tokens?group=g1").json()["groups"][0]["trajectories"][0]["each_token"]
@@ -301,14 +302,14 @@ def test_text_is_shown_on_a_machine_that_sees_the_run_directory_alone(run, tmp_p
     found = Content(run).rollouts(2)
     text = found["groups"][0]["trajectories"][0]["parts"][0]["text"]
     lines = list(show_rollouts(run, 2, Choice(), buffer=False, dropped=False, as_json=False))
-    told = [line for line in lines if str(tmp_path / "model") in line]
-    assert len(found["problems"]) == len(told) == (not kept)
+    notes = [line for line in lines if str(tmp_path / "model") in line]
+    assert len(found["problems"]) == len(notes) == (not kept)
     assert text.replace(" ", "").isdigit() is not kept
-    assert told == found["problems"]
+    assert notes == found["problems"]
 
 
 def drawn(address: str, tmp_path: Path) -> str:
-    """The page as a browser has it after ten seconds of its own time."""
+    """Returns the page as a browser shows it after ten seconds of virtual time."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     done = subprocess.run(
         ["chromium", *options, "--virtual-time-budget=10000", "--dump-dom", address],
@@ -323,11 +324,11 @@ def drawn(address: str, tmp_path: Path) -> str:
 class Live(Content):
     """A run that does a step while its page is open."""
 
-    asked = 0
+    requests = 0
 
     def status(self):
-        self.asked += 1
-        if self.asked == 2:
+        self.requests += 1
+        if self.requests == 2:
             with (self.directory / "metrics.jsonl").open("a") as more:
                 more.write('rics": {}}\n' + row(77, 1.0))
         return super().status()
@@ -338,12 +339,12 @@ def test_a_browser_follows_a_run(run, tmp_path):
     content = Live(run)
     with served(content) as page, held(run):
         found = drawn(f"{page.address}/?token=secret#curves", tmp_path)
-    assert content.asked >= 2 and "step 77 of" in found and 'class="state running"' in found
+    assert content.requests >= 2 and "step 77 of" in found and 'class="state running"' in found
     charts = re.split(r'class="chart js-plotly-plot"', found)[1:]
     assert charts and all('class="main-svg"' in chart for chart in charts)
 
 
-EACH = pytest.mark.slow("every colour of tokens: a start of the browser for each")
+EVERY_COLOUR = pytest.mark.slow("every colour of tokens: a start of the browser for each")
 
 
 @pytest.mark.needs("chromium")
@@ -351,14 +352,14 @@ EACH = pytest.mark.slow("every colour of tokens: a start of the browser for each
     ("by", "expected"),
     [
         ("gap", [True, False, True]),
-        pytest.param("advantage", [True, True, True], marks=EACH),
-        pytest.param("experts", [True, False, True], marks=EACH),
+        pytest.param("advantage", [True, True, True], marks=EVERY_COLOUR),
+        pytest.param("experts", [True, False, True], marks=EVERY_COLOUR),
     ],
 )
 def test_a_browser_colours_tokens(page, tmp_path, by, expected):
     found = drawn(f"{page.address}/?token=secret&dataset=math&colour={by}#rollouts", tmp_path)
     colours = re.findall(r'<span class="sampled"[^>]* style="background: (rgba?\([^)]*\))', found)
-    assert [each == colours[0] for each in colours] == expected
+    assert [item == colours[0] for item in colours] == expected
 
 
 @pytest.mark.needs("chromium")

@@ -1,7 +1,7 @@
-"""Effects of the configured terms: gradients of a small invented batch, with each term and without it.
+"""Effects of the configured terms: gradients of a small invented batch, with and without each term.
 
-A coefficient that contributes exactly nothing looks like one that works: nothing fails, and a run is lost. Most such
-cases are refused by the configuration; those here are combinations, such as a clip around a ratio that is always 1."""
+A coefficient without any contribution looks like a working one: nothing fails, and a run is wasted. The configuration
+refuses most such cases; this module finds combinations, such as a clip around a ratio that is always 1."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from slimx.models.families import configured_model
 from slimx.rules import trainer as trainer_rules
 
 EXACT = 1e-12
-"""Relative size below which a difference of two fp64 gradients is rounding."""
+"""Relative size below which a difference of two fp64 gradients is rounding error."""
 
 
 SELECTED = 0.2
-"""Share of the probe's tokens that clip_cov and kl_cov select at least: of so few theirs would be a single one."""
+"""Minimum share of the probe's tokens that clip_cov and kl_cov select: their default would select a single token of so
+small a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,16 @@ class Effect:
     key: str
     value: Any
     share: float
-    """Size of what it changes in the gradient over the size of the gradient: |with - without| / max(|with|,
-    |without|)."""
+    """Relative change of the gradient by the term: |with - without| / max(|with|, |without|)."""
     chosen: bool
-    """True if the configuration says so, rather than a default."""
+    """True if the configuration sets the value; False for a default."""
     reason: str | None = None
-    """Why it changes nothing, where it does not."""
+    """Reason for a term without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A key of section algorithm, or a parameter of its loss or estimator, and what to put there instead to be without
-    it."""
+    """A key of section algorithm, or a parameter of its loss or estimator, and the neutral value that disables it."""
 
     key: str
     neutral: Any
@@ -109,8 +108,8 @@ TERMS = (
     Term("opsm_delta", None),
     Term("mask_stale_tokens", False),
 )
-"""In the order of the configuration. Keys that have no effect under an algorithm are refused there
-(`slimx.config.sections.algorithm.NEEDS`) and not looked at here."""
+"""Terms in the order of the configuration. Keys that have no effect under an algorithm are refused
+(`slimx.config.sections.algorithm.NEEDS`) and skipped here."""
 
 
 ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
@@ -118,10 +117,10 @@ ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
 
 
 def effects(config: Config) -> list[Effect]:
-    """Every term of the configured loss with its share in the gradient of the probe batch; takes no GPU or engine, and
-    of the model config.json only, where its routers have losses.
+    """Returns every term of the configured loss with its share in the gradient of the probe batch. Needs no GPU or
+    engine, and only config.json of the model, if its routers have losses.
 
-    Raises SlimxError if they have and there is none, or the model has no routers."""
+    Raises SlimxError if they do and config.json is missing, or the model has no routers."""
     probe, algorithm = make_probe(config), config.algorithm
     share = _value(algorithm, "loss.share")
     if share is not None:
@@ -133,23 +132,30 @@ def effects(config: Config) -> list[Effect]:
 def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     algorithm = config.algorithm
     if algorithm.scores:
-        return  # of a pair; the probe batch is a policy's
-    whole = policy_gradient(config, probe)
+        return  # its loss is that of a pair; the probe batch is a policy's
+    full = policy_gradient(config, probe)
     if algorithm.loss.kind == "sft" or "loss" in algorithm.hooks:
-        share = _share(whole, np.zeros_like(whole))
-        yield Effect("algorithm.loss", algorithm.loss.kind, share, True, None if share else "its gradient is 0")
+        share = _share(full, np.zeros_like(full))
+        yield _effect("algorithm.loss", algorithm.loss.kind, share, True, "its gradient is 0")
     if algorithm.loss.kind != "sft" and algorithm.advantages.kind != "none":
-        share = _share(whole, policy_gradient(config, probe, without_advantages=True))
-        reason = None if share else _nothing_compared(config) or "every advantage of the probe batch is 0"
-        yield Effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
-    for term in () if algorithm.loss.kind == "sft" else TERMS:
+        share = _share(full, policy_gradient(config, probe, without_advantages=True))
+        reason = _nothing_compared(config) or "every advantage of the probe batch is 0"
+        yield _effect("algorithm.advantages", algorithm.advantages.kind, share, True, reason)
+    if algorithm.loss.kind == "sft":
+        return
+    for term in TERMS:
         value = _value(algorithm, term.key)
         if value in (None, term.neutral) or not _belongs(algorithm, term.key):
             continue
         other = config.model_copy(update={"algorithm": _without(algorithm, term)})
-        share = _share(whole, policy_gradient(other, probe))
-        reason = None if share else term.reason(config) or "the gradient of the probe batch is the same without it"
-        yield Effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
+        share = _share(full, policy_gradient(other, probe))
+        reason = term.reason(config) or "the gradient of the probe batch is the same without it"
+        yield _effect(f"algorithm.{term.key}", _shown(value), share, value != _default(algorithm, term.key), reason)
+
+
+def _effect(key: str, value: Any, share: float, chosen: bool, reason: str | None) -> Effect:
+    """Returns an effect with its `reason` only if it changes nothing."""
+    return Effect(key, value, share, chosen, None if share else reason)
 
 
 def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
@@ -157,31 +163,31 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
         return
     critic = config.critic.model_copy(update={"value_clip": 0.0})
     share = _share(value_gradient(config, probe), value_gradient(config.model_copy(update={"critic": critic}), probe))
-    reason = None if share else _values_are_old(config.schedule)
+    reason = _values_are_old(config.schedule)
     chosen = config.critic.value_clip != type(config.critic).model_fields["value_clip"].default
-    yield Effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
+    yield _effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
 
 
 def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
-    """Shares in the gradient of an invented router's logits."""
+    """Yields shares in the gradient of an invented router's logits."""
     moe = config.trainer.moe
-    if not (keys := [key for key in ROUTER_TERMS if getattr(moe, key)]):
+    keys = [key for key in ROUTER_TERMS if getattr(moe, key)]
+    if not keys:
         return
     spec = configured_model(config)
     refuse(broken(rules_in(trainer_rules), {"trainer": config.trainer, "spec": spec}))
     sizes = RouterSizes.of(spec)
-    whole = router_gradient(config, probe, sizes)
+    full = router_gradient(config, probe, sizes)
     for key in keys:
         trainer = config.trainer.model_copy(update={"moe": moe.model_copy(update={key: 0.0})})
-        share = _share(whole, router_gradient(config.model_copy(update={"trainer": trainer}), probe, sizes))
-        reason = None if share else _router_reason(key, sizes)
-        yield Effect(f"trainer.moe.{key}", getattr(moe, key), share, True, reason)
+        share = _share(full, router_gradient(config.model_copy(update={"trainer": trainer}), probe, sizes))
+        yield _effect(f"trainer.moe.{key}", getattr(moe, key), share, True, _router_reason(key, sizes))
 
 
 def _router_reason(key: str, sizes: RouterSizes) -> str:
     if key == "aux_loss_coef" and sizes.topk == sizes.experts:
-        return f"every token takes all {sizes.experts} experts, whose load is even whatever the router says"
-    return "it is lost in rounding beside the rest of the router's gradient; raise it"
+        return f"every token takes all {sizes.experts} experts, so their load is even with any router"
+    return "it is lost in rounding next to the rest of the router's gradient; raise it"
 
 
 def _belongs(algorithm: Algorithm, key: str) -> bool:
@@ -189,13 +195,13 @@ def _belongs(algorithm: Algorithm, key: str) -> bool:
 
 
 def _value(algorithm: Algorithm, key: str) -> Any:
-    """The value of a key such as `kl_coef` or `loss.low`; None where the loss or estimator has no such parameter."""
+    """Returns the value of a key such as `kl_coef` or `loss.low`; None if the loss or estimator lacks the parameter."""
     section, _, name = key.rpartition(".")
     return getattr(getattr(algorithm, section) if section else algorithm, name, None)
 
 
 def _default(algorithm: Algorithm, key: str) -> Any:
-    """The value of `key` under this algorithm's name, for its kind of loss and estimator, where nothing is said."""
+    """Returns the default of `key` for this algorithm's name and its kind of loss and estimator."""
     section, _, name = key.rpartition(".")
     if not section:
         return algorithm.default(name)
@@ -204,20 +210,21 @@ def _default(algorithm: Algorithm, key: str) -> Any:
 
 
 def _changed(algorithm: Algorithm, key: str, value: Any) -> Algorithm:
-    """`algorithm` with another value; not checked again, since some neutral values are refused by name."""
+    """Returns `algorithm` with another value, unvalidated, because some neutral values are refused."""
     section, _, name = key.rpartition(".")
-    if section:
-        name, value = section, getattr(algorithm, section).model_copy(update={name: value})
-    return algorithm.model_copy(update={name: value})
+    if not section:
+        return algorithm.model_copy(update={name: value})
+    objective = getattr(algorithm, section).model_copy(update={name: value})
+    return algorithm.model_copy(update={section: objective})
 
 
 def _without(algorithm: Algorithm, term: Term) -> Algorithm:
-    """`algorithm` with the neutral value."""
-    if term.key == "loss.share":  # one token is selected at least: without it means without the selection
+    """Returns `algorithm` with the term's neutral value."""
+    if term.key == "loss.share":  # at least one token is always selected: replace the loss by one without selection
         bounds = {"low": 1.0, "high": FAR, "dual": None}
-        given = {name: value for name, value in algorithm.loss if name in bounds}
-        return algorithm.model_copy(update={"loss": Clip(kind="clip", **(bounds | given))})
-    if term.key == "old_logprobs":  # what compares the two has nothing to compare
+        bounds |= {name: value for name, value in algorithm.loss if name in bounds}
+        return algorithm.model_copy(update={"loss": Clip(kind="clip", **bounds)})
+    if term.key == "old_logprobs":  # without it, corrections have nothing to compare
         algorithm = algorithm.model_copy(update={"correction": Correction(), "rejection": Rejection()})
     return _changed(algorithm, term.key, term.neutral)
 
@@ -234,14 +241,14 @@ def _shown(value: Any) -> Any:
     return value.kind if isinstance(value, Correction) else value
 
 
-def describe(found: list[Effect]) -> list[str]:
-    """One line per term."""
-    width = max(len(effect.key) for effect in found)
-    return [
-        f"  {effect.key:<{width}}  {effect.value!s:<12} "
-        + (f"{_percent(effect.share)} of the gradient" if effect.share else f"  NOTHING: {effect.reason}")
-        for effect in found
-    ]
+def describe(terms: list[Effect]) -> list[str]:
+    """Formats one line per term."""
+    width = max(len(effect.key) for effect in terms)
+    lines = []
+    for effect in terms:
+        result = f"{_percent(effect.share)} of the gradient" if effect.share else f"  NOTHING: {effect.reason}"
+        lines.append(f"  {effect.key:<{width}}  {effect.value!s:<12} {result}")
+    return lines
 
 
 def _percent(share: float) -> str:

@@ -1,5 +1,5 @@
-"""A small batch of invented rollouts in which everything happens that a loss can react to, and its gradient under a
-configuration: what `slimx doctor --effects` compares."""
+"""A small batch of invented rollouts that exercises everything a loss can react to, and its gradient under a
+configuration: the basis of `slimx doctor --effects`."""
 
 from __future__ import annotations
 
@@ -21,42 +21,47 @@ from slimx.errors import SlimxError, raised
 from slimx.extras.token_level.value_loss import ValueInputs, value_loss
 
 PROMPTS = 6
-DRIFT, GAP = 0.4, 1e-3
-"""Standard deviation of most log-probs between two sets of weights, and between trainer and engine with the same
-weights."""
-OUTLIER, OUTLIERS = 2.0, 0.15
-"""Standard deviation of the others (routed to other experts), and their share: larger than life, so that any sensible
-bound is met."""
+DRIFT = 0.4
+"""Standard deviation of most log-probs between two sets of weights."""
+GAP = 1e-3
+"""Standard deviation of most log-probs between trainer and engine with the same weights."""
+OUTLIER = 2.0
+"""Standard deviation of the other log-probs (tokens routed to other experts)."""
+OUTLIERS = 0.15
+"""Share of outliers: exaggerated, so that any sensible bound takes effect."""
 
 
 TOP = 3
-"""Likeliest tokens of the invented teacher, beside which one more stands for all others."""
+"""Number of top tokens of the invented teacher; one more stands for all other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An invented batch, whose gradients are those of one configuration. Log-probs: [n] per trajectory, float64."""
+    """An invented batch for the gradients of one configuration. Log-probs: [n] per trajectory, float64."""
 
     groups: list[Group]
     begin: list[np.ndarray]
-    """Under the trainer's weights before the step."""
+    """Log-probs under the trainer's weights before the step."""
     now: list[np.ndarray]
-    """Under its weights at the step's last update."""
+    """Log-probs under its weights at the step's last update."""
     reference: list[np.ndarray]
     teacher: list[np.ndarray]
     entropy: list[np.ndarray]
     values: list[np.ndarray]
-    """A critic's, before the step."""
+    """Values of a critic before the step."""
     values_now: list[np.ndarray]
 
 
 def make_probe(config: Config) -> Probe:
-    """Rollouts of `PROMPTS` prompts in groups of the configured size (4 at most), of two turns each, with rewards,
-    parts and states that differ. In a step of one update the policy is what it was when the step began; with
-    max_staleness 0 that is what the engine held. What then remains between the two is the numerical gap."""
+    """Makes rollouts of `PROMPTS` prompts in groups of the configured size (4 at most), of two turns each, with
+    different rewards, parts and states. In a step with one update the policy equals that at the beginning of the step;
+    with max_staleness 0 that equals the engine's, except for the numerical gap."""
     random = np.random.default_rng(0)
-    moved, stale = config.schedule.updates_per_step > 1, config.schedule.max_staleness > 0
-    groups, parts = [], {name: [] for name in ("begin", "now", "reference", "teacher", "entropy", "values", "new")}
+    moved = config.schedule.updates_per_step > 1
+    stale = config.schedule.max_staleness > 0
+    groups: list[Group] = []
+    names = ("begin", "now", "reference", "teacher", "entropy", "values", "new")
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for number in range(PROMPTS):
         trajectories = []
         for index in range(min(config.rollout.group_size, 4)):
@@ -79,30 +84,34 @@ def make_probe(config: Config) -> Probe:
 
 
 def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = False) -> np.ndarray:
-    """Gradient of the configured loss with respect to all log-probs and entropies of the probe, and to the logits of
-    `TOP` + 1 tokens at each of its positions, float64 [(3 + TOP) N].
+    """Returns the gradient of the configured loss with respect to all log-probs and entropies of the probe, and to the
+    logits of `TOP` + 1 tokens at each of its positions, float64 [(3 + TOP) N].
 
-    `without_advantages`: of its other terms alone."""
-    algorithm, rows = config.algorithm, _rows(config, probe)
+    `without_advantages`: only of the loss's other terms."""
+    algorithm = config.algorithm
+    rows = _rows(config, probe)
     _finish(config, probe, rows)
     if without_advantages:
         for row in rows:
             row.advantages = np.zeros_like(row.advantages)
 
-    logprobs, entropy = (_joined(arrays).requires_grad_() for arrays in (probe.now, probe.entropy))
+    logprobs = _joined(probe.now).requires_grad_()
+    entropy = _joined(probe.entropy).requires_grad_()
     columns = _columns(rows)
     if algorithm.taught:
         columns["teacher_logprobs"] = _joined(probe.teacher)
     rollout = columns["rollout_logprobs"]
     lengths = torch.tensor([len(row) for row in rows])
-    number = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    row_index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
 
     random = np.random.default_rng(1)
-    logits, others = (torch.from_numpy(random.normal(size=(len(rollout), TOP + 1))) for _ in range(2))
-    policy, teacher = logits.requires_grad_().log_softmax(-1), others.log_softmax(-1)[:, :TOP]
+    logits = torch.from_numpy(random.normal(size=(len(rollout), TOP + 1))).requires_grad_()
+    teacher_logits = torch.from_numpy(random.normal(size=(len(rollout), TOP + 1)))
+    policy = logits.log_softmax(-1)
+    teacher = teacher_logits.log_softmax(-1)[:, :TOP]
 
     def sequence_sum(values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(rows), dtype=values.dtype).index_add_(0, number, values.detach())[number]
+        return torch.zeros(len(rows), dtype=values.dtype).index_add_(0, row_index, values.detach())[row_index]
 
     loss, _ = make_loss(algorithm)(
         LossInputs(
@@ -116,17 +125,17 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
         )
     )
     leaves = (logprobs, entropy, logits)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    parts = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(found, leaves, strict=True)]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    parts = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(gradients, leaves, strict=True)]
     return torch.cat([part.flatten() for part in parts]).numpy()
 
 
 def try_hooks(config: Config) -> None:
-    """Call the user's own advantages and loss on a probe batch, if there are any. Raises SlimxError naming the key for
-    what they raise, or return wrongly."""
+    """Calls the user's advantages and loss on a probe batch, if there are any. Raises SlimxError with the key if they
+    raise, or return a wrong value."""
     algorithm = config.algorithm
-    own = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
-    if not own:
+    hooks = [f"algorithm.{key}={getattr(algorithm, key)}" for key in algorithm.hooks]
+    if not hooks:
         return
     try:
         policy_gradient(config, make_probe(config))
@@ -134,15 +143,16 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(own)} given invented rollouts, raised {raised(error)}; run it by hand on such "
+            f"{' or '.join(hooks)} given invented rollouts, raised {raised(error)}; run it by hand on such "
             "a batch (slimx.extras.doctor.effects.probe.make_probe)",
             code="algorithm.hook",
-            about=" or ".join(own),
+            about=" or ".join(hooks),
         ) from error
 
 
 def value_gradient(config: Config, probe: Probe) -> np.ndarray:
-    """Gradient of the critic's loss with respect to all its values at the step's last update, float64 [N]."""
+    """Returns the gradient of the critic's loss with respect to all values at the step's last update, float64 [N]."""
+    assert config.critic is not None
     rows = _rows(config, probe)
     _finish(config, probe, rows)
     now = _joined(probe.values_now).requires_grad_()
@@ -160,7 +170,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
-    """Fields of `LossColumns` that the rows have, one row after another, float64."""
+    """Returns the fields of `LossColumns` that the rows have, concatenated over rows, float64."""
     names = [name for name in LOSS_COLUMNS if getattr(rows[0], name) is not None]
     return {name: _joined([getattr(row, name) for row in rows]) for name in names}
 
@@ -185,8 +195,8 @@ def _finish(config: Config, probe: Probe, rows: list[TrainingRow]) -> None:
 
 
 def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:
-    """Two prompt tokens, then two turns with a tool's answer between, the second by version `newest`; `sampled` [L-1]:
-    the engine's log-probs."""
+    """Makes a trajectory of two prompt tokens and two turns with a tool's answer between them, the second turn sampled
+    by version `newest`. `sampled` [L-1]: the engine's log-probs."""
     length = len(sampled) + 1
     middle = length // 2
     spans = [

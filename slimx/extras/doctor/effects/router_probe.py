@@ -1,4 +1,4 @@
-"""The gradient of an invented router under a configuration: what the loss says through its gates, and its own terms."""
+"""Gradient of an invented router under a configuration: from the loss through its gates, and from its balance terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
 
 MICROBATCHES = 2
-"""Into which the probe's rollouts are packed: `global_aux_loss` adds up loads over them."""
+"""Number of micro-batches into which the probe's rollouts are packed: `global_aux_loss` sums loads over them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,17 @@ class RouterSizes:
     experts: int
     topk: int
     function: str
-    """Function of the scores: softmax or sigmoid."""
+    """Score function: softmax or sigmoid."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RouterSizes:
+        """Returns the sizes of the routers of a model."""
         fields = spec.transformer
         function = fields.get("moe_router_score_function", "softmax")
         return cls(spec.experts, fields["moe_router_topk"], function)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Tokens:
     """A micro-batch without padding (`slimx.algorithms.router_terms.CountedTokens`)."""
 
@@ -42,21 +43,23 @@ class _Tokens:
 
 
 def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndarray:
-    """Gradient with respect to the logits of a router before all N tokens of the probe, float64 [N x experts].
+    """Returns the gradient with respect to the logits of a router before all N tokens of the probe, float64 [N x
+    experts].
 
-    The log-prob of a token moves with the gates of the experts that it takes, each of which is worth something random
-    to it, so that the configured loss has a gradient here too."""
+    The log-prob of a token depends on the gates of its experts, each with a random weight, so that the configured loss
+    has a gradient here too."""
     random = torch.Generator().manual_seed(0)
     lengths = [len(values) for values in probe.begin]
     count = sum(lengths)
-    logits, worth = (torch.randn(count, sizes.experts, generator=random, dtype=torch.float64) for _ in range(2))
+    logits = torch.randn(count, sizes.experts, generator=random, dtype=torch.float64)
     logits.requires_grad_()
+    expert_weights = torch.randn(count, sizes.experts, generator=random, dtype=torch.float64)
     scores = normalised_scores(logits, sizes.function)
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(sizes.topk).indices, True)
     gates = scores * taken
     gates = gates / gates.sum(1, keepdim=True)
     slope = torch.from_numpy(policy_gradient(config, probe)[:count])
-    loss = (slope * (gates * worth).sum(1)).sum()
+    loss = (slope * (gates * expert_weights).sum(1)).sum()
     tally = LayerTally(
         config.trainer.moe,
         Totals(count, len(lengths)),
@@ -71,10 +74,12 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
         stop = start + int(part.sum())
         segments = torch.repeat_interleave(torch.arange(len(part)), torch.from_numpy(part))
         tokens = _Tokens(torch.ones(stop - start, dtype=torch.bool), segments, len(part))
-        loss = loss + tally.terms(logits[start:stop], taken[start:stop], tokens)
+        terms = tally.terms(logits[start:stop], taken[start:stop], tokens)
+        if terms is not None:
+            loss = loss + terms
         start = stop
     return torch.autograd.grad(loss, logits)[0].flatten().numpy()
 
 
 def _alone(counts: torch.Tensor) -> None:
-    """There are no other ranks to sum over."""
+    """Does nothing, because there are no other ranks to sum over."""

@@ -1,9 +1,8 @@
-"""A stand-in for engines that `slimx doctor --hooks` tries hooks with: it says what it was told to say.
+"""A stand-in for engines with which `slimx doctor --hooks` tries hooks: it returns scripted texts.
 
-It speaks as much of SGLang's HTTP as hooks meet in a run, over the same client: /generate, streamed or not, with
-log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings of a frozen model. No model runs
-behind it: the log-prob of every token is `LOGPROB`, all experts are number 0.
-"""
+It implements the part of SGLang's HTTP API that hooks use in a run, over the same client: /generate, streamed or not,
+with log-probs, versions, experts and top-p masks, and the chat, /classify and embeddings of a frozen model. There is no
+model: the log-prob of every token is `LOGPROB`, all experts have index 0."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ LOGPROB = -0.5
 VERSION = 1
 """Weight version of every token."""
 VERDICT = "Score: 5"
-"""Words of a frozen model in a chat."""
+"""Chat response of a frozen model."""
 VALUE = 0.5
 """Score of a frozen reward model."""
 START_S = 10.0
@@ -36,28 +35,28 @@ IDLE_S = 600.0
 
 
 class ScriptedServer:
-    """Answers in an event loop of its own, so that a hook that blocks the driver's is still answered. `with` starts and
-    ends it."""
+    """Responds in an event loop of a separate thread, even while a hook blocks the driver's. Used with `with`."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
-        self.asked: Counter[str] = Counter()
-        """Requests by path, since `say`."""
+        self.requests: Counter[str] = Counter()
+        """Number of requests by path, since `say`."""
         self.seeds: Counter[int] = Counter()
-        """Requests that sample by their seed, since `say`."""
+        """Number of sampling requests by seed, since `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
-        """Answers that are left to say; the last one is repeated."""
+        """Remaining answers; the last one is repeated."""
         self._ends = True
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
     def say(self, *answers: Sequence[int], ends: bool) -> None:
-        """From now on answer with these token ids, one after the other, and with the last ones for good; `ends`: and
-        then the model stops, else it is cut off there."""
-        self._answers, self._ends = [list(answer) for answer in answers], ends
-        self.asked.clear()
+        """Sets the token ids of the next answers; the last one is repeated. `ends`: True if the model then stops, False
+        if it is cut off."""
+        self._answers = [list(answer) for answer in answers]
+        self._ends = ends
+        self.requests.clear()
         self.seeds.clear()
 
     def __enter__(self) -> ScriptedServer:
@@ -73,7 +72,7 @@ class ScriptedServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(self._start())
-        self._loop.call_soon(self._listening.set)  # in the loop that `stop` ends, not in the one before it
+        self._loop.call_soon(self._listening.set)  # within run_forever, which `stop` ends
         self._loop.run_forever()
         self._loop.run_until_complete(server.close())
         self._loop.close()
@@ -90,7 +89,7 @@ class ScriptedServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.asked["/generate"] += 1
+        self.requests["/generate"] += 1
         fields = {**body, **json.loads((body.get("custom_labels") or {}).get("slimx", "{}"))}
         answer = {"text": "", "meta_info": self._meta(fields)}
         if not body.get("stream"):
@@ -101,14 +100,15 @@ class ScriptedServer:
         return response
 
     def _meta(self, fields: dict[str, Any]) -> dict[str, Any]:
-        prompt, sampling = list(fields.get("input_ids") or []), fields.get("sampling_params") or {}
+        prompt = list(fields.get("input_ids") or [])
+        sampling = fields.get("sampling_params") or {}
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         ids = answer[: sampling.get("max_new_tokens", len(answer))]
         if ids:
             self.seeds[sampling.get("sampling_seed", 0)] += 1
-        whole = self._ends and len(ids) == len(answer)
+        complete = self._ends and len(ids) == len(answer)
         meta: dict[str, Any] = {
-            "finish_reason": {"type": "stop" if whole else "length"},
+            "finish_reason": {"type": "stop" if complete else "length"},
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
             "cached_tokens": 0,
@@ -127,15 +127,15 @@ class ScriptedServer:
         return meta
 
     async def _chat(self, request: web.Request) -> web.Response:
-        self.asked[request.path] += 1
+        self.requests[request.path] += 1
         message = {"role": "assistant", "content": VERDICT}
         return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
     async def _classify(self, request: web.Request) -> web.Response:
-        self.asked[request.path] += 1
+        self.requests[request.path] += 1
         texts = (await request.json()).get("text") or [""]
         return web.json_response([{"embedding": [VALUE]} for _ in texts])
 
     async def _embed(self, request: web.Request) -> web.Response:
-        self.asked[request.path] += 1
+        self.requests[request.path] += 1
         return web.json_response({"data": [{"embedding": [VALUE]} for _ in (await request.json())["input"]]})

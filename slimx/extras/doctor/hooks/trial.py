@@ -1,4 +1,4 @@
-"""The rollouts with which `slimx doctor --hooks` tries hooks, in an event loop that is watched."""
+"""The rollouts with which `slimx doctor --hooks` tries hooks, in a watched event loop."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
 from slimx.rollout.hook_loading import Hooks
 
 LIMIT_S = 60.0
-"""For one rollout, and for one reward, where the run's own deadlines are longer."""
+"""Deadline of one rollout, and of one reward, if the run's deadlines are longer."""
 BEAT_S = 0.05
 STUCK_S = 20.0
-"""An event loop that stands still for so long is given up."""
+"""Seconds after which a blocked event loop is given up."""
 ELSE = "I do not know that."
-"""Words of the stand-in besides the answer."""
+"""Text of the stand-in other than the answer."""
 
 
 @dataclass(slots=True)
-class Tried:
-    """One of the stand-in's rollouts."""
+class TrialRollout:
+    """One rollout with the stand-in."""
 
     says: str
     outcome: GroupOutcome
@@ -43,13 +43,13 @@ class Tried:
     same_seed: bool
     frozen: int
     """Requests to frozen models."""
-    held: float
-    """Longest time for which the event loop stood still, seconds."""
+    blocked: float
+    """Longest time for which the event loop was blocked, in seconds."""
     seconds: float
 
 
 class HookTrial:
-    """The rollouts, in an event loop of a thread of their own."""
+    """The rollouts of a trial, in an event loop of a separate thread."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class HookTrial:
         server: ScriptedServer,
         texts: Sequence[str] = (),
     ) -> None:
-        """`texts`: what the stand-in says in one more rollout, the first, request by request; then it answers."""
+        """Prepares the trial. `texts`: responses of the stand-in in one additional rollout, the first one, request by
+        request, before it returns the answer."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(
@@ -70,22 +71,26 @@ class HookTrial:
                 "reward": config.reward.model_copy(update=reward),
             }
         )
-        self.hooks, self.spec, self.tokenizer, self.prompt, self.server = hooks, spec, tokenizer, prompt, server
+        self.hooks = hooks
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.server = server
         self.texts = texts
         self.beat = time.monotonic()
-        self.held = 0.0
-        """Longest time for which the event loop stood still in this rollout, seconds."""
-        self._result: Future[list[Tried]] = Future()
+        self.blocked = 0.0
+        """Longest time for which the event loop was blocked in this rollout, in seconds."""
+        self._result: Future[list[TrialRollout]] = Future()
 
-    def watch(self) -> list[Tried]:
-        """Run them. Raises SlimxError if a hook holds the event loop for good."""
+    def watch(self) -> list[TrialRollout]:
+        """Runs the rollouts. Raises SlimxError if a hook blocks the event loop for longer than STUCK_S."""
         self.beat = time.monotonic()
         threading.Thread(target=self._run, name="slimx-trial", daemon=True).start()
         while not wait([self._result], timeout=0.2).done:
             if time.monotonic() - self.beat > STUCK_S:
                 raise SlimxError(
-                    f"rollout.generate: {self.config.rollout.generate} has held the event loop for {STUCK_S:.0f} s; "
-                    "all rollouts share it: await, or move what blocks to asyncio.to_thread",
+                    f"rollout.generate: {self.config.rollout.generate} has blocked the event loop for {STUCK_S:.0f} s; "
+                    "all rollouts share it: await, or move blocking calls to asyncio.to_thread",
                     code="hooks.blocking",
                     about=self.config.rollout.generate,
                 )
@@ -97,9 +102,10 @@ class HookTrial:
         except BaseException as error:
             self._result.set_exception(error)
 
-    async def _all(self) -> list[Tried]:
+    async def _all(self) -> list[TrialRollout]:
         heart = asyncio.create_task(self._beat())
-        url, shape = self.server.url, ModelShape.of(self.spec)
+        url = self.server.url
+        shape = ModelShape.of(self.spec)
         sampled = bool(self.config.rollout.policy_engines)
         frozen = {
             group.name: FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
@@ -108,53 +114,67 @@ class HookTrial:
         proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
-            # Every policy is the stand-in, in the words of the actor's tokenizer.
+            # The stand-in serves every policy, with the actor's tokenizer.
             speaker = Speaker(client if sampled else None, self.tokenizer, self.spec.vocab_size)
             speakers = dict.fromkeys(self.config.trained, speaker)
             maker = GroupMaker(self.config, hooks, speakers, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION
             try:
-                tried: list[Tried] = []
+                rollouts: list[TrialRollout] = []
                 scripts = self._scripts()
                 for number, script in enumerate(scripts if sampled else scripts[:1]):
-                    tried.append(await self._one(maker, number, *script))
-                    if (tried[-1].outcome.reason or "").endswith("deadline"):
-                        break  # it would only take as long again
-                return tried
+                    rollouts.append(await self._one(maker, number, *script))
+                    if (rollouts[-1].outcome.reason or "").endswith("deadline"):
+                        break  # the others would take as long
+                return rollouts
             finally:
                 heart.cancel()
                 maker.close()
                 await proxy.stop()
 
     def _scripts(self) -> list[tuple[str, list[list[int]], bool]]:
-        """(name, token ids of one answer after the other, True if the model ends there)."""
+        """Returns the scripts of the rollouts: (name, token ids of the answers in order, True if the model ends after
+        the last)."""
         end = self.tokenizer.eos_token_id
 
         def ids(text: str) -> list[int]:
             return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-        right, other = ids(self.prompt.answer or "The answer is 42."), ids(ELSE)
+        right = ids(self.prompt.answer or "The answer is 42.")
+        other = ids(ELSE)
         closing = [] if end is None else [end]
         name = "the answer" if self.prompt.answer is not None else '"The answer is 42."'
-        given = [ids(text) + closing for text in self.texts]
-        return [
-            *([("--say", [*given, right + closing], True)] if given else []),
+        scripts = [
             (name, [right + closing], True),
             ("else", [other + closing], True),
             ("else, cut off", [other], False),
         ]
+        if self.texts:
+            answers = [ids(text) + closing for text in self.texts]
+            scripts.insert(0, ("--say", [*answers, right + closing], True))
+        return scripts
 
-    async def _one(self, maker: GroupMaker, number: int, says: str, answers: list[list[int]], ends: bool) -> Tried:
+    async def _one(
+        self, maker: GroupMaker, number: int, says: str, answers: list[list[int]], ends: bool
+    ) -> TrialRollout:
         self.server.say(*answers, ends=ends)
-        began, self.held = time.monotonic(), 0.0
+        self.blocked = 0.0
+        began = time.monotonic()
         outcome = await maker.make(self.prompt, group_id=str(number), number=number)
-        asked, seeds = self.server.asked, self.server.seeds
-        frozen = sum(asked.values()) - seeds.total()
-        twice = max(seeds.values(), default=0) > 1
-        return Tried(says, outcome, seeds.total(), twice, frozen, self.held, time.monotonic() - began)
+        seeds = self.server.seeds
+        return TrialRollout(
+            says=says,
+            outcome=outcome,
+            requests=seeds.total(),
+            same_seed=max(seeds.values(), default=0) > 1,
+            frozen=self.server.requests.total() - seeds.total(),
+            blocked=self.blocked,
+            seconds=time.monotonic() - began,
+        )
 
     async def _beat(self) -> None:
         while True:
             now = time.monotonic()
-            self.held, self.beat = max(self.held, now - self.beat - BEAT_S), now
+            self.blocked = max(self.blocked, now - self.beat - BEAT_S)
+            self.beat = now
             await asyncio.sleep(BEAT_S)

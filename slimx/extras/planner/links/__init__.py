@@ -1,1 +1,1 @@
-"""Bytes of a publication, and the time that links need for them."""
+"""Traffic of a publication, and the seconds that links need for it."""

@@ -1,18 +1,17 @@
 """Seconds of a publication on links of given rates: pure arithmetic on the bytes of a compiled plan.
 
-A stage takes the bytes of its busiest rank / rate + calls x latency. Stages overlap as the publisher makes them
-overlap (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i travels and is checked.
+A stage takes the bytes of its busiest rank / rate + calls x latency. Stages overlap as in the publisher
+(`slimx.reshard.publish`): bucket i + 1 is packed while bucket i is transferred and checked.
 
     pack 0 | pack 1        | pack 2        |               | load all | verify all
            | move, check 0 | move, check 1 | move, check 2 |
 
-Over links (`publish.transport: nixl`) bucket i + 1 also travels while bucket i is checked, and each link goes on by
-itself: the bytes are dealt out as a run deals them out (`direct_traffic`).
+Over links (`publish.transport: nixl`) bucket i + 1 is also transferred while bucket i is checked, and each link
+proceeds independently: the bytes are dealt out as in a run (`direct_traffic`).
 
-What it leaves out: contention between links, and anything else that runs there. So its figures for machines that were
-not measured are told only while it is right about one that was: see `LinkTrial`. `benchmarks/publish_direct.py` holds
-it against links of a known rate.
-"""
+The model ignores contention between links and any other load on them. Its figures for unmeasured machines are therefore
+shown only while its prediction for a measured machine is accurate: see `LinkTrial`. `benchmarks/publish_direct.py`
+compares it with links of a known rate."""
 
 from __future__ import annotations
 
@@ -30,65 +29,63 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 
 TOLERANCE = 0.25
-"""Share by which the model may miss a measured publication before its predictions are withheld."""
+"""Relative error on a measured publication above which predictions are withheld."""
 STEPS = 6
-"""Calls to the engines around the buckets: begin, pause, load, verify, commit, resume."""
+"""Calls to the engines in addition to those per bucket: begin, pause, load, verify, commit, resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Figures of one rank and its links. Rates in bytes per second, latencies in seconds."""
+    """Rates and latencies of one rank and its links. Rates in bytes per second, latencies in seconds."""
 
     name: str
     pack: float
-    """Rate of parameters read by the pack kernel."""
+    """Rate at which the pack kernel reads parameters."""
     link: float | None
-    """Into or out of one rank; None: both sides map the same memory."""
+    """Rate into or out of one rank; None if both sides map the same memory."""
     check: float
-    """Rate of staged bytes read for the first time, for their checksum."""
+    """Rate of the first read of staged bytes, for their checksum."""
     copy: float
-    """From staging into parameters."""
+    """Rate of copies from staging into parameters."""
     verify: float
-    """Rate of parameters read for their checksum."""
+    """Rate at which parameters are read for their checksum."""
     call: float
-    """Time of a kernel call or a copy, before its first byte."""
+    """Latency of a kernel call or a copy."""
     message: float
-    """Time of a message, before its first byte."""
+    """Latency of a message."""
     control: float
-    """Time of one call to all trainers or to all engines."""
+    """Seconds of one call to all trainers or to all engines."""
     cores: int | None = None
-    """Processor cores that all ranks share; None: each rank has a device of its own."""
+    """Processor cores that all ranks share; None if each rank has a separate device."""
     domain: int | None = None
-    """Ranks that such links join; None: any number."""
+    """Number of ranks that these links connect; None: unlimited."""
 
 
 def h100_infiniband() -> Links:
-    """Nodes of 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
+    """Returns the links of nodes with 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
 
-    Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX
-    H100 user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy has 2.83 TB/s of it, reads
-    and writes together, pack with its checksum 87% of a copy's rate, and a launch takes the host 20 us. Assumed: 90% of
-    the links, as RDMA loses its headers; checksums at 85% of a read; 20 us per message; 8 ms per call to all ranks, as
-    Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms).
-    """
+    Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
+    user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s, reads and
+    writes together, pack with its checksum 87% of a copy's rate, and a launch takes 20 us on the host. Assumed: 90% of
+    the link rate because of RDMA headers; checksums at 85% of a read; 20 us per message; 8 ms per call to all ranks, as
+    Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
     return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
 
 
 def gb300_nvlink() -> Links:
-    """One GB300 NVL72: 72 GPUs in one NVLink domain.
+    """Returns the links of one GB300 NVL72: 72 GPUs in one NVLink domain.
 
     Public figures: 1.8 TB/s of NVLink 5 per GPU in both directions together, 130 TB/s per rack, and 8 TB/s of memory
     per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
-    one direction, 90% of the memory; pack at 85% of a copy; the rest as in `h100_infiniband`.
-    """
+    one direction, 90% of the memory rate; pack at 85% of a copy; the rest as in `h100_infiniband`."""
     name = "GB300 NVL72, one NVLink domain"
     return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
 
 
 def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
-    """Returns the links of ranks with a GPU each. `memory`: bytes per second that a GPU reads and writes together;
-    `pack`: rate of packing, as a share of a copy's."""
+    """Returns the links of ranks with one GPU each. `memory`: bytes per second of GPU memory, reads and writes
+    together; `pack`: rate of packing relative to a copy."""
     return Links(
         name=name,
         pack=pack * memory / 2,
@@ -105,20 +102,20 @@ def _cluster(name: str, *, memory: float, pack: float, link: float, message: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The bytes of one publication to `engines` equal engines, by bucket and rank."""
+    """Bytes of one publication to `engines` equal engines, by bucket and rank."""
 
     read: np.ndarray
     """[buckets, sources] bytes of parameters."""
     sent: np.ndarray
-    """[buckets, sources] bytes that leave the rank, for all engines."""
+    """[buckets, sources] bytes sent by the rank to all engines."""
     received: np.ndarray
-    """[buckets, targets] bytes that enter one engine's rank."""
+    """[buckets, targets] bytes received by one engine's rank."""
     sends: np.ndarray
-    """[buckets, sources] messages, for all engines."""
+    """[buckets, sources] messages to all engines."""
     receives: np.ndarray
-    """[buckets, targets] messages."""
+    """[buckets, targets] messages to one engine's rank."""
     tensors: int
-    """Tensors of the engine rank that has most."""
+    """Tensors of the engine rank with the most."""
     engine_ranks: int
     """Ranks of all engines together."""
 
@@ -132,16 +129,16 @@ class Traffic:
 
     @property
     def ranks(self) -> int:
-        """Trainers and engines together."""
+        """Trainer and engine ranks together."""
         return self.sources + self.engine_ranks
 
 
 def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, encoding: Encoding) -> Traffic:
-    """Traffic of `plan` from `sources` trainer ranks, if each rank sends each engine rank its own moves.
+    """Returns the traffic of `plan` from `sources` trainer ranks, if each rank sends its moves directly to each engine
+    rank.
 
-    `engine_ranks`: of one engine. With Hugging Face names every one of them takes all bytes: a trainer rank then sends
-    its share once per engine, and engine ranks pass it on as they receive it.
-    """
+    `engine_ranks`: ranks of one engine. With Hugging Face names each of them takes all bytes: a trainer rank then sends
+    its bytes once per engine, and engine ranks forward them as they receive them."""
     moved, targets = plan.moved, plan.targets
     elements = moved["rows"].astype(np.int64) * moved["cols"]
     bucket, source, target = moved["bucket"], moved["source"], moved["target"]
@@ -160,8 +157,8 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
 
 
 def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
-    """Traffic of `plan`, one engine's own bytes, to `engines` engines that are copies of one another, if `sources`
-    trainer ranks share the work as in a run (`slimx.extras.direct.dealing`)."""
+    """Returns the traffic of `plan`, the bytes of one engine, to `engines` identical engines, if `sources` trainer
+    ranks divide the work as in a run (`slimx.extras.direct.dealing`)."""
     dealt = deal(plan, engines=engines)
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
@@ -178,18 +175,19 @@ class Stages:
     """All buckets: gather, convert and pack are one kernel call per rank and bucket."""
     transfer: float
     check: float
-    """Checksums of what was staged."""
+    """Checksums of staged bytes."""
     load: float
     verify: float
-    """Checksums of what is held."""
+    """Checksums of loaded parameters."""
     control: float
-    """Calls to all ranks, of which two per bucket overlap."""
+    """Calls to all ranks; two per bucket overlap."""
     total: float
     """Less than the sum, because packing overlaps with transfer and check."""
 
 
 def predict(traffic: Traffic, links: Links) -> Stages:
-    """Seconds that `traffic` takes on `links`. Raises SlimxError if they do not join so many ranks."""
+    """Returns the seconds that `traffic` takes on `links`. Raises SlimxError if the links do not connect that many
+    ranks."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"{traffic.ranks} ranks ({traffic.sources} trainers, {traffic.engine_ranks} of engines) do not fit the "
@@ -199,31 +197,27 @@ def predict(traffic: Traffic, links: Links) -> Stages:
         )
     packs = traffic.read / links.pack + (traffic.read > 0) * links.call
     checks = traffic.received / links.check + (traffic.received > 0) * links.call
-    pack, check, transfer = packs.max(axis=1), checks.max(axis=1), np.zeros(traffic.buckets)
-    if links.link is not None:
-        each = np.concatenate(
-            [
-                nbytes / links.link + messages * links.message
-                for nbytes, messages in ((traffic.sent, traffic.sends), (traffic.received, traffic.receives))
-            ],
-            axis=1,
-        )
-        transfer = each.max(axis=1)
-    held = traffic.received.sum(axis=0).max()
-    load = held / links.copy + traffic.tensors * links.call
-    verify = held / links.verify + links.call
-
+    pack = packs.max(axis=1)
+    check = checks.max(axis=1)
     copies = traffic.engine_ranks // traffic.received.shape[1]
-    # Where ranks share cores, work that overlaps does not take less of them.
-    all_packs, all_checks = (_shared(work.sum(axis=1), links.cores) for work in (packs, checks * copies))
+    # If ranks share cores, overlapping work still takes the sum of their core time.
+    all_packs = _shared(packs.sum(axis=1), links.cores)
+    all_checks = _shared((checks * copies).sum(axis=1), links.cores)
+    transfer = np.zeros(traffic.buckets)
     if links.link is None:
         # Slot i: bucket i is packed while bucket i - 1 is checked.
         alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + links.control, 0, 0))
         staged = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0)).sum()
     else:
-        staged = _staged(pack + links.control, each, check + links.control)
-    share = max(1.0, traffic.engine_ranks / links.cores) if links.cores else 1.0
-    load, verify = load * share, verify * share
+        sending = traffic.sent / links.link + traffic.sends * links.message
+        receiving = traffic.received / links.link + traffic.receives * links.message
+        transfers = np.concatenate([sending, receiving], axis=1)
+        transfer = transfers.max(axis=1)
+        staged = _staged(pack + links.control, transfers, check + links.control)
+    loaded_bytes = traffic.received.sum(axis=0).max()
+    ranks_per_core = max(1.0, traffic.engine_ranks / links.cores) if links.cores else 1.0
+    load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
+    verify = (loaded_bytes / links.verify + links.call) * ranks_per_core
     total = float(staged + load + verify + STEPS * links.control)
     return Stages(
         pack=float(np.maximum(pack, all_packs).sum()),
@@ -237,17 +231,20 @@ def predict(traffic: Traffic, links: Links) -> Stages:
 
 
 def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
-    """Seconds until the last bucket is checked, from `pack` [buckets], `transfer` [buckets, links], `check` [buckets].
+    """Returns the seconds until the last bucket is checked, from `pack` [buckets], `transfer` [buckets, links] and
+    `check` [buckets].
 
-    A link takes a bucket when it is packed and the one before it has left the link. The packing of a bucket begins when
-    the one before it is packed and the one before that is checked.
-    """
-    packed, checked, before = 0.0, 0.0, 0.0
+    A link takes a bucket when the bucket is packed and the previous one has left the link. Packing of a bucket starts
+    when the previous one is packed and the one before that is checked."""
+    packed = 0.0
+    checked = 0.0
+    checked_before = 0.0
     free = np.zeros(transfer.shape[1])
-    for number in range(len(pack)):
-        packed = max(packed, before) + pack[number]
-        free = np.maximum(free, packed) + transfer[number]
-        before, checked = checked, max(float(free.max()), checked) + check[number]
+    for index in range(len(pack)):
+        packed = max(packed, checked_before) + pack[index]
+        free = np.maximum(free, packed) + transfer[index]
+        checked_before = checked
+        checked = max(float(free.max()), checked) + check[index]
     return checked
 
 
@@ -257,15 +254,15 @@ def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class LinkTrial:
-    """The model against measured publications of one machine: pairs of predicted and measured seconds."""
+    """The model compared with measured publications of one machine: pairs of predicted and measured seconds."""
 
     predicted: Sequence[float]
-    """Each from rates measured right before its publication."""
+    """Predictions, each from rates measured right before its publication."""
     measured: Sequence[float]
 
     @property
     def off(self) -> float:
-        """By which share the prediction misses: the median over the pairs; positive: too slow."""
+        """Relative error of the prediction: the median over the pairs; positive if it is too slow."""
         return median(p / m for p, m in zip(self.predicted, self.measured, strict=True)) - 1
 
     @property

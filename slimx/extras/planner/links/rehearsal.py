@@ -1,8 +1,8 @@
-"""A publication in this process: what this machine's rates are, and whether the link model predicts it from them.
+"""A publication within this process: measures the rates of this machine, and whether the link model predicts the
+publication from them.
 
-The trainer's side is slimx's own (`Gatherer`, `Publisher`); the engine's is `EngineRank`, which does with
-its parameters what a server's receiver does. Weights are random: only bytes matter.
-"""
+The trainer's side is slimx's own code (`Gatherer`, `Publisher`); the engine's side is `EngineRank`, which treats its
+parameters as a server's receiver does. Weights are random: only bytes matter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from timeit import timeit
 
 import numpy as np
@@ -47,64 +48,66 @@ MODEL = {
 }
 """A small Qwen3-MoE: 30 MiB of bf16 per layer."""
 SMALL, LARGE = 1, 5
-"""Layers of the model that the rates come from, and of the one that is published for comparison."""
+"""Layers of the model from which rates are measured, and of the one that is published for comparison."""
 ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
-"""Rounds of a rehearsal, fewer where they take longer than the limit, and how many at least."""
+"""Rounds of a rehearsal, their minimum, and the seconds after which no further round starts."""
 DEADLINE_S = 30.0
 
 
 class EngineRank:
-    """The parameters of one engine rank and what it has staged for them."""
+    """Parameters of one engine rank and the tensors staged for them."""
 
-    def __init__(self, places: Mapping[str, torch.Tensor]):
-        """`places`: published name -> where it is held, contiguous."""
-        self.places = places
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        """Keeps `parameters`, contiguous tensors by published name."""
+        self.parameters = parameters
         self._staged: dict[str, torch.Tensor] = {}
         self._checksums: dict[str, int] = {}
 
     def stage(self, path: str, size: int, tensors: Sequence[PackedTensor]) -> float:
-        """Map the bucket of `size` bytes at `path` and prove `tensors` of it; seconds that the proof took."""
+        """Maps the bucket of `size` bytes at `path` and verifies its `tensors`. Returns the seconds of the
+        verification."""
         memory = open_memory(path, size)
         began = time.perf_counter()
         views = {t.name: memory[t.offset : t.offset + t.nbytes] for t in tensors}
-        wanted = {t.name: t.checksum for t in tensors}
-        self._prove(views, wanted, "staged")
-        self._staged |= {t.name: views[t.name].view(self.places[t.name].dtype) for t in tensors}
-        self._checksums |= wanted
+        checksums = {t.name: t.checksum for t in tensors}
+        self._verify(views, checksums, "staged")
+        for tensor in tensors:
+            self._staged[tensor.name] = views[tensor.name].view(self.parameters[tensor.name].dtype)
+        self._checksums |= checksums
         return time.perf_counter() - began
 
     def load(self) -> None:
-        """Copy what is staged into the parameters."""
+        """Copies the staged tensors into the parameters."""
         for name, values in self._staged.items():
-            place = self.places[name]
-            place.copy_(values.view(place.shape))
+            parameter = self.parameters[name]
+            parameter.copy_(values.view(parameter.shape))
         self._staged.clear()
 
     def verify(self) -> int:
-        """Number of tensors held as published."""
-        self._prove({name: self.places[name] for name in self._checksums}, self._checksums, "held")
+        """Returns the number of tensors that match the published checksums. Raises SlimxError for any other."""
+        self._verify({name: self.parameters[name] for name in self._checksums}, self._checksums, "loaded")
         return len(self._checksums)
 
     def drop(self) -> None:
-        """Forget what is staged."""
+        """Discards the staged tensors."""
         self._staged.clear()
 
     @staticmethod
-    def _prove(views: Mapping[str, torch.Tensor], wanted: Mapping[str, int], where: str) -> None:
+    def _verify(views: Mapping[str, torch.Tensor], checksums: Mapping[str, int], state: str) -> None:
         pieces = [kernel.rectangle(v.view(-1), tensor=k, pos=0, pos_ld=v.nbytes) for k, v in enumerate(views.values())]
         sums = kernel.seeds([view.nbytes for view in views.values()])
         kernel.checksum_rects(np.array(pieces, dtype=kernel.PIECE), sums)
-        for name, found in zip(views, sums.tolist(), strict=True):
-            if found != wanted[name]:
+        for name, checksum in zip(views, sums.tolist(), strict=True):
+            if checksum != checksums[name]:
                 raise SlimxError(
-                    f"{where} tensor {name} has checksum {found:016x}, published was {wanted[name]:016x}",
+                    f"{state} tensor {name} has checksum {checksum:016x}, published was {checksums[name]:016x}",
                     code="links.checksum",
                     about=name,
                 )
 
 
 class Rehearsal:
-    """One trainer rank, one engine rank, each on a thread of its own: as much as two cores hold without sharing."""
+    """One trainer rank and one engine rank, each on its own thread: two cores run them without sharing."""
 
     def __init__(self, layers: int):
         hf = {**MODEL, "num_hidden_layers": layers}
@@ -132,7 +135,7 @@ class Rehearsal:
         return self.engine.stage(packed.path, packed.size, packed.targets[0])
 
     async def publish(self) -> float:
-        """Seconds of one publication by slimx's publisher."""
+        """Runs one publication by slimx's publisher and returns its seconds."""
         publisher = Publisher(
             self, OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
         )
@@ -156,12 +159,14 @@ class Rehearsal:
 
 
 def rehearse() -> LinkTrial:
-    """The link model against this machine: rates of a small model, then a larger one published, in turn.
+    """Compares the link model with this machine: measures rates on a small model, publishes a larger one, and repeats.
 
-    About two seconds, on two threads."""
-    predicted, measured = [], []
+    Takes about two seconds, on two threads."""
+    predicted: list[float] = []
+    measured: list[float] = []
     with one_thread():
-        small, large = Rehearsal(SMALL), Rehearsal(LARGE)
+        small = Rehearsal(SMALL)
+        large = Rehearsal(LARGE)
         traffic = large.traffic
         calibrate(small)  # first touches of everything
         asyncio.run(large.publish())
@@ -173,21 +178,26 @@ def rehearse() -> LinkTrial:
 
 
 def calibrate(rehearsal: Rehearsal) -> Links:
-    """This machine's rates, from one pass of every stage over a small model, nothing beside it."""
-    plan, engine = rehearsal.plan, rehearsal.engine
+    """Measures this machine's rates, from one pass of every stage over a small model with nothing else running."""
+    plan = rehearsal.plan
+    engine = rehearsal.engine
     size = sum(tensor.nbytes for bucket in plan.buckets[0] for tensor in bucket.tensors)
     call = _latency()
-    pack = check = 0.0
+    pack = 0.0
+    check = 0.0
     for bucket in range(plan.count):
-        seconds, packed = _timed(lambda bucket=bucket: rehearsal.pack(bucket))
+        seconds, packed = _timed(partial(rehearsal.pack, bucket))
         pack += seconds - call
-        check += _timed(lambda packed=packed: rehearsal.stage(packed))[0] - call
-    tensors = len(engine.places)
-    load = _timed(engine.load)[0]
-    verify = _timed(engine.verify)[0] - call
+        seconds, _ = _timed(partial(rehearsal.stage, packed))
+        check += seconds - call
+    tensors = len(engine.parameters)
+    load, _ = _timed(engine.load)
+    verify, _ = _timed(engine.verify)
+    verify -= call
     rehearsal.gatherer.release()
+    cores = len(os.sched_getaffinity(0))
     return Links(
-        name=f"this machine, {(cores := len(os.sched_getaffinity(0)))} cores",
+        name=f"this machine, {cores} cores",
         pack=size / pack,
         link=None,
         check=size / check,
@@ -200,29 +210,31 @@ def calibrate(rehearsal: Rehearsal) -> Links:
     )
 
 
-def _timed(work: Callable[[], object]) -> tuple[float, object]:
+def _timed[Result](work: Callable[[], Result]) -> tuple[float, Result]:
+    """Returns the seconds of `work` and its result."""
     began = time.perf_counter()
     result = work()
     return time.perf_counter() - began, result
 
 
 def _latency() -> float:
-    """Seconds of a kernel call on next to nothing."""
-    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    """Measures the seconds of a kernel call on a few bytes."""
+    source = torch.zeros(8, dtype=torch.uint8)
+    target = torch.zeros(8, dtype=torch.uint8)
     pieces = np.array([kernel.rectangle(source, tensor=0, pos=0, pos_ld=8)], dtype=kernel.PIECE)
     sums = np.zeros(1, np.uint64)
     return timeit(lambda: kernel.pack(pieces, target, sums), number=50) / 50
 
 
 def _hop() -> float:
-    """Seconds of an empty call to another thread."""
+    """Measures the seconds of an empty call to another thread."""
     with ThreadPoolExecutor(1) as pool:
         return timeit(lambda: pool.submit(int).result(), number=20) / 20
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Kernels and copies of this process on one thread each, as the model counts them."""
+    """Limits kernels and copies of this process to one thread each, as the model assumes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -269,7 +281,7 @@ class _Engine(LocalRecipient):
 
 
 class OnlyOne:
-    """A membership of one engine, whose failure ends the publication."""
+    """A membership with a single engine, whose failure ends the publication."""
 
     epoch = 0
 

@@ -1,15 +1,14 @@
-"""Activations of one transformer layer that the backward pass needs, in bytes, part by part.
+"""Activation bytes of one transformer layer that the backward pass needs, part by part.
 
-The count is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
-section 4: what each operator of a layer saves, with tensor and sequence parallelism), taken further to what they do not
-have: grouped query heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size where
-fused), experts that see top-k copies of each token, flash attention (2205.14135: one number per row and head instead of
-the probabilities), and no dropout.
+The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
+section 4: saved tensors of each operator of a layer, with tensor and sequence parallelism), extended by grouped query
+heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size if fused), experts with
+top-k copies of each token, flash attention (2205.14135: one number per row and head instead of the probabilities), and
+no dropout.
 
-Two sets of kernels count differently. `engine`: Transformer Engine's fused norms, rotation and SwiGLU. `torch`: the
-layers of `slimx.adapters.megatron.layers`, whose norms keep fp32 copies and whose SwiGLU keeps its steps. The latter is
-what a run on the CPU has and what tests measure; the former has never been measured.
-"""
+Two sets of kernels are counted differently. `engine`: Transformer Engine's fused norms, rotation and SwiGLU. `torch`:
+the layers of `slimx.adapters.megatron.layers`, whose norms keep fp32 copies and whose SwiGLU keeps intermediate
+tensors. CPU runs use the latter, and tests measure it; the former has never been measured."""
 
 from __future__ import annotations
 
@@ -25,122 +24,127 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything besides the model that the bytes of a layer depend on."""
+    """Everything besides the model that determines the bytes of a layer."""
 
     tokens: int
     """Tokens of one micro-batch on one context-parallel rank."""
     length: int
-    """Tokens of its longest sequence, on all context-parallel ranks together."""
+    """Tokens of the longest sequence of the micro-batch, on all context-parallel ranks together."""
     sizes: Sizes
     itemsize: int
     """Bytes of an element of parameters and activations."""
     kernels: Kernels
     materialised: bool
-    """True if the attention keeps its probabilities (no flash kernel for it)."""
+    """True if the attention keeps its probabilities (no flash kernel supports it)."""
     masked: bool = False
-    """True if torch's kernel gets a mask of every pair of tokens, and keys and values for every head (sinks)."""
+    """True if torch's kernel receives a mask for every pair of tokens, and keys and values for every head (sinks)."""
 
     @property
     def share(self) -> float:
-        """Tokens where the sequence is split over the tensor-parallel ranks (sequence parallelism)."""
+        """Tokens per tensor-parallel rank where the sequence is split over these ranks (sequence parallelism)."""
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Bytes of a norm's input: fp32 copies of it and of what it becomes, or the input itself."""
+        """Returns the bytes that a norm keeps: fp32 copies of its input and output, or the input itself."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes that one layer keeps of one micro-batch on one rank."""
+    """Bytes that one layer keeps for one micro-batch on one rank."""
 
     input: float
-    """Its input: all that remains of a layer that is recomputed whole."""
+    """Input of the layer: all that is kept of a completely recomputed layer."""
     attention_norm: float = 0.0
-    """In front of the attention: what the norm keeps."""
+    """Kept by the norm before the attention."""
     attention_input: float = 0.0
-    """Values that the projections keep: the norm's output, and latents with their norms."""
+    """Kept by the projections: the norm's output, and latents with their norms."""
     projected: float = 0.0
     """Queries, keys and values that the attention keeps, with their norms and rotation."""
     up_projected: float = 0.0
-    """Those of `projected` that latent attention's up-projection makes again."""
+    """Part of `projected` that latent attention's up-projection recomputes."""
     core: float = 0.0
-    """Values that the attention keeps beyond its inputs: probabilities, or a number per row."""
+    """Kept by the attention in addition to its inputs: probabilities, or one number per row."""
     operands: float = 0.0
-    """Those of `projected` that nothing but the attention keeps: rotated queries and keys, or all that it is given."""
+    """Part of `projected` that only the attention keeps: rotated queries and keys, or all of its inputs."""
     values: float = 0.0
-    """The values, which the attention keeps as a part of a larger tensor."""
+    """Values, which the attention keeps as a part of a larger tensor."""
     context: float = 0.0
-    """The attention's output, which the output projection keeps."""
+    """Output of the attention, which the output projection keeps."""
     mlp_norm: float = 0.0
     mlp_input: float = 0.0
-    """The second norm's output, which router, shared experts or the MLP keep."""
+    """Output of the second norm, which router, shared experts or the MLP keep."""
     router: float = 0.0
     """Scores, choices and their order."""
     dispatched: float = 0.0
-    """Tokens as the experts get them."""
+    """Tokens as dispatched to the experts."""
     inner: float = 0.0
     """First product of MLP or experts."""
     activated: float = 0.0
-    """Steps of the activation and its result."""
+    """Intermediate tensors of the activation and its result."""
     shared: float = 0.0
     """Products of the shared experts."""
     core_work: float = 0.0
-    """While the attention's gradient is computed."""
+    """Workspace of the attention's gradient."""
     mlp_work: float = 0.0
-    """While gradients of MLP or experts are computed."""
+    """Workspace of the gradients of MLP or experts."""
     gathered: float
-    """In either: a projection's input and its gradient, gathered from the shards of the sequence."""
+    """Workspace of both: a projection's input and its gradient, gathered from the shards of the sequence."""
     itemsize: int
     """Bytes of an element of the model's dtype."""
 
     @property
     def mlp(self) -> float:
-        """Kept of everything behind the attention."""
+        """Everything kept after the attention."""
         kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
         return kept + self.shared
 
     @property
     def total(self) -> float:
-        """Kept without recomputation."""
+        """Everything kept without recomputation."""
         return self.attention_norm + self.attention_input + self.projected + self.core + self.context + self.mlp
 
     @property
     def work(self) -> float:
-        """Beside what is kept, in the layer's own backward pass: when it comes to the attention, what lies behind it is
-        gone."""
+        """Workspace of the layer's backward pass. Activations after the attention are already freed when the
+        attention's gradient is computed."""
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind: LayerKind) -> LayerBytes:
-    """Bytes of a layer with `parts`; `model`: fields of megatron-core's TransformerConfig."""
+    """Returns the bytes of a layer with `parts`. `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
-    found: dict[str, float] = {}
+    nbytes: dict[str, float] = {}
     if parts.mixer is not None:
         attention = _latent if model.get("multi_latent_attention") else _grouped
-        found |= {"attention_norm": setting.norm(hidden)}
-        found |= kind.mixer_bytes(model, setting, parts) or attention(model, setting)
+        nbytes |= {"attention_norm": setting.norm(hidden)}
+        nbytes |= kind.mixer_bytes(model, setting, parts) or attention(model, setting)
     if parts.mlp is not None:
-        found |= {"mlp_norm": setting.norm(hidden), "mlp_input": hidden * setting.itemsize}
-        found |= _experts(model, setting) if parts.mlp == "experts" else _mlp(model, setting)
+        nbytes |= {"mlp_norm": setting.norm(hidden), "mlp_input": hidden * setting.itemsize}
+        nbytes |= _experts(model, setting) if parts.mlp == "experts" else _mlp(model, setting)
     return LayerBytes(
         input=hidden * setting.itemsize,
         gathered=_gathered(model, setting),
         itemsize=setting.itemsize,
-        **found,
+        **nbytes,
     )
 
 
 def _gathered(model: dict[str, Any], s: Setting) -> float:
-    return 2 * s.tokens * model["hidden_size"] * s.itemsize if s.sizes.tensor > 1 else 0.0
+    if s.sizes.tensor == 1:
+        return 0.0
+    return 2 * s.tokens * model["hidden_size"] * s.itemsize
 
 
 def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Attention with grouped query heads; heads are split over the tensor-parallel ranks, tokens are whole."""
-    head, heads = model["kv_channels"], model["num_attention_heads"] / s.sizes.tensor
+    """Returns the bytes of attention with grouped query heads: heads are split over the tensor-parallel ranks, tokens
+    are not."""
+    head = model["kv_channels"]
+    heads = model["num_attention_heads"] / s.sizes.tensor
     groups = max(1, model["num_query_groups"] / s.sizes.tensor)
-    query, key = s.tokens * heads * head, s.tokens * groups * head
-    # Values are a view of the projections' output, which therefore stays whole.
+    query = s.tokens * heads * head
+    key = s.tokens * groups * head
+    # Values are a view of the projections' output, so all of it is kept.
     projected = (query + 2 * key) * s.itemsize
     if model.get("attention_output_gate"):
         projected += 3 * query * s.itemsize  # the gate, its sigmoid, and the output before it
@@ -153,14 +157,16 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
     return {
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
-        **_core(s, heads, query, key, key, own=query + key, part=key),
+        **_core(s, heads, query, key, key, exclusive=query + key, part=key),
     }
 
 
 def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Multi-head latent attention: every rank makes the whole latents, and its own heads of them."""
+    """Returns the bytes of multi-head latent attention: every rank computes the complete latents, and its heads from
+    them."""
     heads = model["num_attention_heads"] / s.sizes.tensor
-    rotary, value = model["qk_pos_emb_head_dim"], s.tokens * heads * model["v_head_dim"]
+    rotary = model["qk_pos_emb_head_dim"]
+    value = s.tokens * heads * model["v_head_dim"]
     key = s.tokens * heads * (model["qk_head_dim"] + rotary)
     latents = s.share * ((model["q_lora_rank"] or 0) + model["kv_lora_rank"])
     made = s.tokens * heads * model["qk_head_dim"] + value  # keys without rotation and values: one product
@@ -172,17 +178,17 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
         "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
         "projected": projected,
         "up_projected": projected,
-        **_core(s, heads, key, key, value, own=0.0 if s.materialised else 2 * key, part=value),
+        **_core(s, heads, key, key, value, exclusive=0.0 if s.materialised else 2 * key, part=value),
     }
 
 
 def _core(
-    s: Setting, heads: float, query: float, key: float, value: float, *, own: float, part: float
+    s: Setting, heads: float, query: float, key: float, value: float, *, exclusive: float, part: float
 ) -> dict[str, float]:
-    """Bytes of scaled dot products; `query`, `key`, `value`: elements of each (the output is as wide as values). `own`:
-    those that nothing else keeps, `part`: those that are a part of a larger tensor."""
+    """Returns the bytes of scaled dot products. `query`, `key`, `value`: elements of each (the output is as wide as
+    values); `exclusive`: elements that nothing else keeps; `part`: elements that are a part of a larger tensor."""
     context = query if value == key else value
-    alike = {"operands": own * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
+    alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
     if s.materialised:
         # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
         pairs = heads * s.tokens * s.length * FP32
@@ -190,29 +196,38 @@ def _core(
         return {"core": core, "core_work": 2 * pairs, **alike}
     work = (query + key + value) * s.itemsize
     if s.masked:
-        # `slimx.numerics.attention`: one dimension more for the sinks, rounded up to 8; no key without its head.
-        each = heads * s.tokens * (query / (heads * s.tokens) + 8)
-        laid = 3 * each * s.itemsize
-        mask = s.tokens * s.length * (s.itemsize + 1)  # as it is made, and as the kernel takes it
-        return {"core": heads * s.tokens * FP32 + laid + mask, "core_work": laid + each * FP32, **alike}
+        # `slimx.numerics.attention`: one more dimension for the sinks, rounded up to 8, and a key per query head.
+        padded = heads * s.tokens * (query / (heads * s.tokens) + 8)
+        inputs = 3 * padded * s.itemsize
+        mask = s.tokens * s.length * (s.itemsize + 1)  # as built, and as the kernel takes it
+        return {"core": heads * s.tokens * FP32 + inputs + mask, "core_work": inputs + padded * FP32, **alike}
     return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, **alike}
 
 
 def _mask(s: Setting) -> float:
-    """Bytes of a rank's attention mask: plain torch has one for every pair where context parallelism cuts sequences."""
-    return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
+    """Returns the bytes of a rank's attention mask: plain torch has one for every pair if context parallelism splits
+    sequences."""
+    if s.kernels != "torch" or s.sizes.context == 1:
+        return 0.0
+    return s.tokens * s.length * s.itemsize
 
 
 def _steps(model: dict[str, Any], s: Setting, inner: float, *, weighted: bool) -> float:
-    """Elements that an activation keeps beside its input: its result; with plain torch also silu and the linear part of
-    a gated one, or the relu of a squared one, and, where the router's weights are applied, their product before that.
-    """
-    steps = 2 + (_halves(model) == 2) + weighted if s.kernels == "torch" else 1
-    return inner * steps
+    """Returns the elements that an activation keeps in addition to its input: its result; with plain torch also silu
+    and the linear part of a gated activation, or the relu of a squared one, and, if `weighted`, the product before the
+    router's weights."""
+    if s.kernels != "torch":
+        return inner
+    tensors = 2
+    if _halves(model) == 2:
+        tensors += 1
+    if weighted:
+        tensors += 1
+    return inner * tensors
 
 
 def _halves(model: dict[str, Any]) -> int:
-    """Numbers of a first product for each number of its activation."""
+    """Returns the number of elements of the first product per element of its activation."""
     return 2 if model.get("gated_linear_unit", True) else 1
 
 
@@ -226,8 +241,10 @@ def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """Experts with even load: each rank of an expert's tensor-parallel group gets the tokens of all of them."""
-    chosen, experts = model["moe_router_topk"], model["num_moe_experts"]
+    """Returns the bytes of experts with even load: each rank of an expert's tensor-parallel group receives the tokens
+    of all of its ranks."""
+    chosen = model["moe_router_topk"]
+    experts = model["num_moe_experts"]
     copies = s.share * chosen * s.sizes.expert_tensor
     inner = copies * model["moe_ffn_hidden_size"] / s.sizes.expert_tensor
     shared = s.tokens * (model.get("moe_shared_expert_intermediate_size") or 0) / s.sizes.tensor

@@ -1,9 +1,8 @@
 """Memory of DeepEP's buffers, which a process keeps from its first batch until its end.
 
 Formulas: `get_nvl_buffer_size_hint`, `get_rdma_buffer_size_hint` and `get_low_latency_rdma_size_hint` in DeepEP's
-`csrc/config.hpp`. Who makes the buffers: megatron-core 0.19.2, `transformer/moe/fused_a2a.py`; SGLang 0.5.23,
-`srt/layers/moe/token_dispatcher/deepep.py`.
-"""
+`csrc/config.hpp`. The buffers are created by megatron-core 0.19.2 in `transformer/moe/fused_a2a.py` and by SGLang
+0.5.23 in `srt/layers/moe/token_dispatcher/deepep.py`."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec
 
 CHANNELS = 20 // 2
-"""Half of the multiprocessors that send, 20 by default on both sides."""
+"""Half of the sending multiprocessors, 20 by default on both sides."""
 META = 8 + 128 * 8 + 128 * 4 + 128 * 4
-"""Bytes beside a row: its source, and at most 128 experts (int64), their weights and scales."""
+"""Bytes sent with a row: its source, and at most 128 experts (int64), their weights and scales."""
 NVL_ROWS = {16: 288, 24: 288, 32: 288, 48: 288, 64: 288, 96: 480, 128: 560, 144: 720, 160: 720}
-"""Rows that wait for a rank of the same node, by ranks (256 up to 8): `get_dispatch_config` in
+"""Rows waiting for a rank of the same node, by number of ranks (256 up to 8 ranks): `get_dispatch_config` in
 `deep_ep/buffers/legacy.py` of sgl-deep-ep 0.1.2."""
 RDMA_ROWS = 128
-"""Rows that wait for another node, before they are rounded up to whole chunks."""
+"""Rows waiting for another node, before rounding up to complete chunks."""
 RDMA_CHUNK = {16: 20, 96: 12, 128: 12, 144: 12, 160: 12}
-"""Rows that are sent to another node at once, by ranks, 8 otherwise: the more of dispatch and combine."""
+"""Rows sent to another node at once, by number of ranks, otherwise 8: the maximum of dispatch and combine."""
 LOW_LATENCY_TOKENS = 128
-"""SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK, as SGLang sets it."""
+"""Default of SGLang's SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK."""
 BF16 = 2
 
 
 def trainer_buffers(trainer: Trainer, spec: ModelSpec, sizes: Sizes, device: str) -> int:
-    """Bytes of the buffers of a trainer rank; 0 without a flex dispatcher of DeepEP."""
+    """Returns the bytes of the buffers of a trainer rank; 0 without a flex dispatcher of DeepEP."""
     flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep" and device == "cuda"
     ranks = sizes.expert * sizes.expert_tensor
     if not flex or not spec.experts or ranks == 1:
@@ -40,27 +39,33 @@ def trainer_buffers(trainer: Trainer, spec: ModelSpec, sizes: Sizes, device: str
 
 
 def engine_buffers(group: Engines, spec: ModelSpec, sizes: EngineSizes) -> int:
-    """Bytes of the buffers of an engine rank; 0 without `moe_a2a_backend: deepep`, with which every rank has a share of
-    the experts."""
+    """Returns the bytes of the buffers of an engine rank; 0 without `moe_a2a_backend: deepep`, which splits the experts
+    over all ranks."""
     if group.sglang.get("moe_a2a_backend") != "deepep" or not spec.experts:
         return 0
-    mode, hidden = group.sglang.get("deepep_mode") or "auto", spec.transformer["hidden_size"]
+    mode = group.sglang.get("deepep_mode") or "auto"
+    hidden = spec.transformer["hidden_size"]
     experts = spec.experts + (group.sglang.get("ep_num_redundant_experts") or 0)
-    nvl = rdma = 0
+    nvl = 0
+    rdma = 0
     if mode != "low_latency":
-        nvl, rdma = nvl_buffer(hidden, sizes.tensor), rdma_buffer(hidden, sizes.tensor)
-    return nvl + (rdma if mode == "normal" else max(rdma, low_latency_buffer(hidden, experts)))
+        nvl = nvl_buffer(hidden, sizes.tensor)
+        rdma = rdma_buffer(hidden, sizes.tensor)
+    if mode != "normal":
+        rdma = max(rdma, low_latency_buffer(hidden, experts))
+    return nvl + rdma
 
 
 def nvl_buffer(hidden: int, ranks: int) -> int:
-    """Bytes of the buffer for ranks of the same node."""
-    near, nodes = min(ranks, DEEP_EP_NODE), max(1, ranks // DEEP_EP_NODE)
+    """Returns the bytes of the buffer for ranks of the same node."""
+    ranks_per_node = min(ranks, DEEP_EP_NODE)
+    nodes = max(1, ranks // DEEP_EP_NODE)
     rows = NVL_ROWS.get(ranks, 256)
-    return _aligned(CHANNELS * near * ((2 * nodes + 3) * 4 + rows * (hidden * BF16 + META)))
+    return _aligned(CHANNELS * ranks_per_node * ((2 * nodes + 3) * 4 + rows * (hidden * BF16 + META)))
 
 
 def rdma_buffer(hidden: int, ranks: int) -> int:
-    """Bytes of the buffer for ranks of other nodes."""
+    """Returns the bytes of the buffer for ranks of other nodes."""
     if ranks <= DEEP_EP_NODE:
         return 0
     chunk = RDMA_CHUNK.get(ranks, 8)
@@ -70,7 +75,8 @@ def rdma_buffer(hidden: int, ranks: int) -> int:
 
 
 def low_latency_buffer(hidden: int, experts: int) -> int:
-    """Bytes of SGLang's buffer for decode batches: a row for every token and expert, to send and to receive, twice."""
+    """Returns the bytes of SGLang's buffer for decode batches: one row per token and expert, for sending and for
+    receiving, twice."""
     combined = hidden // 128 * 4 + hidden * BF16
     dispatched = 16 + hidden * BF16
     rows = 2 * experts * LOW_LATENCY_TOKENS

@@ -1,4 +1,4 @@
-"""Memory of an engine rank: weights by the engine's own table, and the KV cache that fits beside them."""
+"""Memory of an engine rank: weights by the engine's weight table, and the KV cache that fits next to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimx.preflight.hardware import OVERHEAD, Machine
 
 MIB = 2**20
 WORK = 2 * 2**30
-"""Bytes that an engine rank needs at least for activations: assumed."""
+"""Minimum bytes that an engine rank needs for activations: assumed."""
 _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
 
 
@@ -34,23 +34,26 @@ def engine_memory(
     machine: Machine,
     *,
     staged: int,
-    beside: int = 0,
+    occupied: int = 0,
     table: Table | None = None,
 ) -> EngineMemory:
-    """Memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs beside the weights;
-    `beside`: bytes that a trainer rank has left on the GPU when the server starts. `table`: as `engine_table` makes it,
-    where it is known already."""
+    """Returns the memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs in
+    addition to the weights; `occupied`: bytes that a trainer rank still uses on the GPU when the server starts.
+    `table`: result of `engine_table`, if known already."""
     sizes = engine_sizes(group)
-    kept = published_format(config.publish.quantise)
-    quantisation = kept.quantisation(config.publish.quantise)
-    held = kept.chosen(table or engine_table(spec, group))
+    number_format = published_format(config.publish.quantise)
+    rule = config.publish.quantise
+    quantisation = number_format.quantisation(rule) if rule is not None else None
+    chosen = number_format.chosen(table or engine_table(spec, group))
     itemsize = ITEMSIZE[config.numerics.dtype]
+    weights = engine_weights(chosen, config.numerics.dtype, sizes, quantisation)
+    if not group.frozen:
+        weights += adapter_slots(config, spec)
     record = EngineMemory(
         group=group.name,
         count=group.servers,
         ranks=sizes.world,
-        weights=engine_weights(held, config.numerics.dtype, sizes, quantisation)
-        + (0 if group.frozen else adapter_slots(config, spec)),
+        weights=weights,
         kv_per_token=kv_bytes(
             spec.transformer,
             spec.layer_kind,
@@ -68,45 +71,55 @@ def engine_memory(
         graphs=0 if machine.memory is None else graph_bytes(group, sizes, machine.memory),
         work=WORK,
     )
-    return beside_trainer(record, config, group, machine, beside)
+    return with_occupied(record, config, group, machine, occupied)
 
 
-def beside_trainer(record: EngineMemory, config: Config, group: Engines, machine: Machine, beside: int) -> EngineMemory:
-    """`record` for a GPU on which something else holds `beside` bytes when the server starts.
+def with_occupied(
+    record: EngineMemory, config: Config, group: Engines, machine: Machine, occupied: int
+) -> EngineMemory:
+    """Returns `record` for a GPU with `occupied` bytes in use by other processes when the server starts.
 
-    SGLang 0.5.23 measures the memory that is free once its ranks have met, before it loads weights; weights and KV
-    cache get mem_fraction_static of that (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
+    SGLang 0.5.23 measures the free memory after its ranks have connected, before it loads weights; weights and KV cache
+    get mem_fraction_static of it (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
     sizes = engine_sizes(group)
-    fraction = static = room = tokens = states = concurrency = None
+    fields: dict[str, int | float | None] = {"static_fraction": None, "static": None, "kv_room": None}
+    tokens = None
+    states = None
     if machine.memory is not None:
         fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
-        static = int(fraction * max(0, machine.memory - record.overhead - beside))
+        static = int(fraction * max(0, machine.memory - record.overhead - occupied))
         room = max(0, static - record.weights)
-        if state := record.state_per_request:
+        state = record.state_per_request
+        if state:
             states = state_slots(group, sizes, room, state)
             room = max(0, room - (states + 1) * state)  # SGLang keeps one more for padding
         tokens = room // record.kv_per_token
+        fields = {"static_fraction": fraction, "static": static, "kv_room": room}
     if group.max_total_tokens is not None:
         tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
+    concurrency = None
     if tokens is not None:
-        held = tokens // config.rollout.longest
-        concurrency = sizes.attention_data * (held if states is None else min(held, states))
+        rollouts = tokens // config.rollout.longest
+        if states is not None:
+            rollouts = min(rollouts, states)
+        concurrency = sizes.attention_data * rollouts
         limit = group.sglang.get("max_running_requests")
-        concurrency = min(concurrency, limit) if limit else concurrency
-    update = {"static_fraction": fraction, "static": static, "kv_room": room}
-    return record.model_copy(update=update | {"kv_tokens": tokens, "concurrency": concurrency})
+        if limit:
+            concurrency = min(concurrency, limit)
+    return record.model_copy(update={**fields, "kv_tokens": tokens, "concurrency": concurrency})
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
-    """Weight table of a server of `group`: the place of every checkpoint tensor."""
+    """Returns the weight table of a server of `group`: the engine parameter of every checkpoint tensor."""
     fused = bool(group.sglang.get("enforce_shared_experts_fusion"))
-    # A server that drafts holds the layer whether or not it is trained.
+    # A drafting server holds the draft layer even if it is not trained.
     return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)
 
 
 def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Quantisation | None) -> int:
-    """Bytes of the weights of the fullest rank; quantised ones with their block scales. `dtype`: of the others."""
-    held = np.zeros(sizes.world, dtype=np.int64)
+    """Returns the bytes of the weights of the fullest rank; quantised ones include block scales. `dtype`: dtype of the
+    others."""
+    by_rank = np.zeros(sizes.world, dtype=np.int64)
     for shard in EngineLayout(table, sizes).shards():
         rows, cols = matrix(shard.shape)
         nbytes = rows * cols * ITEMSIZE[shard.row.dtype or dtype]
@@ -114,13 +127,15 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
             codes, scales = (math.prod(shape) for shape in quantisation.shapes((rows, cols)))
             nbytes = codes * ITEMSIZE[quantisation.code_dtype] + scales * ITEMSIZE[quantisation.scale_dtype]
         for stage, layers in enumerate(shard.layers):
-            held[[stage * sizes.tensor + rank for rank in shard.ranks]] += nbytes * layers
-    return int(held.max())
+            ranks = [stage * sizes.tensor + rank for rank in shard.ranks]
+            by_rank[ranks] += nbytes * layers
+    return int(by_rank.max())
 
 
 def adapter_slots(config: Config, spec: ModelSpec) -> int:
-    """Bytes of the adapters beside an engine's weights (`publish.adapters`): those of each policy that it generates
-    for, and the slot without any that SGLang keeps. An engine that computes with them has one rank."""
+    """Returns the bytes of the adapters that an engine keeps in addition to its weights (`publish.adapters`): those of
+    each policy that it serves, and the empty slot that SGLang keeps. An engine that computes with adapters has one
+    rank."""
     lora = config.trainer.lora
     if lora is None or not config.serves_adapters:
         return 0
@@ -132,9 +147,9 @@ def adapter_slots(config: Config, spec: ModelSpec) -> int:
 def kv_bytes(
     model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, itemsize: int, cache: str | None, *, drafting: int = 0
 ) -> int:
-    """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
-    least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank, with
-    the additions of the kind of layers. `drafting`: layers of a draft model, which has the target's attention."""
+    """Returns the bytes of one token in a rank's KV cache: keys and values of the rank's query groups (at least one) in
+    every attention layer, or the latent and the rotary key of latent attention, complete on every rank, with the
+    additions of the layer kind. `drafting`: layers of a draft model, which has the target's attention."""
     itemsize = 1 if cache in _FP8_CACHE else itemsize
     attending = drafting + sum(layer.mixer == "attention" for layer in kind.layers(model))
     if model.get("multi_latent_attention"):
@@ -145,29 +160,31 @@ def kv_bytes(
 
 
 def state_bytes(model: dict[str, Any], kind: LayerKind, sizes: EngineSizes, dtype: str, states: str | None) -> int:
-    """Bytes that one request takes in a rank for its recurrent states, however long it is: inputs that convolutions
-    still see, in bf16 but for a model in float32, and states, in `states` (SGLang's mamba_ssm_dtype; None: float32)."""
+    """Returns the bytes of one request's recurrent states on a rank, independent of its length: inputs that
+    convolutions still need, in bf16 except for a float32 model, and states, in dtype `states` (SGLang's
+    mamba_ssm_dtype; None: float32)."""
     inputs, elements = kind.state_elements(model)
     return (inputs * ITEMSIZE[dtype] + elements * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
 
 
 def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
-    """Requests whose recurrent states of `state` bytes SGLang 0.5.23 makes room for in `room` bytes of a rank, without
-    a prefix cache (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`)."""
-    given = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")
-    if given is not None:
-        return max(1, given // sizes.attention_data)
+    """Returns the number of requests for whose recurrent states of `state` bytes SGLang 0.5.23 allocates slots in
+    `room` bytes of a rank, without a prefix cache (`_handle_max_mamba_cache` in
+    `srt/mem_cache/kv_cache_configurator.py`)."""
+    slots = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")
+    if slots is not None:
+        return max(1, slots // sizes.attention_data)
     ratio = group.sglang.get("mamba_full_memory_ratio") or 0.9
     return max(0, int(room * ratio / (1 + ratio)) // state - 1)
 
 
 def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
-    """Share of a GPU's memory that weights and KV cache take where `mem_fraction_static` is not set.
+    """Returns the share of a GPU's memory for weights and KV cache if `mem_fraction_static` is not set.
 
-    As SGLang 0.5.23 computes it from the GPU's size (`srt/arg_groups/memory_hook.py`), without what it adds where it
-    sizes the cache after capturing graphs: the room may turn out larger."""
-    mib, tensor = memory / MIB, sizes.tensor
-    chunk, batch = _prefill_and_decode(group, memory, tensor)
+    The formula is SGLang 0.5.23's, from the GPU's size (`srt/arg_groups/memory_hook.py`), without the increase after
+    graph capture: the actual room may be larger."""
+    mib = memory / MIB
+    chunk, batch = _prefill_and_decode(group, memory, sizes.tensor)
     reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024
     if not group.sglang.get("disable_cuda_graph"):
         reserved += 2 * batch
@@ -181,19 +198,25 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
 
 
 def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
-    """Bytes of CUDA graphs by SGLang's own reserve, 2 MiB for each request of the largest decode batch."""
+    """Returns the bytes of CUDA graphs by SGLang's reserve: 2 MiB per request of the largest decode batch."""
     if group.sglang.get("disable_cuda_graph"):
         return 0
-    return 2 * MIB * _prefill_and_decode(group, memory, sizes.tensor)[1]
+    _, batch = _prefill_and_decode(group, memory, sizes.tensor)
+    return 2 * MIB * batch
 
 
 def _prefill_and_decode(group: Engines, memory: int, tensor: int) -> tuple[int, int]:
-    """Tokens of a prefill chunk and requests of a decode batch, given or as SGLang chooses them."""
-    # (GPU's MiB below, prefill chunk, decode batch, decode batch from 4 tensor-parallel ranks on)
+    """Returns the tokens of a prefill chunk and the requests of a decode batch, as configured or chosen by SGLang."""
+    chunk = 16384
+    batch = 512
+    # (GPU memory below, in GiB; prefill chunk; decode batch; decode batch with at least 4 tensor-parallel ranks)
     steps = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
-    chunk, batch = next(
-        ((chunk, few if tensor < 4 else many) for below, chunk, few, many in steps if memory / MIB < below * 1024),
-        (16384, 512),
-    )
+    for below, step_chunk, few, many in steps:
+        if memory / MIB < below * 1024:
+            chunk = step_chunk
+            batch = few if tensor < 4 else many
+            break
     requests = group.sglang.get("max_running_requests")
-    return group.sglang.get("chunked_prefill_size") or chunk, min(batch, requests) if requests else batch
+    if requests:
+        batch = min(batch, requests)
+    return group.sglang.get("chunked_prefill_size") or chunk, batch

@@ -1,4 +1,4 @@
-"""Parts of a layer by the names that recomputation and offloading know them by: bytes, and products done again."""
+"""Bytes and recomputed FLOPs of a layer's modules, by the names that recomputation and offloading use."""
 
 from __future__ import annotations
 
@@ -10,73 +10,91 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import layer_products
 
 LEAST = 2**20
-"""Elements of the smallest tensor that megatron-core moves, unless `min_offloaded_tensor_size` says otherwise."""
+"""Elements of the smallest tensor that megatron-core offloads, unless `min_offloaded_tensor_size` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """Bytes of one part of a layer that wait on the host."""
+class OffloadedBytes:
+    """Bytes of one part of a layer that are offloaded to the host."""
 
     freed: float
-    """Bytes that its layer no longer keeps on the device."""
+    """Bytes that the layer no longer keeps on the device."""
     copied: float
-    """Bytes copied out, and back in; more than `freed` where something else keeps the same tensor."""
+    """Bytes copied to the host and back; more than `freed` if something else keeps the same tensor."""
 
 
 def recomputed(layer: LayerBytes) -> dict[str, float]:
-    """Bytes of a layer that selective recomputation of each module does not keep."""
-    moe = layer.dispatched > 0
-    return {
+    """Returns the bytes of a layer that selective recomputation of each module saves."""
+    nbytes = {
         "core_attn": layer.core,
-        # A norm in front of a projection is one module with it and cannot be dropped alone.
-        "layernorm": layer.mlp_input if moe else 0.0,
+        "layernorm": 0.0,  # a norm before a projection is fused with it and cannot be recomputed alone
         "mla_up_proj": layer.up_projected,
-        "moe_act": layer.activated if moe else 0.0,
+        "moe_act": 0.0,
         "shared_experts": layer.shared,
-        "moe": layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared if moe else 0.0,
-        "mlp": 0.0 if moe else layer.inner + layer.activated,
+        "moe": 0.0,
+        "mlp": 0.0,
     }
+    if layer.dispatched > 0:
+        nbytes["layernorm"] = layer.mlp_input
+        nbytes["moe_act"] = layer.activated
+        nbytes["moe"] = layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared
+    else:
+        nbytes["mlp"] = layer.inner + layer.activated
+    return nbytes
 
 
-def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, Moved]:
-    """Bytes of a layer that offloading of each module moves: none of a part whose largest tensor is too small.
+def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
+    """Returns the bytes of a layer that offloading of each module copies: 0 for a part whose largest tensor is too
+    small.
 
-    A part's saved tensors go, not its inputs alone: the attention's output and row statistics with queries, keys and
-    values, of which the values stay on the device as well, as a view of the projections' output; with the experts'
-    first product what plain torch's activation keeps of its steps, though not its result."""
+    All saved tensors of a part are offloaded, not just its inputs: with the attention's output and row statistics also
+    queries, keys and values (the values also stay on the device, as a view of the projections' output); with the
+    experts' first product also the intermediate tensors of plain torch's activation, but not its result."""
     moe = layer.dispatched > 0
     attention = layer.operands + layer.core
     act = layer.inner + layer.activated - layer.inner / 2 if moe else 0.0
+    copied_attention = attention + layer.values + layer.context if attention else 0.0
     parts = {
-        "core_attn": Moved(freed=attention, copied=attention + layer.values + layer.context if attention else 0.0),
-        "attn_proj": Moved(freed=layer.context, copied=layer.context),
-        "expert_fc1": Moved(freed=layer.dispatched, copied=layer.dispatched),
-        "moe_act": Moved(freed=act, copied=act),
+        "core_attn": OffloadedBytes(freed=attention, copied=copied_attention),
+        "attn_proj": OffloadedBytes(freed=layer.context, copied=layer.context),
+        "expert_fc1": OffloadedBytes(freed=layer.dispatched, copied=layer.dispatched),
+        "moe_act": OffloadedBytes(freed=act, copied=act),
     }
-    largest = {"core_attn": layer.context, "attn_proj": layer.context}
-    largest |= {"expert_fc1": layer.dispatched, "moe_act": layer.inner}
+    largest = {
+        "core_attn": layer.context,
+        "attn_proj": layer.context,
+        "expert_fc1": layer.dispatched,
+        "moe_act": layer.inner,
+    }
     least = trainer.megatron.get("min_offloaded_tensor_size", LEAST) * layer.itemsize
-    return {name: moved if largest[name] >= least else Moved(freed=0.0, copied=0.0) for name, moved in parts.items()}
+    for name, size in largest.items():
+        if size < least:
+            parts[name] = OffloadedBytes(freed=0.0, copied=0.0)
+    return parts
 
 
 def left_out(layer: LayerBytes, trainer: Trainer) -> float:
-    """Bytes of a layer that are not kept on the device: they are computed again, or wait on the host."""
+    """Returns the bytes of a layer that are not kept on the device because they are recomputed or offloaded."""
     if trainer.offload_activations:
         moved = offloaded(layer, trainer)
         return sum(moved[module].freed for module in {*trainer.offload_activations})
-    again = {*trainer.recompute.modules} if trainer.recompute.granularity == "selective" else set()
-    dropped = recomputed(layer)
-    return sum(dropped[module] for module in (again - {"moe_act", "shared_experts"} if "moe" in again else again))
+    if trainer.recompute.granularity != "selective":
+        return 0.0
+    modules = {*trainer.recompute.modules}
+    if "moe" in modules:
+        modules -= {"moe_act", "shared_experts"}
+    nbytes = recomputed(layer)
+    return sum(nbytes[module] for module in modules)
 
 
 def copied(layer: LayerBytes, trainer: Trainer) -> float:
-    """Bytes of a layer and micro-batch that are copied to the host."""
+    """Returns the bytes of a layer and micro-batch that are copied to the host."""
     moved = offloaded(layer, trainer)
     return sum(moved[module].copied for module in {*trainer.offload_activations})
 
 
 def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
-    """FLOPs that are done again, as a share of those of forward and backward pass without recomputation."""
+    """Returns the recomputed FLOPs as a share of those of forward and backward pass without recomputation."""
     recompute = trainer.recompute
     if recompute.granularity == "none":
         return 0.0

@@ -1,36 +1,43 @@
-"""Memory of a GPU in every phase of a run: what a trainer rank and an engine rank hold there, together.
+"""Memory of a GPU in every phase of a run: the sum of a trainer rank and an engine rank on it.
 
-    phase      trainer rank                              engine rank, on the same GPU     on its own
+    phase      trainer rank                              engine rank, on the same GPU     on a separate GPU
     load       weights twice or main weights, gradients  -                                -
-    start      what it leaves (nothing, or all)          all of it                        all of it
+    start      what remains (nothing, or all)            all of it                        all of it
     restore    its state                                 asleep                           -
-    publish    weights, buckets                          weights, what is staged          all of it, what is staged
-    generate   what it leaves                            all of it                        all of it
-    sleep      its state comes back                      asleep                           -
+    publish    weights, buckets                          weights, staged weights          all of it, staged weights
+    generate   what remains                              all of it                        all of it
+    sleep      its state returns                         asleep                           -
     train      its state, activations                    asleep                           -
     save       its state                                 asleep                           -
     wake       weights                                   weights                          -
 
-Weights are twice there while Megatron's buffers are filled with those that the model was built with. A trainer whose
-engines have GPUs of their own (or without `trainer.offload`) keeps its state always. An engine rank that sleeps keeps
-its context and DeepEP's buffers; its CUDA graphs go to host memory, and come back with the KV cache. The first
-publication is like all others. Checkpoints are written from the state and read into it, without more memory. The order
-of phases is that of `slimx.orchestration`.
-"""
+Weights exist twice while Megatron's buffers are filled from the weights that the model was built with. A trainer whose
+engines have separate GPUs (or without `trainer.offload`) always keeps its state. A sleeping engine rank keeps its
+context and DeepEP's buffers; its CUDA graphs move to host memory, and return with the KV cache. The first publication
+equals all others. Checkpoints are written from the state and read into it, without additional memory. The order of
+phases is that of `slimx.orchestration`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
-from slimx.extras.planner.memory_record import ColocatedMemory, EngineMemory, Held, Phase, PhaseMemory, TrainerMemory
+from slimx.extras.planner.memory_record import (
+    ColocatedMemory,
+    EngineMemory,
+    MemoryPart,
+    Phase,
+    PhasePeak,
+    TrainerMemory,
+)
 from slimx.preflight.hardware import Machine
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _TRAINERS: tuple[Phase, ...] = ("load", "restore", "publish", "generate", "train", "save")
 _ENGINES: tuple[Phase, ...] = ("start", "publish", "generate")
-"""Phases of a GPU with a trainer rank alone, and of one with an engine rank alone."""
+"""Phases of a GPU with only a trainer rank, and of one with only an engine rank."""
 _Bytes = dict[str, int]
+_Gpu = Literal["trainer", "critic", "engine", "shared"]
 
 
 def phase_memory(
@@ -38,42 +45,42 @@ def phase_memory(
     trainers: Sequence[TrainerMemory],
     engines: Sequence[EngineMemory],
     *,
-    critic_own: bool,
+    separate_critic: bool,
     colocate: bool,
     offload: bool,
-) -> tuple[PhaseMemory, ...]:
-    """The fullest GPU of each kind in each of its phases; () where the GPU's memory is unknown. `trainers`: of the
-    policy and of a critic; `engines`: of the policy."""
+) -> tuple[PhasePeak, ...]:
+    """Returns the fullest GPU of each kind in each of its phases; () if the GPU's memory is unknown. `trainers`: ranks
+    of the policy and of a critic; `engines`: ranks of the policy's engines."""
     if machine.memory is None:
         return ()
-    ranks, critics = by_gpu(trainers, critic_own)
-    out: list[PhaseMemory] = []
+    ranks, critics = by_gpu(trainers, separate_critic)
+    out: list[PhasePeak] = []
     if colocate and engines:
         pairs = [(record.group, rank, record) for record in engines for rank in ranks]
         for phase in PHASES:
-            found = [
-                _made(phase, group, _turn(rank, phase, offload) | _engine(engine, phase, shared=True))
+            peaks = [
+                _peak(phase, group, _turn(rank, phase, offload) | _engine(engine, phase, shared=True))
                 for group, rank, engine in pairs
             ]
-            out.append(max(found, key=lambda each: each.nbytes))
+            out.append(max(peaks, key=lambda peak: peak.nbytes))
     else:
         out += _fullest("trainer", ranks, engines)
     out += _fullest("critic", critics, ())
     if not colocate:
         for engine in engines:
             for phase in _ENGINES:
-                out.append(_made(phase, engine.group, _engine(engine, phase, shared=False), gpu="engine"))
+                out.append(_peak(phase, engine.group, _engine(engine, phase, shared=False), gpu="engine"))
     return tuple(out)
 
 
 def by_gpu(
-    records: Sequence[TrainerMemory], critic_own: bool
+    records: Sequence[TrainerMemory], separate_critic: bool
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
-    """The records of ranks that are one process, of trainers and of a critic's own ranks: a shared critic's are with
-    the trainer's of the same stage."""
+    """Returns the records of ranks that run in one process, of trainers and of separate critics: a shared critic's
+    record is with the trainer's of the same stage."""
     policy = [[record] for record in records if record.model == "trainer"]
     critics = [record for record in records if record.model == "critic"]
-    if critic_own:
+    if separate_critic:
         return policy, [[record] for record in critics]
     for rank in policy:
         rank += [record for record in critics if record.stage == rank[0].stage]
@@ -81,33 +88,40 @@ def by_gpu(
 
 
 def peak_of(rank: Sequence[TrainerMemory]) -> int:
-    """Peak of a rank that is one process for all these models, which take turns with activations."""
+    """Returns the peak of a rank that is one process for all these models, whose activations take turns."""
     states = [record.weights + record.gradients + record.optimizer for record in rank]
     return sum(states) + max(record.peak - state for record, state in zip(rank, states, strict=True))
 
 
 def _fullest(
-    gpu: str, ranks: Sequence[Sequence[TrainerMemory]], engines: Sequence[EngineMemory]
-) -> Iterator[PhaseMemory]:
-    for phase in _TRAINERS if ranks else ():
+    gpu: _Gpu, ranks: Sequence[Sequence[TrainerMemory]], engines: Sequence[EngineMemory]
+) -> Iterator[PhasePeak]:
+    if not ranks:
+        return
+    for phase in _TRAINERS:
         if phase in ("publish", "generate") and (gpu == "critic" or not engines):
             continue
-        found = [_made(phase, "", _kept(rank, phase), gpu=gpu) for rank in ranks]
-        yield max(found, key=lambda each: each.nbytes)
+        peaks = [_peak(phase, "", _kept(rank, phase), gpu=gpu) for rank in ranks]
+        yield max(peaks, key=lambda peak: peak.nbytes)
 
 
-def _made(phase: Phase, group: str, held: _Bytes, gpu: str = "shared") -> PhaseMemory:
-    ordered = sorted(held.items(), key=lambda item: -item[1])
-    return PhaseMemory(
-        gpu=gpu, group=group, phase=phase, held=tuple(Held(what=what, nbytes=n) for what, n in ordered if n)
-    )
+def _peak(phase: Phase, group: str, sizes: _Bytes, gpu: _Gpu = "shared") -> PhasePeak:
+    return PhasePeak(gpu=gpu, group=group, phase=phase, parts=memory_parts(sizes))
+
+
+def memory_parts(sizes: Mapping[str, int]) -> tuple[MemoryPart, ...]:
+    """Returns the parts of `sizes` that are not empty, largest first."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return tuple(MemoryPart(name=name, nbytes=nbytes) for name, nbytes in ordered if nbytes)
 
 
 def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
-    """Bytes of a trainer rank that takes turns with an engine, by holder."""
+    """Returns the bytes of a trainer rank that takes turns with an engine, by part."""
     if phase in ("publish", "wake") and offload:
         parts = _kept(rank, phase)
-        return {what: n for what, n in parts.items() if what not in ("gradients", "optimizer state", "codes in fp8")}
+        for name in ("gradients", "optimizer state", "codes in fp8"):
+            parts.pop(name, None)
+        return parts
     if phase in ("start", "generate"):
         left = sum(record.away - record.overhead - record.dispatcher for record in rank)
         return _process(rank) | {"trainer's state": left}
@@ -115,16 +129,17 @@ def _turn(rank: Sequence[TrainerMemory], phase: Phase, offload: bool) -> _Bytes:
 
 
 def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
-    """Bytes of a trainer rank whose state stays on the device, by holder."""
+    """Returns the bytes of a trainer rank whose state stays on the device, by part."""
 
     def total(*fields: str) -> int:
         return sum(getattr(record, field) for record in rank for field in fields)
 
-    weights, gradients = total("weights"), total("gradients")
+    weights = total("weights")
+    gradients = total("gradients")
     overhead = _process(rank)
     if phase == "load":
         main = total("optimizer") - total("moments")
-        # megatron-core copies what is trained into its buffers, and frees what it was.
+        # megatron-core copies trained parameters into its buffers, and frees the originals.
         copied = min(weights, gradients)
         twice = {"weights in the making": copied} if copied > main else {"main weights": main}
         return {"weights": weights, "gradients": gradients} | twice | overhead
@@ -145,7 +160,7 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
 
 
 def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
-    """Bytes that the models of a rank have in common, by holder."""
+    """Returns the bytes that the models of a rank have in common, by part."""
     buffers = max(record.dispatcher for record in rank)
     return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
 
@@ -159,26 +174,26 @@ def _busy(record: TrainerMemory) -> int:
 
 
 def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
-    """Bytes of an engine rank, by holder; `shared`: in turns with a trainer rank."""
+    """Returns the bytes of an engine rank, by part. `shared`: True if a trainer rank uses the GPU in turns with it."""
     if shared and phase == "load":
         return {}
-    own = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}
+    parts = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}
     if shared and phase not in ("start", "generate", "publish", "wake"):
-        return own
-    own["engine's weights"] = engine.weights
+        return parts
+    parts["engine's weights"] = engine.weights
     if phase == "publish":
-        own["staged weights"] = engine.staged
+        parts["staged weights"] = engine.staged
     if phase in ("start", "generate") or not shared:
-        own |= {"KV cache": engine.cache, "recurrent states": engine.states, "CUDA graphs": engine.graphs}
-        own["engine's activations"] = engine.work
-    return own
+        parts |= {"KV cache": engine.cache, "recurrent states": engine.states, "CUDA graphs": engine.graphs}
+        parts["engine's activations"] = engine.work
+    return parts
 
 
 def colocated_memory(
-    machine: Machine, phases: Sequence[PhaseMemory], engines: Sequence[EngineMemory]
+    machine: Machine, phases: Sequence[PhasePeak], engines: Sequence[EngineMemory]
 ) -> ColocatedMemory | None:
-    """The fullest shared GPU; None without one, or where the GPU is unknown."""
-    shared = {each.phase: each.nbytes for each in phases if each.gpu == "shared"}
+    """Returns the fullest shared GPU; None without one, or if the GPU is unknown."""
+    shared = {peak.phase: peak.nbytes for peak in phases if peak.gpu == "shared"}
     if machine.memory is None or not shared:
         return None
     return ColocatedMemory(

@@ -1,14 +1,14 @@
-"""Activations of a pipeline rank: what its layers keep, over the micro-batches in flight, and what comes on top.
+"""Activations of a pipeline rank: kept activations of its layers, over the micro-batches in flight, and workspace.
 
-kept      layers (as recomputation leaves them) x micro-batches in flight, on the last stage the head's input
-on top    the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
-          activations where it is recomputed
-"""
+kept      layers (after recomputation) x micro-batches in flight, on the last stage the head's input
+workspace the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
+          activations if it is recomputed"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slimx.config.sections.trainer import Trainer
 from slimx.extras.planner.memory.activations import FP32, LayerBytes, Setting, layer_bytes
@@ -18,9 +18,10 @@ from slimx.models.families import ModelSpec
 from slimx.models.layer_kind import LayerParts
 
 LOGIT_BYTES = 12
-"""Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
+"""Bytes per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
 CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
-"""As in `slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares them."""
+"""Copies of constants in `slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +29,20 @@ class ActivationBytes:
     """Bytes of activations of one trainer rank."""
 
     kept: int
-    """Between forward and backward pass, all micro-batches in flight."""
+    """Kept between forward and backward pass, for all micro-batches in flight."""
     head: int
-    """While the loss is computed: logits of a chunk and the gradient of the output layer (last stage; else 0)."""
+    """Workspace of the loss: logits of a chunk and the gradient of the output layer (last stage; else 0)."""
     work: int
-    """While the gradients of the fullest layer are computed."""
+    """Workspace of the gradients of the fullest layer."""
     in_flight: int
-    """Micro-batches, of a whole stage's layers or, with virtual stages, of a chunk's."""
+    """Micro-batches in flight, each of a complete stage's layers or, with virtual stages, of a chunk's."""
     hosted: int
-    """On the host at the peak (`trainer.offload_activations`)."""
+    """In host memory at the peak (`trainer.offload_activations`)."""
     moved: int
-    """Copied to the host, and back, for each micro-batch."""
+    """Copied to the host and back per micro-batch."""
     parts: dict[str, int]
-    """By name of a module that can be computed again (`trainer.recompute.modules`) or offloaded (`offload NAME`): what
-    it takes off `kept` alone, if nothing else is recomputed or offloaded."""
+    """Bytes that recomputing (`trainer.recompute.modules`) or offloading (`offload NAME`) one module saves of `kept`,
+    by its name, if nothing else is recomputed or offloaded."""
 
     @property
     def peak(self) -> int:
@@ -49,53 +50,47 @@ class ActivationBytes:
 
 
 def activation_bytes(
-    spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, place: int, microbatches: int
+    spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, pipeline_rank: int, microbatches: int
 ) -> ActivationBytes:
-    """Activations of pipeline rank `place`, in a step of `microbatches` micro-batches."""
+    """Returns the activations of one pipeline rank in a step of `microbatches` micro-batches."""
     model = spec.transformer
-    every = _each_layer(spec, setting)
+    layers = _decoder_layers(spec, setting)
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
-    kept = work = hosted = 0.0
-    parts: Counter[str] = Counter()
-    units = in_flight(sizes, place, microbatches)
-    for chunk, count in Counter(units).items():
-        stage = chunk * sizes.pipeline + place
-        first = sum(counts[:stage])
-        layers = every[first : first + counts[stage]]
-        held, top = _layers(layers, trainer)
-        boundary = _boundary(model["hidden_size"], setting, stage, sizes)
-        held += spec.layer_kind.microbatch_bytes(model, setting, range(first, first + counts[stage]))
-        kept, work = kept + count * (held + boundary), max(work, top)
-        for layer, number in _kinds(layers):
-            number *= count
-            hosted += number * copied(layer, trainer)
-            parts.update({module: number * nbytes for module, nbytes in recomputed(layer).items()})
-            parts.update(
-                {f"offload {module}": number * each.freed for module, each in offloaded(layer, trainer).items()}
-            )
+    kept = 0.0
+    work = 0.0
+    hosted = 0.0
     moved = 0.0
-    for stage in range(place, sizes.stages, sizes.pipeline):
+    parts: defaultdict[str, float] = defaultdict(float)
+    units = in_flight(sizes, pipeline_rank, microbatches)
+    units_of_chunk = Counter(units)
+    for chunk in range(sizes.virtual):
+        stage = chunk * sizes.pipeline + pipeline_rank
         first = sum(counts[:stage])
-        own = _kinds(every[first : first + counts[stage]])
-        moved += sum(number * copied(layer, trainer) for layer, number in own)
+        stage_layers = layers[first : first + counts[stage]]
+        kinds = _kinds(stage_layers)
+        copied_bytes = sum(number * copied(layer, trainer) for layer, number in kinds)
+        moved += copied_bytes
+        count = units_of_chunk[chunk]
+        if count == 0:
+            continue
+        layers_kept, layers_work = _layers(stage_layers, trainer)
+        layers_kept += spec.layer_kind.microbatch_bytes(model, setting, range(first, first + counts[stage]))
+        kept += count * (layers_kept + _boundary(model["hidden_size"], setting, stage, sizes))
+        work = max(work, layers_work)
+        hosted += count * copied_bytes
+        for layer, number in kinds:
+            for module, saved in _savings(layer, trainer).items():
+                parts[module] += count * number * saved
     head = 0.0
-    if place == sizes.pipeline - 1:
-        last = units.count(sizes.virtual - 1) if sizes.virtual > 1 else len(units)
-        hidden = setting.tokens * model["hidden_size"]
-        behind = kept
-        # The decoder's last norm, its output gathered from the sequence's shards, and a few numbers per token.
-        kept += last * (setting.norm(hidden / sizes.tensor) + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
-        head = _head(spec, trainer, setting)
-        alike = LayerParts("attention", "experts" if spec.moe_layers else "dense")
-        for _ in range(spec.table.mtp_layers):
-            predicting = layer_bytes(model, setting, alike, spec.layer_kind)
-            held, top = _layers([predicting], trainer)
-            hosted, moved = hosted + last * copied(predicting, trainer), moved + copied(predicting, trainer)
-            joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
-            kept += last * (held + joined + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
-            head = max(head, top)
-        # When the layers' turn comes, what lies behind them is gone.
-        work = max(0.0, work - (kept - behind) / last)
+    if pipeline_rank == sizes.pipeline - 1:
+        last = units_of_chunk[sizes.virtual - 1]
+        output = _output_layers(spec, trainer, setting)
+        kept += last * output.kept
+        hosted += last * output.copied
+        moved += output.copied
+        head = output.work
+        # Activations after the decoder are freed before its backward pass.
+        work = max(0.0, work - output.kept)
     return ActivationBytes(
         kept=round(kept),
         head=round(head),
@@ -107,64 +102,110 @@ def activation_bytes(
     )
 
 
-def _each_layer(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
-    """Bytes of every decoder layer."""
+def _savings(layer: LayerBytes, trainer: Trainer) -> dict[str, float]:
+    """Returns the bytes that recomputing or offloading one module saves, by the names of `ActivationBytes.parts`."""
+    savings = recomputed(layer)
+    for module, nbytes in offloaded(layer, trainer).items():
+        savings[f"offload {module}"] = nbytes.freed
+    return savings
+
+
+class _OutputBytes(NamedTuple):
+    """Bytes of one micro-batch after the decoder: its last norm, layers of multi-token prediction, and the head."""
+
+    kept: float
+    copied: float
+    """Copied to the host."""
+    work: float
+    """Workspace of the loss."""
+
+
+def _output_layers(spec: ModelSpec, trainer: Trainer, setting: Setting) -> _OutputBytes:
+    hidden = setting.tokens * spec.transformer["hidden_size"]
+    shard = hidden / setting.sizes.tensor
+    # A norm's output gathered from the sequence's shards, and a few numbers per token.
+    gathered = hidden * setting.itemsize + 10 * FP32 * setting.tokens
+    kept = setting.norm(shard) + gathered
+    copied_bytes = 0.0
+    work = _head(spec, trainer, setting)
+    if spec.table.mtp_layers > 0:
+        parts = LayerParts("attention", "experts" if spec.moe_layers else "dense")
+        layer = layer_bytes(spec.transformer, setting, parts, spec.layer_kind)
+        layer_kept, layer_work = _layers([layer], trainer)
+        joined = 2 * setting.norm(shard) + 3 * shard * setting.itemsize
+        kept += spec.table.mtp_layers * (layer_kept + joined + gathered)
+        copied_bytes = spec.table.mtp_layers * copied(layer, trainer)
+        work = max(work, layer_work)
+    return _OutputBytes(kept, copied_bytes, work)
+
+
+def _decoder_layers(spec: ModelSpec, setting: Setting) -> list[LayerBytes]:
+    """Returns the bytes of every decoder layer; layers of a kind share one object."""
     layers = spec.layer_kind.layers(spec.transformer)
     kinds = {parts: layer_bytes(spec.transformer, setting, parts, spec.layer_kind) for parts in set(layers)}
     return [kinds[parts] for parts in layers]
 
 
 def _kinds(layers: list[LayerBytes]) -> list[tuple[LayerBytes, int]]:
-    """Each kind of layer once, with how many there are; layers of a kind are one object."""
+    """Returns each kind of layer once, with the number of its layers."""
     counts = Counter(map(id, layers))
-    return [(layer, counts[key]) for key, layer in {id(layer): layer for layer in layers}.items()]
+    by_id = {id(layer): layer for layer in layers}
+    return [(layer, counts[key]) for key, layer in by_id.items()]
 
 
-def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:
-    """The chunks of which pipeline rank `place` holds activations at its peak, one entry per micro-batch.
+def in_flight(sizes: Sizes, pipeline_rank: int, microbatches: int) -> list[int]:
+    """Returns the chunk of each micro-batch whose activations a pipeline rank keeps at its peak.
 
-    1F1B holds a micro-batch for itself and every later rank (Narayanan et al., 2104.04473, section 2.2); interleaved
-    stages hold 2 (P - p - 1) + (v - 1) P + 1 of a chunk each, first P of the first chunk, then P of the second, and so
-    on (megatron-core's `get_pp_rank_microbatches`)."""
+    1F1B keeps a micro-batch for the rank itself and every later rank (Narayanan et al., 2104.04473, section 2.2);
+    interleaved stages keep 2 (P - p - 1) + (v - 1) P + 1 micro-batches of one chunk each, first P of the first chunk,
+    then P of the second, and so on (megatron-core's `get_pp_rank_microbatches`)."""
     if sizes.virtual == 1:
-        return [0] * min(microbatches, sizes.pipeline - place)
-    count = 2 * (sizes.pipeline - place - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
+        return [0] * min(microbatches, sizes.pipeline - pipeline_rank)
+    count = 2 * (sizes.pipeline - pipeline_rank - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
     count = min(count, sizes.virtual * microbatches)
     return [unit // sizes.pipeline % sizes.virtual for unit in range(count)]
 
 
 def _layers(layers: list[LayerBytes], trainer: Trainer) -> tuple[float, float]:
-    """Bytes that `layers` of one micro-batch keep, and by how many their backward pass exceeds that at its fullest."""
+    """Returns the bytes that `layers` keep for one micro-batch, and the maximum by which their backward pass exceeds
+    that."""
     units = _units(layers, trainer)
-    kept = sum(held for held, _ in units)
-    before = excess = 0.0
-    for held, top in units:  # in its turn, later units are gone
-        before += held
-        excess = max(excess, before + top - kept)
-    return kept, excess
+    total = sum(kept for kept, _ in units)
+    before = 0.0
+    excess = 0.0
+    for kept, work in units:  # later units are already freed
+        before += kept
+        excess = max(excess, before + work - total)
+    return total, excess
 
 
 def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, float]]:
-    """Per layer, or run of layers that are recomputed together: what is kept, and what comes on top in its turn."""
-    plain = [(layer.total, layer.work) for layer in layers]
+    """Returns kept bytes and workspace per layer, or per group of layers that are recomputed together."""
     recompute = trainer.recompute
     if recompute.granularity != "full":
-        out_of = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}
-        away = [out_of[id(layer)] for layer in layers]  # and comes back in the layer's own backward pass
-        return [(total - out, work + out) for (total, work), out in zip(plain, away, strict=True)]
+        restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass
+        return [(layer.total - restored[id(layer)], layer.work + restored[id(layer)]) for layer in layers]
     number = recompute.layers
     if recompute.method == "block":
-        covered = [(layer.input, layer.total + layer.work) for layer in layers[:number]]
-        return covered + plain[number:]
-    runs = [layers[start : start + number] for start in range(0, len(layers), number)]
-    return [(run[0].input, sum(layer.total for layer in run) + run[-1].work) for run in runs]
+        recomputed_layers = [(layer.input, layer.total + layer.work) for layer in layers[:number]]
+        return recomputed_layers + [(layer.total, layer.work) for layer in layers[number:]]
+    units = []
+    for start in range(0, len(layers), number):
+        group = layers[start : start + number]
+        units.append((group[0].input, sum(layer.total for layer in group) + group[-1].work))
+    return units
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
-    """Bytes that a stage received and sent, kept beside its layers: megatron-core frees the sent ones, not on CPUs."""
-    received = stage > 0
-    sent = setting.kernels == "torch" and stage < sizes.stages - 1
-    return (received + sent) * setting.share * hidden * setting.itemsize if sizes.pipeline > 1 else 0.0
+    """Returns the bytes of a stage's received input and sent output. megatron-core frees the output, except on CPUs."""
+    if sizes.pipeline == 1:
+        return 0.0
+    tensors = 0
+    if stage > 0:
+        tensors += 1
+    if setting.kernels == "torch" and stage < sizes.stages - 1:
+        tensors += 1
+    return tensors * setting.share * hidden * setting.itemsize
 
 
 def _head(spec: ModelSpec, trainer: Trainer, setting: Setting) -> float:

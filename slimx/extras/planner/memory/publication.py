@@ -1,5 +1,5 @@
-"""Memory that publications take: to merge weights with adapters (`trainer.lora`; for exports, too), registered at both
-ends with `publish.transport: nixl`, and for changes."""
+"""Memory of publications: to merge weights with adapters (`trainer.lora`; also for exports), registered memory at both
+ends with `publish.transport: nixl`, and memory for deltas."""
 
 from __future__ import annotations
 
@@ -23,40 +23,49 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan
 
 CONTEXT = GIB // 2
-"""Bytes that the process beside an engine takes of each GPU in whose memory it receives: assumed."""
+"""Bytes that the receiving process of an engine takes on each GPU into whose memory it receives: assumed."""
 
 
 class MergingBytes(NamedTuple):
-    """Bytes of the trainer rank that needs most."""
+    """Memory for merging weights with adapters, in bytes, on the trainer rank that needs most."""
 
     published: int = 0
     """Kept from the first publication on, for the weights of one bucket."""
     exported: int = 0
     """Kept from the first export on."""
     work: int = 0
-    """While the largest weight is merged."""
+    """Temporary memory while the largest weight is merged."""
 
 
 def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Plan | None) -> MergingBytes:
-    """`published`: the plan by which ranks pack publications, dealt out where it is (`publish.transport: nixl`)."""
+    """Returns the memory for merging. `published`: plan by which ranks pack publications, dealt out with
+    `publish.transport: nixl`; None without one."""
     if config.trainer.lora is None:
         return MergingBytes()
-    if config.serves_adapters:  # engines get the parameters as they are
-        published = None
     merges = partial(adapts, config.trainer.lora.targets)
-    exported = export_plan(config, spec, sizes) if exports(config) else None
-    room, other = (
-        max(merged_room(plan, merges).values(), default=0) if plan is not None else 0 for plan in (published, exported)
-    )
-    plans = [plan for plan in (published, exported) if plan is not None]
-    return MergingBytes(room, other, max((merging_work(plan, merges) for plan in plans), default=0))
+    publishing = 0
+    exporting = 0
+    work = 0
+    if published is not None and not config.serves_adapters:  # otherwise engines get the parameters unmerged
+        publishing = max(merged_room(published, merges).values(), default=0)
+        work = merging_work(published, merges)
+    if exports(config):
+        exported = export_plan(config, spec, sizes)
+        exporting = max(merged_room(exported, merges).values(), default=0)
+        work = max(work, merging_work(exported, merges))
+    return MergingBytes(publishing, exporting, work)
 
 
 def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
-    """Bytes beside that memory while the largest weight is merged: its product in fp32, and that rounded to the
+    """Returns the temporary bytes of merging the largest weight: its product in fp32, and a copy rounded to the
     weight's dtype (`slimx.extras.lora.merged`)."""
-    elements = [(int(np.prod(p.shape, dtype=np.int64)), p.dtype) for p in plan.parameters if merges(p.name)]
-    return max((count * (4 if dtype == "float32" else 4 + ITEMSIZE[dtype]) for count, dtype in elements), default=0)
+    largest = 0
+    for parameter in plan.parameters:
+        if merges(parameter.name):
+            elements = int(np.prod(parameter.shape, dtype=np.int64))
+            rounded = 0 if parameter.dtype == "float32" else ITEMSIZE[parameter.dtype]
+            largest = max(largest, elements * (4 + rounded))
+    return largest
 
 
 def exports(config: Config) -> bool:
@@ -65,8 +74,8 @@ def exports(config: Config) -> bool:
 
 
 def most_merging(config: Config, adapted: int) -> int:
-    """Bytes for `merging_memory`'s rooms at most, where no plan is compiled; `adapted`: a rank's elements that have
-    adapters. A bucket of every engine rank may bring weights that it holds a part of."""
+    """Returns an upper bound of the kept bytes of `merging_memory` without a compiled plan. `adapted`: elements of a
+    rank that have adapters. A bucket of every engine rank may contain weights of which the rank holds a part."""
     if config.trainer.lora is None:
         return 0
     groups = () if config.serves_adapters else config.rollout.policy_engines
@@ -76,27 +85,29 @@ def most_merging(config: Config, adapted: int) -> int:
 
 
 class DirectMemory(NamedTuple):
-    """Bytes of memory, the host's or GPUs', paddings to 16 bytes left out."""
+    """Host or GPU memory in bytes, without paddings to 16 bytes."""
 
     ring: int
     """Registered by the trainer rank that sends most of a bucket to all engines."""
     landing: int
-    """Registered for one receiver of an engine, for buckets under way to its ranks."""
+    """Registered for one receiver of an engine, for buckets in transit to its ranks."""
     kept: int = 0
-    """With `publish.delta` kept by the fullest trainer rank: what it sent last, and its part of a bucket."""
-    held: int = 0
-    """With `publish.delta` held by one receiver of an engine: what came last."""
+    """With `publish.delta`, kept by the fullest trainer rank: the weights it sent last, and its part of a bucket."""
+    received: int = 0
+    """With `publish.delta`, kept by one receiver of an engine: the weights received last."""
 
 
 def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool = False) -> DirectMemory:
-    """Memory that `ranks` trainer ranks and each receiver of each engine take for the publications of a dealt plan;
-    `edges`: as `copies_of` gives them; `delta`: for publications that bring what has changed."""
-    moved, nbytes = dealt.moved, move_bytes(dealt)
+    """Returns the memory that trainer ranks and each receiver of an engine need for publications of a dealt plan.
+    `ranks`: number of trainer ranks; `edges`: as returned by `copies_of`; `delta`: True if publications send deltas."""
+    moved = dealt.moved
+    nbytes = move_bytes(dealt)
     receiver = np.searchsorted(edges, moved["target"], side="right") - 1
     sent = summed((dealt.count, ranks), (moved["bucket"], moved["source"]), nbytes)
     received = summed((dealt.count, len(edges) - 1), (moved["bucket"], receiver), nbytes)
     slots = min(SLOTS, dealt.count)  # each has room for the largest bucket
-    ring, landing = slots * int(np.max(sent)), slots * int(np.max(received))
+    ring = slots * int(np.max(sent))
+    landing = slots * int(np.max(received))
     if not delta:
         return DirectMemory(ring, landing)
     kept = sent.sum(axis=0) + sent.max(axis=0)
@@ -104,14 +115,14 @@ def direct_memory(dealt: Plan, *, ranks: int, edges: Sequence[int], delta: bool 
 
 
 def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
-    """Bytes of a rank's GPU through which its part of a bucket goes to host memory, at most."""
+    """Returns the maximum bytes of a rank's GPU that its part of a bucket takes on its path to host memory."""
     moved = plan.moved
     part = np.max(summed((plan.count, ranks), (moved["bucket"], moved["source"]), move_bytes(plan)))
     return min(portion, int(part))
 
 
 def changes_memory(plan: Plan) -> tuple[int, int]:
-    """(beside trainer rank 0, beside one engine) bytes that `publish.delta` takes with `disk`: what was published last,
-    and there one bucket's changes."""
+    """Returns the bytes that `publish.delta` takes with `disk` at trainer rank 0 (the weights published last, and one
+    bucket's deltas) and for one engine (the weights published last)."""
     sizes = [sum(target[bucket].size for target in plan.buckets) for bucket in range(plan.count)]
     return sum(sizes) + max(sizes), sum(sizes)

@@ -1,4 +1,4 @@
-"""Memory of trainer ranks by kind: exact state, estimated activations, and what lies on the host beside them."""
+"""Memory of trainer ranks by kind: exact state, estimated activations, and host memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from slimx.preflight.hardware import OVERHEAD
 
 INT32 = 4
 MOMENT_PIECE = 512 * 2**20
-"""As `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
-them."""
+"""Copy of `slimx.extras.optimizer_offload.moments.PIECE_BYTES`, which a process without torch cannot import; a test
+compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageState:
-    """The fullest rank of a pipeline stage and what it holds whatever it computes."""
+    """The fullest rank of a pipeline stage and its state, independent of activations."""
 
     stage: int
     rank: int
@@ -50,58 +50,64 @@ def trainer_memory(
     merging: int = 0,
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
-    """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
-    critic's own); `publication`: bytes on the GPU of each rank while weights leave it; `merging`: bytes in which
-    every rank merges weights with adapters. `states`: as `stage_states` gives them for the same sizes, where they are
-    known already; only their stages are looked at."""
+    """Returns the memory of one rank per pipeline stage, the fullest. `config`: its `trainer` section is that of the
+    ranks (or of a critic); `publication`: GPU bytes of each rank during weight publications; `merging`: bytes in which
+    every rank merges weights with adapters. `states`: result of `stage_states` for the same sizes, if known already;
+    only its stages are computed."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
+    buckets = publication if model == "trainer" else 0
     out = []
-    for found in states:
+    for stage in states:
         activations = activation_bytes(
-            spec, config.trainer, sizes, setting, place=found.stage, microbatches=microbatches
+            spec, config.trainer, sizes, setting, pipeline_rank=stage.stage, microbatches=microbatches
         )
-        if model == "critic" or config.algorithm.scores:  # one value per token in the place of logits
+        if model == "critic" or config.algorithm.scores:  # one value per token instead of logits
             activations = replace(activations, head=0)
-        beside = (publication if model == "trainer" else 0, merging)
-        out.append(_record(config, spec, setting, found, activations, model, device, *beside))
+        out.append(_record(config, spec, setting, stage, activations, model, device, buckets, merging))
     return tuple(out)
 
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
-    """Parameters of the model that ranks hold under any layout, with what is not trained and with adapters."""
+    """Returns the parameters of the model that ranks hold under any layout, including frozen ones and adapters."""
     return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.frozen), trainer.lora)
 
 
 def stage_states(
     trainer: Trainer,
-    held: Holdings,
+    parameters: Holdings,
     spec: ModelSpec,
     sizes: Sizes,
     *,
     model: Literal["trainer", "critic"] = "trainer",
     quick: bool = False,
 ) -> tuple[StageState, ...]:
-    """State of the fullest rank of each pipeline stage. `quick`: of stages unlike those before them only, one of which
-    is the fullest, and of the first rank of each."""
+    """Returns the state of the fullest rank of each pipeline stage. `quick`: only of stages that differ from earlier
+    ones, which include the fullest, and only of the first rank of each."""
+    stages: Sequence[int] = range(sizes.pipeline)
+    count = sizes.stage
+    if quick:
+        stages = parameters.unlike_stages(sizes)
+        count = 1
     out = []
-    for stage in held.unlike_stages(sizes) if quick else range(sizes.pipeline):
+    for stage in stages:
         head = _value_head(spec, sizes, stage) if model == "critic" else []
-        out.append(_fullest(held, trainer, sizes, stage, head, 1 if quick else sizes.stage))
+        out.append(_fullest(parameters, trainer, sizes, stage, head, count))
     return tuple(out)
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
-    """A micro-batch that is full, of the longest rollouts; the kernels that `device` has."""
+    """Returns the setting of a full micro-batch of the longest rollouts, with the kernels of `device`."""
     limit = config.trainer.max_tokens_per_microbatch
     longest = config.rollout.longest
     latent = bool(spec.transformer.get("multi_latent_attention"))
-    # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
+    # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
     by_kind = spec.layer_kind.materialises(config.trainer)
-    materialised = materialised if by_kind is None else by_kind
+    if by_kind is not None:
+        materialised = by_kind
     return Setting(
         tokens=-(-limit // sizes.context),
         length=min(longest, limit) if config.rollout.policy_engines else limit,
@@ -114,67 +120,84 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
 
 
 def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
-    """A critic's head on the last stage, fp32 (`slimx.extras.token_level.value_model`)."""
+    """Returns a critic's head on the last stage, fp32 (`slimx.extras.token_level.value_model`)."""
     if stage < sizes.pipeline - 1:
         return []
-    alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32"}
+    chunk = sizes.virtual - 1
     hidden = spec.transformer["hidden_size"]
-    return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
+    return [
+        ParameterRun(name="value_head.weight", elements=hidden, chunk=chunk, count=1, dtype="float32"),
+        ParameterRun(name="value_head.bias", elements=1, chunk=chunk, count=1, dtype="float32"),
+    ]
 
 
 def _fullest(
-    held: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
+    parameters: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
 ) -> StageState:
-    """Returns the rank with most state of a stage's first `count`. Ranks differ in gaps of their shares and, frozen
-    experts aside, in nothing else."""
+    """Returns the rank with the most state of a stage's first `count`. Ranks differ only in the alignment gaps of their
+    parts and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
-    # Frozen experts make a difference between expert ranks.
-    own = ranks // sizes.expert_tensor % sizes.expert if held.frozen else 0 * ranks
-    found: dict[int, tuple[int, Buffers]] = {}
-    for expert in np.unique(own):
-        alike = ranks[own == expert]
-        buffers = Buffers(held.runs(sizes, int(alike[0])) + head, trainer, sizes)
-        owned = buffers.owned(alike)
-        found[int(alike[owned.argmax()])] = int(owned.max()), buffers
-    rank = max(sorted(found), key=lambda rank: found[rank][0])
-    return StageState(stage=stage, rank=rank, state=found[rank][1].of(rank))
+    # With frozen experts, expert ranks differ.
+    expert_ranks = ranks // sizes.expert_tensor % sizes.expert if parameters.frozen else 0 * ranks
+    by_rank: dict[int, tuple[int, Buffers]] = {}
+    for expert_rank in np.unique(expert_ranks):
+        alike = ranks[expert_ranks == expert_rank]
+        buffers = Buffers(parameters.runs(sizes, int(alike[0])) + head, trainer, sizes)
+        nbytes = buffers.optimizer_bytes(alike)
+        by_rank[int(alike[nbytes.argmax()])] = int(nbytes.max()), buffers
+    rank = max(sorted(by_rank), key=lambda rank: by_rank[rank][0])
+    _, buffers = by_rank[rank]
+    return StageState(stage=stage, rank=rank, state=buffers.state(rank))
 
 
 def _record(
     config: Config,
     spec: ModelSpec,
     setting: Setting,
-    found: StageState,
+    stage: StageState,
     activations: ActivationBytes,
     model: Literal["trainer", "critic"],
     device: str,
     buckets: int,
     merging: int,
 ) -> TrainerMemory:
-    state = found.state
+    state = stage.state
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
     step = min(MOMENT_PIECE, hosted) + state.copied
     dispatched = _dispatched(spec, setting)
     dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
-    served = _served(config, state) if model == "trainer" else 0
-    engine = model == "trainer" and device != "cpu"  # the layers of the CPU keep none
-    copies = rounding_of(config.trainer).kept_bytes(state.quantised) if engine else 0
-    # In exact mode layers multiply by merged weights, which are kept from the forward pass to the backward pass.
-    merged = merging + (state.adapted * ITEMSIZE[config.numerics.dtype] if config.exact else 0)
-    static = state.weights + served + merged + state.gradients + state.optimizer - hosted + copies
-    moving = config.schedule.colocate and config.trainer.offload
-    copied = config.algorithm.reference and config.trainer.lora is None  # beside adapters it is the base
-    others = copied + bool(config.algorithm.teacher) if model == "trainer" else 0
-    # Parameters that the distributed optimizer cuts between two ranks are taken as whole.
-    rounded = device == "cuda" and bool(config.trainer.offload_activations)  # `slimx.runtime.allocator`
-    share, away = (state.pinned_share, state.pinned_weights) if rounded else (1.0, state.weights)
+    served = 0
+    others = 0
+    chosen = 0
+    copies = 0
+    if model == "trainer":
+        served = _served(config, state)
+        others = _other_models(config)
+        chosen = _chosen(config, spec, setting, stage.stage)
+        if device != "cpu":  # the CPU layers keep no copies
+            copies = rounding_of(config.trainer).kept_bytes(state.quantised)
+    weights = state.weights + served + merging
+    if config.exact:  # layers multiply by merged weights, which are kept until the backward pass
+        weights += state.adapted * ITEMSIZE[config.numerics.dtype]
+    static = weights + state.gradients + state.optimizer - hosted + copies
+    # Parameters that the distributed optimizer splits between two ranks are counted completely.
+    pinned_ratio = 1.0
+    pinned_weights = state.weights
+    if device == "cuda" and config.trainer.offload_activations:  # sizes are rounded up: `slimx.runtime.allocator`
+        pinned_ratio = state.pinned_share
+        pinned_weights = state.pinned_weights
+    away = overhead + dispatcher + static
+    host_away = 0
+    if config.schedule.colocate and config.trainer.offload:
+        away = overhead + dispatcher + served + merging
+        host_away = pinned_weights + round((state.optimizer - hosted) * pinned_ratio)
     return TrainerMemory(
         model=model,
-        stage=found.stage,
-        rank=found.rank,
+        stage=stage.stage,
+        rank=stage.rank,
         parameters=state.elements,
-        weights=state.weights + served + merged,
+        weights=weights,
         gradients=state.gradients,
         optimizer=state.optimizer - hosted,
         moments=state.moments - hosted,
@@ -189,35 +212,48 @@ def _record(
         overhead=overhead,
         in_flight=activations.in_flight,
         peak=static + overhead + dispatcher + max(activations.peak + dispatched, step, buckets),
-        away=overhead + dispatcher + (served + merging if moving else static),
-        host_optimizer=round(hosted * share),
-        host_copies=round(state.weights * share) * (others + 1) if others else 0,
-        host_away=away + round((state.optimizer - hosted) * share) if moving else 0,
-        host_chosen=_chosen(config, spec, setting, found.stage) if model == "trainer" else 0,
-        host_checkpoint=round((state.weights + state.optimizer - hosted) * share) + hosted,
+        away=away,
+        host_optimizer=round(hosted * pinned_ratio),
+        host_copies=round(state.weights * pinned_ratio) * (others + 1) if others else 0,
+        host_away=host_away,
+        host_chosen=chosen,
+        host_checkpoint=round((state.weights + state.optimizer - hosted) * pinned_ratio) + hosted,
         host_activations=2 * activations.hosted,
         moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,
         parts=activations.parts,
     )
 
 
+def _other_models(config: Config) -> int:
+    """Returns the number of models in addition to the policy whose weights a trainer rank keeps in host memory."""
+    models = 0
+    if config.algorithm.reference and config.trainer.lora is None:  # with adapters, the base is the reference
+        models += 1
+    if config.algorithm.teacher:
+        models += 1
+    return models
+
+
 def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
-    """Bytes of a step's choices of layers that training repeats, on one rank, its micro-batches full."""
+    """Returns the bytes of one step's replayed token choices on one rank with full micro-batches."""
     if config.trainer.indexer_replay != "R2":
         return 0
     sizes = setting.sizes
     microbatches = batch_plan(config, sizes).microbatches_per_update * config.schedule.updates_per_step
-    layers, length = stage_layers(sizes, spec.table.layers)[stage], setting.tokens * sizes.context
+    layers = stage_layers(sizes, spec.table.layers)[stage]
+    length = setting.tokens * sizes.context
     return microbatches * spec.layer_kind.replay_bytes(spec.transformer, setting.tokens, length, layers)
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Bytes of exact mode's `ServedWeights`: codes and what they are widened to; scales are left out."""
-    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.exact and config.publish.quantise else 0
+    """Returns the bytes of exact mode's `ServedWeights`: codes and their dequantised values; scales are not counted."""
+    if not config.exact or not config.publish.quantise:
+        return 0
+    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype])
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:
-    """Bytes of the chosen tokens, sent and received, where experts are on several ranks."""
+    """Returns the bytes of routed tokens, sent and received, if experts are on several ranks."""
     sizes = setting.sizes
     if not spec.experts or sizes.expert * sizes.expert_tensor == 1:
         return 0

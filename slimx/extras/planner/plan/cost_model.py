@@ -1,18 +1,16 @@
-"""Seconds of one update, simply: to rank layouts that fit, not to foretell a run.
+"""Seconds of one update: a simple estimate to rank layouts that fit, not to predict a run.
 
-    compute   FLOPs of the rollouts (`slimx.models.flops`) and of what is computed again, module by module, at 40% of
-              the GPU's dense bf16 rate
-    bubble    what pipeline stages wait
-    moved     bytes that a rank receives, over NVLink where the group fits its domain, else over the network: tensor
-              (5 times the tokens of a projection and layer), experts (4 times the chosen tokens), context (3 times keys
-              and values; 2 times what goes into and out of a delta net), data (gradients and new weights),
+    compute   FLOPs of the rollouts (`slimx.models.flops`) and of recomputation, module by module, at 40% of the GPU's
+              dense bf16 rate
+    bubble    seconds that pipeline stages wait
+    moved     bytes that a rank receives, over NVLink if the group fits its domain, else over the network: tensor
+              (5 times the tokens of a projection and layer), experts (4 times the routed tokens), context (3 times
+              keys and values; 2 times the inputs and outputs of a delta net), data (gradients and new weights),
               pipeline (2 times a stage's boundary)
-    waits     copies of activations to the host that take longer than the forward pass, and back longer than the
-              backward pass
+    waits     copies of activations to the host beyond the forward pass, and back beyond the backward pass
 
-Nothing else overlaps, load is even, every kernel is as efficient as every other: layouts that differ by less than a
-fifth are equal to it. The seconds are predictions that nothing has measured.
-"""
+Nothing else overlaps, load is even, and all kernels are equally efficient: treat layouts that differ by less than a
+fifth as equal. The seconds are predictions that no measurement has confirmed."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from slimx.preflight.hardware import Machine
 
 EFFICIENCY = 0.4
 ACTIVATION = 0.02
-"""Share of the FLOPs' seconds that norms and activations take, which have no products: assumed for `layernorm` and
-`moe_act` together."""
+"""Share of the FLOPs' seconds spent in norms and activations, which have no matrix products: assumed for `layernorm`
+and `moe_act` together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class Cost:
     bubble: float
     """Seconds that the pipeline's ranks wait."""
     moved: dict[str, float]
-    """By kind of parallelism."""
+    """Seconds of communication by kind of parallelism."""
 
     @property
     def total(self) -> float:
@@ -68,11 +66,14 @@ def update_cost(
     offloaded: int = 0,
     trainer: Trainer | None = None,
 ) -> Cost:
-    """Seconds of an update in the layout `sizes`. `exchanged`: bytes of gradients and weights of its fullest rank;
-    `hosted`: bytes of its moments on the host; `offloaded`: bytes of activations that it copies there. `trainer`: says
-    what is recomputed; None: nothing. `machine` must name a GPU."""
+    """Returns the cost of an update with the layout `sizes`. `exchanged`: bytes of gradients and weights of the fullest
+    rank; `hosted`: bytes of its moments on the host; `offloaded`: bytes of activations that it copies to the host.
+    `trainer`: recomputation settings; None for no recomputation. `machine` must have a GPU."""
     batch = batch_plan(config, sizes)
-    gpu, model, itemsize = machine.gpu, spec.transformer, ITEMSIZE[config.numerics.dtype]
+    gpu = machine.gpu
+    assert gpu is not None
+    model = spec.transformer
+    itemsize = ITEMSIZE[config.numerics.dtype]
     flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size, spec.layer_kind)(
         batch.tokens_per_rollout
     )
@@ -89,7 +90,9 @@ def update_cost(
     moe = len(spec.moe_layers) / sizes.pipeline
     tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
     width = tokens * model["hidden_size"] * itemsize
-    t, c, e = sizes.tensor, sizes.context, sizes.expert * sizes.expert_tensor
+    t = sizes.tensor
+    c = sizes.context
+    e = sizes.expert * sizes.expert_tensor
     dense = sum(layer.mlp == "dense" for layer in parts) / sizes.pipeline
     projections = (
         (len(parts) - mixers[None]) / sizes.pipeline
@@ -122,7 +125,7 @@ def update_cost(
 
 
 def again(spec: ModelSpec, length: int, trainer: Trainer) -> float:
-    """Returns what recomputation adds to the FLOPs of an update, as a share of them."""
+    """Returns the FLOPs added by recomputation, as a share of an update's FLOPs."""
     selective = trainer.recompute.granularity == "selective"
     cheap = {"layernorm", "moe_act"} & {*trainer.recompute.modules} if selective else ()
     return recomputed_share(spec, length, trainer) + ACTIVATION * len(cheap) / 2

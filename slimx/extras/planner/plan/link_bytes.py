@@ -1,4 +1,4 @@
-"""Over which links the bytes of a publication go, from where trainers and engines stand."""
+"""Bytes of a publication by kind of link, from the placement of trainers and engines."""
 
 from __future__ import annotations
 
@@ -18,35 +18,39 @@ _HOST = "host memory (PCIe)"
 def link_bytes(
     plan: Plan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, transport: str
 ) -> tuple[LinkBytes, ...]:
-    """Bytes by kind of link. With `cuda_ipc` they go where the two ranks stand: within one GPU or over NVLink;
-    `memory` takes them through host memory, `disk` through files.
+    """Returns bytes by kind of link. With `cuda_ipc` they depend on the GPUs of the two ranks: within one GPU, over
+    NVLink or over the network; `memory` uses host memory, `disk` files.
 
-    A publication of Hugging Face names goes to each rank of an engine whole, from its first rank on over the engine's
-    own links, which are not counted."""
+    A publication of Hugging Face names goes completely to the first rank of an engine and from there to the other ranks
+    over the engine's links, which are not counted."""
     wire = wire_bytes(plan)
     gpu = machine.gpu
     if transport in ("memory", "disk"):
         total = int(wire.nbytes.sum()) * sum(group.count for group in groups)
-        link, rate = (_HOST, gpu.host if gpu else None) if transport == "memory" else ("files", None)
         busiest = int(wire.received(plan.targets).max())
-        return (_made(link, total, busiest, rate),)
+        if transport == "disk":
+            return (_link("files", total, busiest, None),)
+        return (_link(_HOST, total, busiest, gpu.host if gpu else None),)
     kinds = ("one GPU", "NVLink", "network")
     traffic = {name: np.zeros((2, places.nodes * places.per_node), dtype=np.int64) for name in kinds}
     domain = machine.domain
     for place in places.engines:
         # Trainers fill the GPUs in order.
-        here, there = wire.sources, np.array(place.gpus)[wire.targets]
-        joined = here // domain == there // domain
-        chosen = (here == there, joined & (here != there), ~joined)
-        for name, taken in zip(kinds, chosen, strict=True):
-            for side, at in enumerate((here[taken], there[taken])):
-                np.add.at(traffic[name][side], at, wire.nbytes[taken])
-    rates = (gpu.bandwidth / 2, gpu.nvlink, gpu.network) if gpu else (None, None, None)
-    return tuple(
-        _made(name, int(moved[0].sum()), int(moved.max()), rate)
-        for (name, moved), rate in zip(traffic.items(), rates, strict=True)
-        if moved.any()
-    )
+        sources = wire.sources
+        targets = np.array(place.gpus)[wire.targets]
+        joined = sources // domain == targets // domain
+        masks = (sources == targets, joined & (sources != targets), ~joined)
+        for name, mask in zip(kinds, masks, strict=True):
+            np.add.at(traffic[name][0], sources[mask], wire.nbytes[mask])
+            np.add.at(traffic[name][1], targets[mask], wire.nbytes[mask])
+    rates: dict[str, float] = {}
+    if gpu is not None:
+        rates = {"one GPU": gpu.bandwidth / 2, "NVLink": gpu.nvlink, "network": gpu.network}
+    out = []
+    for name, nbytes in traffic.items():
+        if nbytes.any():
+            out.append(_link(name, int(nbytes[0].sum()), int(nbytes.max()), rates.get(name)))
+    return tuple(out)
 
 
 class DealtPlan(NamedTuple):
@@ -56,28 +60,34 @@ class DealtPlan(NamedTuple):
     receivers: list[int]
     """Number of receivers of each engine."""
     edges: list[int]
-    """First target of each receiver, and the end of all."""
+    """Index of each receiver's first target, followed by the number of targets."""
 
 
 def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on_gpus: bool) -> tuple[LinkBytes, ...]:
-    """Bytes by kind of link with `nixl`: over the network, or within a node through its memory, with `on_gpus` over
-    NVLink."""
-    wire, gpu = wire_bytes(dealt.plan), machine.gpu
-    each = places.per_node
+    """Returns bytes by kind of link with `nixl`: over the network, or within a node through host memory, with `on_gpus`
+    over NVLink."""
+    wire = wire_bytes(dealt.plan)
+    receivers: list[np.ndarray] = []
+    for place, count in zip(places.engines, dealt.receivers, strict=True):
+        receivers += np.split(np.array(place.gpus), count)
     node = np.zeros(dealt.plan.targets, dtype=np.int64)
-    engines = zip(places.engines, dealt.receivers, strict=True)
-    shares = [gpus for place, count in engines for gpus in np.split(np.array(place.gpus), count)]
-    for gpus, (first, end) in zip(shares, pairwise(dealt.edges), strict=True):
-        node[first:end] = gpus[0] // each
-    within = wire.sources // each == node[wire.targets]
-    inside = ("NVLink", gpu and gpu.nvlink) if on_gpus else (_HOST, gpu and gpu.host)
+    for gpus, (first, end) in zip(receivers, pairwise(dealt.edges), strict=True):
+        node[first:end] = gpus[0] // places.per_node
+    within = wire.sources // places.per_node == node[wire.targets]
+    local = "NVLink" if on_gpus else _HOST
+    rates: dict[str, float] = {}
+    if machine.gpu is not None:
+        rates = {"NVLink": machine.gpu.nvlink, _HOST: machine.gpu.host, "network": machine.gpu.network}
     out = []
-    for (link, rate), taken in ((inside, within), (("network", gpu and gpu.network), ~within)):
-        if taken.any():
-            sides = (np.bincount(ranks[taken], weights=wire.nbytes[taken]) for ranks in (wire.sources, wire.targets))
-            out.append(_made(link, int(wire.nbytes[taken].sum()), int(max(side.max() for side in sides)), rate))
+    for link, mask in ((local, within), ("network", ~within)):
+        if mask.any():
+            nbytes = wire.nbytes[mask]
+            sent = np.bincount(wire.sources[mask], weights=nbytes)
+            received = np.bincount(wire.targets[mask], weights=nbytes)
+            busiest = int(max(sent.max(), received.max()))
+            out.append(_link(link, int(nbytes.sum()), busiest, rates.get(link)))
     return tuple(out)
 
 
-def _made(link: str, nbytes: int, busiest: int, rate: float | None) -> LinkBytes:
+def _link(link: str, nbytes: int, busiest: int, rate: float | None) -> LinkBytes:
     return LinkBytes(link=link, nbytes=nbytes, busiest=busiest, seconds=busiest / rate if rate else None)

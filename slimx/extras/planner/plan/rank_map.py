@@ -1,4 +1,4 @@
-"""The map of ranks, GPUs and what they hold: trainers fill the nodes in the order of their ranks."""
+"""The rank map: GPUs and parts of the model by rank. Trainer ranks fill the nodes in order."""
 
 from __future__ import annotations
 
@@ -23,42 +23,38 @@ def rank_map(
     per_node: int,
     first: int = 0,
 ) -> RankMap:
-    """The map of one policy from GPU `first` on; `critic`: sizes of a critic on ranks of its own, which follow the
-    trainer's.
+    """Returns the rank map of one policy from GPU `first` on. `critic`: sizes of a critic on separate ranks, which
+    follow the trainer's.
 
-    Engines come last, or on the trainers' GPUs in turns with them (`schedule.colocate`). A server that fits a node does
-    not straddle two."""
-    trainer = _places(spec, sizes, first, per_node)
-    own = _places(spec, critic, first + sizes.world, per_node) if critic is not None else ()
-    apart = first + len(trainer) + len(own)
-    engines, at = _servers(rollout.policy_engines, first if schedule.colocate else apart, per_node)
-    frozen, at = _servers(rollout.frozen_engines, max(at, apart), per_node)
-    end = max(apart, at)
+    Engines come last, or share the trainers' GPUs (`schedule.colocate`). A server that fits on one node does not span
+    two."""
+    trainers = _places(spec, sizes, first, per_node)
+    critics = _places(spec, critic, first + sizes.world, per_node) if critic is not None else ()
+    trainers_end = first + len(trainers) + len(critics)
+    engines, end = _servers(rollout.policy_engines, first if schedule.colocate else trainers_end, per_node)
+    frozen, end = _servers(rollout.frozen_engines, max(end, trainers_end), per_node)
     return RankMap(
         gpus=end - first,
         nodes=-(-end // per_node) - first // per_node,
         per_node=per_node,
-        trainer=trainer,
-        critic=own,
+        trainer=trainers,
+        critic=critics,
         engines=engines,
         frozen=frozen,
     )
 
 
-def _servers(groups: Sequence[Engines], at: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
-    """The servers that slimx starts, from GPU `at` on, and the GPU after the last one."""
+def _servers(groups: Sequence[Engines], gpu: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
+    """Places the servers that slimx starts from GPU `gpu` on. Returns the places, and the GPU after the last one."""
     engines = []
     for group in groups:
         for server in range(group.started):
-            if at % per_node + group.ranks > per_node:
-                at = -(-at // per_node) * per_node
-            engines.append(
-                EnginePlace(
-                    group=group.name, server=server, node=at // per_node, gpus=tuple(range(at, at + group.ranks))
-                )
-            )
-            at += group.ranks
-    return tuple(engines), at
+            if gpu % per_node + group.ranks > per_node:
+                gpu = -(-gpu // per_node) * per_node
+            gpus = tuple(range(gpu, gpu + group.ranks))
+            engines.append(EnginePlace(group=group.name, server=server, node=gpu // per_node, gpus=gpus))
+            gpu += group.ranks
+    return tuple(engines), gpu
 
 
 def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[RankPlace, ...]:

@@ -1,57 +1,36 @@
-"""`slimx plan`: what a run will do, from its configuration and the model's config.json alone.
+"""`slimx plan`: describes a run from its configuration and the model's config.json alone.
 
-    config.json --> layout, rank map --> memory of trainers and engines --> what does not fit
+    config.json --> layout, rank map --> memory of trainers and engines --> violations
                             |
                             +--> publication, compiled and proven --> bytes per link
 
 No weights, no prompts, no GPU: a run of hundreds of GPUs is checked and costed on a laptop. Everything is compiled with
-the run's own functions, so that a plan which is printed is a plan that the run will follow.
+the run's own functions, so the run will follow exactly the plan that is printed.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from slimx.config.rule import all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import Policy
-from slimx.config.sections.publish import Publish
-from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import copies_of, deal
-from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.planner.batch_plan import batch_plan
-from slimx.extras.planner.links.model import (
-    Links,
-    Traffic,
-    direct_traffic,
-    gb300_nvlink,
-    h100_infiniband,
-    predict,
-    traffic_of,
-)
 from slimx.extras.planner.memory.engine import engine_memory
 from slimx.extras.planner.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.extras.planner.memory.phases import colocated_memory, phase_memory
-from slimx.extras.planner.memory.publication import (
-    CONTEXT,
-    MergingBytes,
-    changes_memory,
-    direct_memory,
-    merging_memory,
-    packed_on_gpu,
-)
+from slimx.extras.planner.memory.publication import MergingBytes, merging_memory, packed_on_gpu
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.extras.planner.memory_record import TrainerMemory
-from slimx.extras.planner.plan.keepings import told_parts
-from slimx.extras.planner.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
+from slimx.extras.planner.plan.activation_strategies import without_refused_offloads
+from slimx.extras.planner.plan.publication import compile_publication, publication_figures, publication_links
 from slimx.extras.planner.plan.rank_map import rank_map
-from slimx.extras.planner.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
+from slimx.extras.planner.record import PlannedGroup, PlanReport, PublicationFigures, RankMap
 from slimx.extras.planner.rules.machine import (
     crowded_warnings,
     has_nodes,
@@ -65,9 +44,8 @@ from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.facts import model_facts
 from slimx.preflight.hardware import Machine, machine_of
-from slimx.preflight.transport import ChosenTransport, choose_transport
-from slimx.reshard.plan.copy_plan import Plan
-from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+from slimx.preflight.transport import choose_transport
+from slimx.reshard.plan.publication import PublicationPlan
 
 OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 """Rules that another layout of the trainer could satisfy."""
@@ -75,11 +53,11 @@ OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A report, and what more can be asked of it: predictions of a publication (None: no engines, or refused), other
-    layouts."""
+    """A report and the inputs of further computations: predictions of a publication, and other layouts."""
 
     report: PlanReport
     published: PublicationPlan | None
+    """Compiled publication; None without engines, or if it is refused."""
     spec: ModelSpec
     machine: Machine
     problems: tuple[SlimxError, ...]
@@ -87,94 +65,116 @@ class Planned:
 
 
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
-    """Read the model's config.json, split it as configured, weigh it and compile the publication. `policies`: of the
-    run that the policy of `config` belongs to, where it is a further one. `first`: its first GPU.
+    """Reads the model's config.json, splits the model as configured, computes its memory and compiles the publication.
+    `policies`: policies of the whole run if `config` is that of a further policy. `first`: index of its first GPU.
 
-    Whatever would refuse the run stands in the report's `violations`. Raises SlimxError only for a model that cannot be
-    read, without which nothing can be said."""
+    Everything that would refuse the run is in the report's `violations`. Raises SlimxError only if the model cannot be
+    read, because nothing can be planned without it."""
     spec = configured_model(config)
     machine = machine_of(config.cluster)
-    # A plan is for the machine of the run, which this one need not be.
+    # The plan is for the run's machine, which may differ from this one.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device
     transport = choose_transport(config, device)
     config = transport.applied(config)
     facts = model_facts(config, spec) | {"device": device, "machine": machine}
     facts["policies"] = config.policies if policies is None else policies
     problems = broken(all_rules(), facts, before=config.sections)
-    sizes, critic = facts["sizes"], facts["critic_sizes"]
-    split = not any(problem.code.startswith("layout.") for problem in problems)
-    groups = [(group, engine_sizes(group)) for group in config.rollout.served]
-    report = PlanReport(
+    splits = not any(problem.code.startswith("layout.") for problem in problems)
+    report = _model_report(config, spec, machine, device)
+    if not splits or any(problem.code == "critic.split" for problem in problems):
+        report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not splits})
+        return Planned(report, None, spec, machine, tuple(problems))
+    sizes: Sizes = facts["sizes"]
+    separate: Sizes | None = None
+    if config.critic is not None and config.critic.placement == "own":
+        separate = facts["critic_sizes"]
+    places = rank_map(config.rollout, config.schedule, spec, sizes, separate, per_node=machine.per_node, first=first)
+    lacking = 0 if machine.nodes is None else max(0, places.nodes - machine.nodes)
+    compiled = None
+    if not lacking:  # the moves of a run that does not fit its cluster may exceed any memory
+        try:
+            compiled = compile_publication(config, spec, sizes, device, report.engines)
+        except SlimxError as error:
+            problems.append(error)
+    merging = merging_memory(config, spec, sizes, compiled.packed if compiled is not None else None)
+    figures = None
+    packed = 0
+    if compiled is not None:
+        figures = publication_figures(config.publish, transport, compiled, sizes, report.engines, merging.published)
+        if device == "cuda":
+            packed = figures.publisher_bytes
+            if not compiled.on_gpus:
+                packed = packed_on_gpu(compiled.packed, ranks=sizes.world)
+    critic = None if config.critic is None else (facts["critic_spec"], facts["critic_sizes"])
+    fields = _of_layout(config, spec, sizes, critic, device, machine, figures, packed, merging, places)
+    measured = {key: fields[key] for key in ("trainer_memory", "engine_memory", "phases", "host")}
+    single = all(policy.shares is not None for policy in facts["policies"].values())
+    # Nodes of several policies are checked for all of them together (slimx.extras.planner.plan.policy_sums).
+    rules = all_rules() if single else tuple(rule for rule in all_rules() if rule is not has_nodes)
+    later_problems = broken(rules, facts | {"places": places} | measured, before=facts)
+    problems += later_problems
+    fields |= {
+        "nodes_lacking": lacking,
+        "trainer_memory": without_refused_offloads(fields["trainer_memory"], facts),
+        "publication": figures,
+        "links": publication_links(compiled, places, report.engines, machine, config.publish.transport),
+        "violations": tuple(map(str, problems)),
+        "refits": any(problem.code in OF_LAYOUT for problem in later_problems),
+        "warnings": _warnings(config, spec, machine, device, fields, runs=not problems, single=single),
+    }
+    return Planned(
+        report.model_copy(update=fields), compiled.published if compiled else None, spec, machine, tuple(problems)
+    )
+
+
+def _model_report(config: Config, spec: ModelSpec, machine: Machine, device: str) -> PlanReport:
+    """Returns the report's fields that do not depend on the trainer's layout."""
+    shapes = spec.table.checkpoint_shapes()
+    engines: list[PlannedGroup] = []
+    frozen: list[PlannedGroup] = []
+    for group in config.rollout.served:
+        planned = _group(group, engine_sizes(group))
+        if group.frozen:
+            frozen.append(planned)
+        else:
+            engines.append(planned)
+    return PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
-        parameters=sum(math.prod(shape) for shape in spec.table.checkpoint_shapes().values()),
-        checkpoint_tensors=len(spec.table.checkpoint_shapes()),
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        checkpoint_tensors=len(shapes),
         device=device,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
         host_bandwidth=machine.gpu.host if machine.gpu else None,
-        engines=tuple(_group(group, own) for group, own in groups if not group.frozen),
-        frozen=tuple(_group(group, own) for group, own in groups if group.frozen),
+        engines=tuple(engines),
+        frozen=tuple(frozen),
     )
-    if not split or any(problem.code == "critic.split" for problem in problems):
-        report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
-        return Planned(report, None, spec, machine, tuple(problems))
-    apart = critic if critic is not None and config.critic.placement == "own" else None
-    places = rank_map(config.rollout, config.schedule, spec, sizes, apart, per_node=machine.per_node, first=first)
-    published, direct, seconds = None, None, 0.0
-    on_gpus = transport_of(config.publish).on_gpus(config.publish, device, colocate=config.schedule.colocate)
-    # The moves of a run that its cluster has no room for may exceed any memory.
-    lacking = max(0, places.nodes - machine.nodes) if machine.nodes is not None else 0
-    if not lacking:
-        began = time.perf_counter()
-        try:
-            published = publication_plan(config, spec, sizes, device)
-            seconds = time.perf_counter() - began
-            if published is not None and config.publish.transport == "nixl":
-                direct = _dealt(published.plan, report.engines, on_gpus=on_gpus)
-        except SlimxError as error:
-            published = None
-            problems.append(error)
-    figures, packed = None, 0
-    packs = published and (direct.plan if direct is not None else published.plan)
-    merging = merging_memory(config, spec, sizes, packs)
-    if published is not None:
-        of = (config.publish, transport, published, sizes, report.engines, seconds, direct, on_gpus)
-        figures = _figures(*of, merging.published)
-        if device == "cuda":
-            packed = figures.publisher_bytes if on_gpus else packed_on_gpu(packs, ranks=sizes.world)
-    own = None if critic is None else (facts["critic_spec"], critic)
-    known = _of_layout(config, spec, sizes, own, device, machine, figures, packed, merging, places)
-    weighed = ("trainer_memory", "engine_memory", "phases", "host")
-    placed = facts | {"places": places} | {key: known[key] for key in weighed}
-    alone = all(policy.shares is not None for policy in facts["policies"].values())
-    rules = all_rules() if alone else [rule for rule in all_rules() if rule is not has_nodes]
-    # The nodes of several policies are counted over all of them (slimx.extras.planner.plan.together).
-    told = broken(rules, placed, before=facts)
-    links = ()
-    if direct is not None:
-        links = direct_link_bytes(direct, places, machine, on_gpus=on_gpus)
-    elif published is not None:
-        links = link_bytes(published.plan, places, report.engines, machine, config.publish.transport)
-    runs = device == "cuda" and not problems and not told
-    update = {
-        **known,
-        "nodes_lacking": lacking,
-        "trainer_memory": told_parts(known["trainer_memory"], facts),
-        "publication": figures,
-        "links": links,
-        "violations": tuple(map(str, problems + told)),
-        "refits": any(problem.code in OF_LAYOUT for problem in told),
-        "warnings": (
-            *machine_warnings(config.trainer, config.rollout, machine, spec),
-            *start_warnings(config, spec, device),
-            *(margin_warnings(machine, known["phases"]) if runs else ()),
-            *(idle_warnings(config.schedule, config.trainer, config.rollout) if runs else ()),
-            *crowded_warnings(config.rollout, known["engine_memory"], known["batch"].requests_in_flight),
-            *(unused_warnings(config.rollout, config.cluster, places) if runs and alone else ()),
-        ),
-    }
-    return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
+
+
+def _warnings(
+    config: Config,
+    spec: ModelSpec,
+    machine: Machine,
+    device: str,
+    fields: Mapping[str, Any],
+    *,
+    runs: bool,
+    single: bool,
+) -> tuple[str, ...]:
+    """Returns warnings about a plan with these `fields`. `runs`: it has no violations; `single`: it is the run's only
+    trained policy."""
+    warnings = [
+        *machine_warnings(config.trainer, config.rollout, machine, spec),
+        *start_warnings(config, spec, device),
+    ]
+    if runs and device == "cuda":
+        warnings += margin_warnings(machine, fields["phases"])
+        warnings += idle_warnings(config.schedule, config.trainer, config.rollout)
+    warnings += crowded_warnings(config.rollout, fields["engine_memory"], fields["batch"].requests_in_flight)
+    if runs and device == "cuda" and single:
+        warnings += unused_warnings(config.rollout, config.cluster, fields["rank_map"])
+    return tuple(warnings)
 
 
 def _of_layout(
@@ -189,50 +189,62 @@ def _of_layout(
     merging: MergingBytes,
     places: RankMap,
 ) -> dict[str, Any]:
-    """Returns the report's fields that follow from the layout. `packed`: bytes of buckets on a trainer's GPU."""
-    room, leaving = merging.published + merging.exported, packed + merging.work
-    trainers = trainer_memory(config, spec, sizes, device, publication=leaving, merging=room)
+    """Returns the report's fields that depend on the layout. `packed`: bytes of buckets on a trainer's GPU."""
+    trainers = trainer_memory(
+        config,
+        spec,
+        sizes,
+        device,
+        publication=packed + merging.work,
+        merging=merging.published + merging.exported,
+    )
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
-    staged = figures.staged_bytes if figures else 0
-    shared = config.schedule.colocate
-    beside = max(record.away for record in trainers) if shared else 0
+    colocate = config.schedule.colocate
     engines = tuple(
-        engine_memory(config, spec, group, machine, staged=staged, beside=beside)
+        engine_memory(
+            config,
+            spec,
+            group,
+            machine,
+            staged=figures.staged_bytes if figures else 0,
+            occupied=max(record.away for record in trainers) if colocate else 0,
+        )
         for group in config.rollout.policy_engines
         if not group.borrowed
     )
-    critic_own = bool(places.critic)
+    separate_critic = bool(places.critic)
     phases = phase_memory(
         machine,
         trainers + critics,
         engines,
-        critic_own=critic_own,
-        colocate=shared,
+        separate_critic=separate_critic,
+        colocate=colocate,
         offload=config.trainer.offload,
     )
     batch = batch_plan(config, sizes)
+    host = host_memory(
+        config,
+        machine,
+        trainers + critics,
+        figures,
+        separate_critic=separate_critic,
+        batches=kept_batches(config, spec, batch),
+        graphs=max((record.graphs for record in engines), default=0),
+    )
     return {
         "trainer": sizes,
         "largest_rank": max(record.parameters for record in trainers),
         "critic": critic[1] if critic else None,
-        "critic_own": critic_own,
+        "separate_critic": separate_critic,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
         "rank_map": places,
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
         "colocated": colocated_memory(machine, phases, engines),
         "phases": phases,
-        "host": host_memory(
-            config,
-            machine,
-            trainers + critics,
-            figures,
-            critic_own=critic_own,
-            batches=kept_batches(config, spec, batch),
-            graphs=max((record.graphs for record in engines), default=0),
-        ),
+        "host": host,
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,
     }
@@ -248,116 +260,3 @@ def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
         external=bool(group.urls),
         borrowed=group.borrowed,
     )
-
-
-def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
-    """`plan` dealt out for all engines of a run, as `slimx.orchestration.publications` has it done."""
-    each = [plan.targets if on_gpus and plan.targets > 1 else group.nodes for group in groups]
-    receivers = [count for group, count in zip(groups, each, strict=True) for _ in range(group.count)]
-    copies, edges = copies_of(plan, receivers)
-    return DealtPlan(deal(plan, engines=copies), receivers, edges)
-
-
-def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
-    """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
-    if published.encoding == "local":
-        return direct_traffic(published.plan, sources=sizes.world, engines=sum(group.count for group in groups))
-    traffic = traffic_of(
-        published.plan,
-        sources=sizes.world,
-        engines=sum(group.count for group in groups),
-        engine_ranks=groups[0].sizes.world,
-        encoding=published.encoding,
-    )
-    return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
-
-
-def _figures(
-    publish: Publish,
-    transport: ChosenTransport,
-    published: PublicationPlan,
-    sizes: Sizes,
-    groups: tuple[PlannedGroup, ...],
-    seconds: float,
-    direct: DealtPlan | None,
-    on_gpus: bool,
-    merging: int,
-) -> PublicationFigures:
-    """`merging`: bytes in which a trainer rank merges the weights of a bucket."""
-    plan = published.plan
-    tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
-    wire = wire_bytes(plan)
-    sent = wire.sent(sizes.world) * sum(group.count for group in groups)
-    if direct is not None:
-        sent = wire_bytes(direct.plan).sent(sizes.world)
-    received = wire.received(plan.targets)
-    copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
-    publisher_bytes, staged_bytes = _memory(publish, plan, sizes.world, int(received.max()))
-    landing = kept = held = 0
-    if direct is not None:  # the same buckets, at each engine instead of beside trainer rank 0
-        taken = direct_memory(direct.plan, ranks=sizes.world, edges=direct.edges, delta=publish.delta is not None)
-        if on_gpus:  # a bucket is made of what came, and the server stages a copy of it
-            staged_bytes = CONTEXT + taken.landing + 2 * max(b.size for target in plan.buckets for b in target)
-        else:
-            split = 1 if plan.targets == 1 else min(group.nodes for group in groups)
-            landing = taken.landing + publisher_bytes // split
-        publisher_bytes, kept, held = taken.ring, taken.kept, taken.held
-    elif publish.transport == "disk" and publish.changes:
-        kept, held = changes_memory(plan)
-        landing = held if publish.staging == "model" else publisher_bytes
-    alone = 0
-    if published.adapters is not None:
-        alone = int(wire_bytes(published.adapters).received(1).sum())
-        publisher_bytes += _memory(publish, published.adapters, sizes.world, alone)[0]
-    return PublicationFigures(
-        encoding=published.encoding,
-        note=published.note,
-        rule=publish.quantise or "none",
-        tensors=len(tensors),
-        quantised=sum(tensor.scale_of >= 0 for tensor in tensors),
-        buckets=plan.count,
-        moves=len(plan.moved),
-        launches=plan.launches,
-        nbytes=int(received.sum()) * copies,
-        adapter_bytes=alone * copies,
-        received=int(received.max()),
-        sent_max=int(sent.max()),
-        sent_mean=float(sent.mean()),
-        transport=transport.name,
-        transport_note=transport.why,
-        on_gpus=on_gpus,
-        publisher_bytes=publisher_bytes,
-        landing_bytes=landing,
-        merging_bytes=merging,
-        kept_bytes=kept,
-        held_bytes=held,
-        staged_bytes=staged_bytes,
-        plan_bytes=len(plan.to_bytes()),
-        compile_seconds=seconds,
-    )
-
-
-def _memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
-    """`publisher_bytes` and `staged_bytes` of PublicationFigures; `ranks`: of the trainer."""
-    whole = [sum(target[number].size for target in plan.buckets) for number in range(plan.count)]
-    part = max(bucket.size for target in plan.buckets for bucket in target)
-    two = 2 * max(whole)
-    if not publish.on_device:
-        given_back = publish.staging == "bucket" or publish.transport == "disk"
-        return (min(two, sum(whole)) if given_back else sum(whole)), 0
-    staged = received if publish.staging == "model" else part
-    # The ranks share a bucket's parts, and each has room for the largest.
-    return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
-
-
-def predictions(planned: Planned) -> tuple[Prediction, ...]:
-    """The publication on every cluster that the link model knows."""
-    traffic = _traffic(planned.published, planned.report.trainer, planned.report.engines)
-    return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
-
-
-def _prediction(traffic: Traffic, links: Links) -> Prediction:
-    try:
-        return Prediction(links=links.name, stages=predict(traffic, links))
-    except SlimxError as error:
-        return Prediction(links=links.name, stages=None, refusal=str(error))

@@ -1,4 +1,4 @@
-"""Splits of a trainer's ranks that a model allows, and the least memory that each of them takes."""
+"""Splits of a trainer's ranks that a model allows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Fewest tokens of the longest sequence on each rank for which context parallelism is suggested."""
+"""Minimum tokens per rank of the longest sequence for which context parallelism is suggested."""
 Fields = dict[str, Any]
-"""Fields of the section trainer, or of an engine group, by name."""
+"""Fields of the trainer section, or of an engine group, by name."""
 
 
 def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:
-    """Every split of `world` ranks into sizes that are powers of 2, or those that divide world and model."""
+    """Yields every split of `world` ranks into sizes that are powers of 2, or that divide world and model."""
     layers, experts = spec.table.layers, max(1, spec.experts)
     for tensor in _divisors(world, min(machine.domain, spec.transformer["num_query_groups"])):
         for pipeline in _divisors(world // tensor, layers):
@@ -48,18 +48,24 @@ def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Ite
 
 
 def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, nearly equal: each begins with the nearest layer that may be a stage's first."""
+    """Returns the layers of each stage, nearly equal: each stage begins with the nearest layer that may be a stage's
+    first."""
     layers = spec.table.layers
     fitting = spec.layer_kind.stage_starts(layers)
-    begins = (min(fitting, key=lambda start: abs(start - at)) for at in accumulate(nearly_equal(layers, stages)[:-1]))
-    return tuple(end - start for start, end in pairwise((0, *begins, layers)))
+    edges = [0]
+    for even in accumulate(nearly_equal(layers, stages)[:-1]):
+        edges.append(min(fitting, key=lambda start: abs(start - even)))
+    edges.append(layers)
+    return tuple(end - start for start, end in pairwise(edges))
 
 
 def _contexts(config: Config, ranks: int) -> list[int]:
-    """The configured size, and those that leave each rank a sequence worth splitting."""
+    """Returns the configured size, and sizes that leave each rank a sequence long enough to be split."""
     longest = config.rollout.longest
-    worth = [n for n in powers_of_two(ranks, 64) if n == 1 or longest >= n * SPLIT_TOKENS]
-    return sorted({*worth, *(n for n in [config.trainer.context] if ranks % n == 0)})
+    sizes = {n for n in powers_of_two(ranks, 64) if n == 1 or longest >= n * SPLIT_TOKENS}
+    if ranks % config.trainer.context == 0:
+        sizes.add(config.trainer.context)
+    return sorted(sizes)
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -67,7 +73,9 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 
 def powers_of_two(number: int, largest: int) -> list[int]:
-    return [n for n in (2**k for k in range(10)) if n <= largest and number % n == 0]
+    """Returns the powers of two up to 512 and `largest` that divide `number`."""
+    powers = [2**exponent for exponent in range(10)]
+    return [power for power in powers if power <= largest and number % power == 0]
 
 
 def _virtual(layers: int, pipeline: int) -> tuple[int, ...]:
@@ -75,7 +83,7 @@ def _virtual(layers: int, pipeline: int) -> tuple[int, ...]:
 
 
 def sizes_of_split(fields: Fields) -> Sizes:
-    """Parallel sizes of a split, as `slimx.layout.ranks.sizes_of` gives them of the section that has these fields."""
+    """Returns the parallel sizes of a split, as `slimx.layout.ranks.sizes_of` does for a section with these fields."""
     stage = fields["world_size"] // fields["pipeline"]
     return Sizes(
         tensor=fields["tensor"],
@@ -90,8 +98,8 @@ def sizes_of_split(fields: Fields) -> Sizes:
 
 
 def divides(sizes: Sizes, spec: ModelSpec, rollouts: int) -> bool:
-    """Say that the model's tensors and an update's `rollouts` can be shared as `sizes` want it, at no cost: what the
-    rules of `slimx.rules` about layout and flow refuse, with words for a user, is found wrong here too."""
+    """Returns True if `sizes` evenly divides the model's tensors and the update's rollouts. A cheap pre-filter; the
+    rules about layout and flow in `slimx.rules` give users the reason."""
     model = spec.transformer
     shared = [(spec.vocab_size, sizes.tensor), (model["num_query_groups"], sizes.tensor), (spec.experts, sizes.expert)]
     if spec.experts:

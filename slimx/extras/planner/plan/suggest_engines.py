@@ -1,4 +1,4 @@
-"""Servers, on as many GPUs as configured, that hold most rollouts at once."""
+"""Server sizes with the highest concurrency, for the configured number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,29 @@ from slimx.preflight.hardware import Machine
 
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
-    """For each group of the policy that slimx starts: the servers, on as many GPUs, that hold most rollouts at once, of
-    these the smallest. Where none fits so many GPUs, they are doubled, up to 64 times."""
+    """Returns for each group of the policy that slimx starts the servers that hold most concurrent rollouts on the
+    configured number of GPUs, the smallest among equals. If none fits, the GPUs are doubled, up to 64 times."""
     require_gpu(machine)
     out = []
     for group in config.rollout.policy_engines:
-        table, gpus = engine_table(spec, group), group.started * group.tensor
+        table = engine_table(spec, group)
+        gpus = group.started * group.tensor
         largest = LARGEST * gpus
         while 0 < gpus <= largest:
-            splits = _engine_splits(gpus, group, machine)
-            if fitting := [*filter(None, (_engine(config, spec, machine, group, table, sizes) for sizes in splits))]:
-                out.append(max(fitting, key=lambda each: (each.concurrency, -each.tensor, -each.dp_attention)))
+            fitting: list[EngineSuggestion] = []
+            for sizes in _engine_splits(gpus, group, machine):
+                suggestion = _engine(config, spec, machine, group, table, sizes)
+                if suggestion is not None:
+                    fitting.append(suggestion)
+            if fitting:
+                out.append(max(fitting, key=_preference))
                 break
             gpus *= 2
     return tuple(out)
+
+
+def _preference(suggestion: EngineSuggestion) -> tuple[int, int, int]:
+    return suggestion.concurrency, -suggestion.tensor, -suggestion.dp_attention
 
 
 def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fields]:
@@ -49,16 +58,17 @@ def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fiel
 def _engine(
     config: Config, spec: ModelSpec, machine: Machine, group: Engines, table: Table, fields: Fields
 ) -> EngineSuggestion | None:
-    """Returns servers of these sizes; None if they hold no rollout or a rule refuses them."""
+    """Returns the suggestion for servers of these sizes; None if they hold no rollout or a rule refuses them."""
     changed = group.model_copy(update=fields)
-    rollout = config.rollout.model_copy(
-        update={"engines": [changed if each is group else each for each in config.rollout.engines]}
-    )
+    groups = [changed if candidate is group else candidate for candidate in config.rollout.engines]
+    rollout = config.rollout.model_copy(update={"engines": groups})
     try:
         record = engine_memory(config, spec, changed, machine, staged=0, table=table)
     except SlimxError:
         return None
-    if not record.fits or broken(all_rules(), config.sections | {"rollout": rollout}):
+    if not record.fits or record.concurrency is None:
+        return None
+    if broken(all_rules(), config.sections | {"rollout": rollout}):
         return None
     concurrency = record.concurrency * changed.count
     return EngineSuggestion(group=group.name, **fields, weights=record.weights, concurrency=concurrency)

@@ -8,7 +8,14 @@ from rich.filesize import decimal
 
 from slimx.extras.planner.links.model import Stages
 from slimx.extras.planner.memory.phases import PHASES
-from slimx.extras.planner.memory_record import DiskBytes, EngineMemory, Held, HostMemory, TrainerMemory
+from slimx.extras.planner.memory_record import (
+    DiskBytes,
+    EngineMemory,
+    HostMemory,
+    MemoryPart,
+    Phase,
+    TrainerMemory,
+)
 from slimx.extras.planner.record import (
     BatchPlan,
     PlannedGroup,
@@ -33,11 +40,12 @@ COLUMNS = {
     "in flight": 11,
     "host": 8,
 }
-"""Columns of the memory table behind the rank, and their widths."""
+"""Columns of the memory table after the rank, and their widths."""
 
 
 def describe(report: PlanReport) -> list[str]:
-    """The report as lines of text; violations, warnings and suggestions aside."""
+    """Returns the report as lines of text, without violations, warnings and suggestions. `report` must be complete."""
+    assert report.trainer is not None and report.rank_map is not None and report.batch is not None
     lines = [
         f"model       {report.architecture}, {report.model}: {_count(report.parameters, 1)} parameters in "
         f"{report.checkpoint_tensors:,} tensors",
@@ -45,9 +53,9 @@ def describe(report: PlanReport) -> list[str]:
         f"{_count(report.largest_rank, 2)} parameters",
     ]
     if report.critic is not None:
-        where = f"{report.critic.world} ranks of its own" if report.critic_own else "in the trainer's ranks"
+        ranks = f"{report.critic.world} separate ranks" if report.separate_critic else "in the trainer's ranks"
         lines.append(
-            f"critic      {where}: {_trainer(report.critic)}; the fullest holds "
+            f"critic      {ranks}: {_trainer(report.critic)}; the fullest holds "
             f"{_count(report.critic_largest_rank, 2)} more parameters"
         )
     lines += [f"engines     {_engines(group)}" for group in report.engines]
@@ -56,42 +64,52 @@ def describe(report: PlanReport) -> list[str]:
     lines += [f"kernels     {sentence}" for sentence in report.kernels]
     lines += _batch(report.batch)
     lines += _memory(report)
-    if (figures := report.publication) is None:
+    if report.publication is None:
         why = f"the run lacks {report.nodes_lacking} nodes" if report.engines else "the run has no engines"
         return [*lines, f"publication none: {why}"]
-    lines += _publication(figures, report.device)
+    lines += _publication(report.publication, report.device)
     for link in report.links:
-        seconds = f", predicted {link.seconds:.2f} s at the link's rate" if link.seconds is not None else ""
-        lines.append(f"  links     {link.link}: {_size(link.nbytes)}, {_size(link.busiest)} by the busiest{seconds}")
+        line = f"  links     {link.link}: {_size(link.nbytes)}, {_size(link.busiest)} by the busiest"
+        if link.seconds is not None:
+            line += f", predicted {link.seconds:.2f} s at the link's rate"
+        lines.append(line)
     return lines
 
 
 def _places(places: RankMap) -> Iterator[str]:
     yield f"places      {places.gpus} GPUs on {places.nodes} nodes of {places.per_node}, filled in the order of ranks"
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
-        for stage in sorted({rank.pipeline for rank in ranks}):
-            yield f"  {name:9s} {_stage([rank for rank in ranks if rank.pipeline == stage])}"
+        stages: dict[int, list[RankPlace]] = {}
+        for rank in ranks:
+            stages.setdefault(rank.pipeline, []).append(rank)
+        for _, members in sorted(stages.items()):
+            yield f"  {name:9s} {_stage(members)}"
     for name, servers in (("engines", places.engines), ("frozen", places.frozen)):
-        for group in dict.fromkeys(place.group for place in servers):
-            last = {gpu // places.per_node for place in servers if place.group == group for gpu in place.gpus}
-            yield f"  {name:9s} {group}: nodes {_range(sorted(last))}"
+        nodes: dict[str, set[int]] = {}
+        for server in servers:
+            nodes.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
+        for group, indices in nodes.items():
+            yield f"  {name:9s} {group}: nodes {_range(sorted(indices))}"
 
 
 def _stage(ranks: list[RankPlace]) -> str:
     first = ranks[0]
     layers = f"layers {_range(first.layers)}" if first.layers else "no layers"
-    held = sorted({rank.experts for rank in ranks if rank.experts})
+    ranges = sorted({rank.experts for rank in ranks if rank.experts})
     experts = ""
-    if len(held) > 1:
-        experts = f", experts {', '.join(f'{a}-{b}' for a, b in held[:3])}{', ...' if len(held) > 3 else ''} by EP rank"
-    elif held:
-        experts = f", all {held[0][1] + 1} experts"
+    if len(ranges) > 1:
+        listed = ", ".join(f"{a}-{b}" for a, b in ranges[:3])
+        if len(ranges) > 3:
+            listed += ", ..."
+        experts = f", experts {listed} by EP rank"
+    elif ranges:
+        experts = f", all {ranges[0][1] + 1} experts"
     nodes = _range(sorted({rank.node for rank in ranks}))
     return f"stage {first.pipeline}: ranks {first.rank}-{ranks[-1].rank}, nodes {nodes}, {layers}{experts}"
 
 
 def _range(numbers: tuple[int, ...] | list[int]) -> str:
-    """Such as 0-3, 8-11."""
+    """Formats sorted numbers as ranges, for example 0-3, 8-11."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -110,37 +128,46 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
         f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "
         f"{batch.microbatches_per_update} micro-batches of {batch.tokens_per_microbatch:,} tokens, if all have the "
-        f"greatest length of {batch.tokens_per_rollout:,}; pipeline stages wait {batch.bubble:.0%} of it"
+        f"maximum length of {batch.tokens_per_rollout:,}; pipeline stages wait {batch.bubble:.0%} of it"
     )
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
-    of = f" of {_gib(report.gpu_memory)} ({report.gpu or 'cluster.gpu_memory_gib'})" if report.gpu_memory else ""
-    yield f"memory      GiB per GPU{of}; activations estimated, overhead assumed, the rest exact"
+    gpu = f" of {_gib(report.gpu_memory)} ({report.gpu or 'cluster.gpu_memory_gib'})" if report.gpu_memory else ""
+    yield f"memory      GiB per GPU{gpu}; activations estimated, overhead assumed, the rest exact"
     yield f"            rank{_cells(COLUMNS)}"
     for record in report.trainer_memory:
-        on_top = max(record.head, record.work) + record.communication + record.copies
-        sizes = (record.weights, record.gradients, record.optimizer, record.activations, on_top)
-        sizes += (record.overhead + record.dispatcher, record.peak)
+        sizes = [
+            record.weights,
+            record.gradients,
+            record.optimizer,
+            record.activations,
+            max(record.head, record.work) + record.communication + record.copies,
+            record.overhead + record.dispatcher,
+            record.peak,
+        ]
         cells = _cells([*map(_gib, sizes), str(record.in_flight), _gib(record.host)])
         yield f"  {record.model:8s}{record.rank:6d}{cells}"
     if report.trainer_memory:
         yield from _parts(max(report.trainer_memory, key=lambda record: record.peak), report.host_bandwidth)
-    for record in report.engine_memory:
-        yield from _engine_memory(record)
+    for engine in report.engine_memory:
+        yield from _engine_memory(engine)
     yield from _phases(report)
-    yield from _beside(report.host, report.disk)
+    yield from _host_and_disk(report.host, report.disk)
 
 
 def _cells(texts: Iterable[str]) -> str:
     return "".join(f"{text:>{width}}" for text, width in zip(texts, COLUMNS.values(), strict=True))
 
 
-def _beside(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:
-    """Lines on a node's host memory and on the disk."""
+def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:
+    """Yields lines about a node's host memory and about disk usage."""
     if host is not None:
-        of = f" of {_gib(host.memory)}" if host.memory else ""
-        yield f"  host      GiB of a node with {host.ranks} trainer ranks: {_gib(host.nbytes)}{of}: {_held(host.held)}"
+        memory = f" of {_gib(host.memory)}" if host.memory else ""
+        yield (
+            f"  host      GiB of a node with {host.ranks} trainer ranks: {_gib(host.nbytes)}{memory}: "
+            f"{_memory_parts(host.parts)}"
+        )
     if disk is not None:
         yield (
             f"  disk      {_size(disk.nbytes)} at most: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
@@ -149,65 +176,73 @@ def _beside(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[str]:
 
 
 def describe_together(sums: Together) -> list[str]:
-    """The sums over all policies as lines of text."""
-    fullest = f", the fullest takes {_gib(sums.fullest)} GiB" if sums.fullest is not None else ""
-    return [
-        f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy{fullest}",
-        *_beside(sums.host, sums.disk),
-    ]
+    """Returns the sums over all policies as lines of text."""
+    line = f"together    {sums.gpus} GPUs on {sums.nodes} nodes of {sums.per_node}, policy after policy"
+    if sums.fullest is not None:
+        line += f", the fullest takes {_gib(sums.fullest)} GiB"
+    return [line, *_host_and_disk(sums.host, sums.disk)]
 
 
 def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
-    """Lines on what recomputing or offloading parts of layers takes off the fullest rank, and what it costs."""
-    again = [f"{name} {_gib(n)}" for name, n in record.parts.items() if not name.startswith("offload ")]
-    away = [f"{name.split()[1]} {_gib(n)}" for name, n in record.parts.items() if name.startswith("offload ")]
-    ways = [f"{way} {', '.join(parts)}" for way, parts in (("computed again", again), ("on the host", away)) if parts]
-    if ways:
-        yield f"  parts     of the activations of {record.model} rank {record.rank}: {'; '.join(ways)}"
+    """Yields lines about the memory that recomputing or offloading parts of layers saves on the fullest rank, and about
+    its cost."""
+    recomputed: list[str] = []
+    offloaded: list[str] = []
+    for name, nbytes in record.parts.items():
+        if name.startswith("offload "):
+            offloaded.append(f"{name.removeprefix('offload ')} {_gib(nbytes)}")
+        else:
+            recomputed.append(f"{name} {_gib(nbytes)}")
+    savings = []
+    if recomputed:
+        savings.append(f"computed again {', '.join(recomputed)}")
+    if offloaded:
+        savings.append(f"on the host {', '.join(offloaded)}")
+    if savings:
+        yield f"  parts     of the activations of {record.model} rank {record.rank}: {'; '.join(savings)}"
     if record.moved:
-        took = f", {record.moved / bandwidth:.2f} s each way" if bandwidth else ""
-        yield (
-            f"  host      activations of an update to the host and back: {_size(record.moved)}{took}, beside the "
-            f"passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
-        )
+        line = f"  host      activations of an update to the host and back: {_size(record.moved)}"
+        if bandwidth:
+            line += f", {record.moved / bandwidth:.2f} s per direction"
+        yield f"{line}, during the passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
 
 
 def _phases(report: PlanReport) -> Iterator[str]:
-    """A table of GPUs by phases, and what the fullest holds."""
+    """Yields a table of GPUs by phases, and the largest parts of the fullest GPU."""
     if not report.phases:
         return
-    names = dict.fromkeys((each.gpu, each.group) for each in report.phases)
-    peaks = {(each.gpu, each.group, each.phase): each.nbytes for each in report.phases}
+    peaks: dict[str, dict[Phase, int]] = {}
+    for peak in report.phases:
+        row = peaks.setdefault("shared" if peak.gpu == "shared" else peak.group or peak.gpu, {})
+        row[peak.phase] = max(row.get(peak.phase, 0), peak.nbytes)
     yield "  phases              " + "".join(f"{phase:>9}" for phase in PHASES)
-    for gpu, group in dict.fromkeys((gpu, "" if gpu == "shared" else group) for gpu, group in names):
-        cells = []
-        for phase in PHASES:
-            found = [n for (kind, of, when), n in peaks.items() if (kind, when) == (gpu, phase) and group in ("", of)]
-            cells.append(f"{_gib(max(found)) if found else '-':>9}")
-        yield f"    {group or gpu:18s}" + "".join(cells)
-    fullest = max(report.phases, key=lambda each: each.nbytes)
-    yield f"            fullest: {fullest.phase} of {fullest.group or fullest.gpu}: {_held(fullest.held[:4])}"
+    for name, row in peaks.items():
+        cells = [_gib(row[phase]) if phase in row else "-" for phase in PHASES]
+        yield f"    {name:18s}" + "".join(f"{cell:>9}" for cell in cells)
+    fullest = max(report.phases, key=lambda peak: peak.nbytes)
+    yield f"            fullest: {fullest.phase} of {fullest.group or fullest.gpu}: {_memory_parts(fullest.parts[:4])}"
 
 
-def _held(held: Sequence[Held]) -> str:
-    return ", ".join(f"{each.what} {_gib(each.nbytes)}" for each in held)
+def _memory_parts(parts: Sequence[MemoryPart]) -> str:
+    return ", ".join(f"{part.name} {_gib(part.nbytes)}" for part in parts)
 
 
 def _engine_memory(record: EngineMemory) -> Iterator[str]:
-    states = f", {_size(record.state_per_request)} of states per request" if record.state_per_request else ""
-    yield (
+    line = (
         f"  {record.group}: weights {_gib(record.weights)} a rank, {_size(record.kv_per_token)} of KV cache per token"
-        + states
-        + (f", DeepEP's buffers {_gib(record.dispatcher)} beside them" if record.dispatcher else "")
-        + (
-            f", {_gib(record.static)} for {'all' if states else 'both'} (mem_fraction_static {record.static_fraction})"
-            if record.static is not None
-            else ""
-        )
     )
-    if record.kv_tokens is not None:
+    kinds = "both"
+    if record.state_per_request:
+        line += f", {_size(record.state_per_request)} of states per request"
+        kinds = "all"
+    if record.dispatcher:
+        line += f", DeepEP's buffers {_gib(record.dispatcher)} in addition"
+    if record.static is not None:
+        line += f", {_gib(record.static)} for {kinds} (mem_fraction_static {record.static_fraction})"
+    yield line
+    if record.kv_tokens is not None and record.concurrency is not None:
         yield (
-            f"            {record.kv_tokens:,} tokens fit: {record.concurrency} rollouts of the greatest length at "
+            f"            {record.kv_tokens:,} tokens fit: {record.concurrency} rollouts of the maximum length at "
             f"once in a server, {record.concurrency * record.count} in all"
         )
 
@@ -229,29 +264,29 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
     if figures.merging_bytes:
         yield (
-            f"  merging   {_size(figures.merging_bytes)} of a trainer rank's memory at most, where the weights of a "
-            "bucket meet their adapters (trainer.lora)"
+            f"  merging   {_size(figures.merging_bytes)} of a trainer rank's memory at most, to merge the weights of a "
+            "bucket with their adapters (trainer.lora)"
         )
     if figures.transport == "nixl" and not figures.on_gpus:
         yield (
             f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
-            f"{_size(figures.landing_bytes)} beside each engine on each of its machines (publish.transport nixl)"
+            f"{_size(figures.landing_bytes)} for each engine on each of its machines (publish.transport nixl)"
         )
         if figures.kept_bytes:
             yield (
-                f"  changes   {_size(figures.kept_bytes)} of the host more for what a trainer rank sent last at most, "
-                f"{_size(figures.held_bytes)} more beside each engine (publish.delta)"
+                f"  changes   {_size(figures.kept_bytes)} more of the host for the weights a trainer rank sent last at "
+                f"most, {_size(figures.received_bytes)} more for each engine (publish.delta)"
             )
     else:
-        where = "of each trainer rank's GPU" if figures.on_gpus else "of the host beside trainer rank 0"
+        memory = "of each trainer rank's GPU" if figures.on_gpus else "of trainer rank 0's host"
         yield (
-            f"  memory    {_size(figures.publisher_bytes)} {where} for buckets, "
+            f"  memory    {_size(figures.publisher_bytes)} {memory} for buckets, "
             f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
         )
         if figures.kept_bytes:
             yield (
-                f"  changes   {_size(figures.kept_bytes)} of the host more beside trainer rank 0, "
-                f"{_size(figures.held_bytes + figures.landing_bytes)} beside each engine (publish.delta)"
+                f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
+                f"{_size(figures.received_bytes + figures.landing_bytes)} for each engine (publish.delta)"
             )
     yield (
         f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
@@ -261,13 +296,13 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
 
 
 def describe_predictions(predicted: Predicted) -> list[str]:
-    """The predictions as lines of text, if the model is right about this machine."""
+    """Returns the predictions as lines of text, if the link model is accurate for this machine."""
     off = f"the model is off by {predicted.model_off_here:+.0%} here"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
     lines = [f"predicted   by the link model, not measured; {off}"]
-    for one in predicted.publications or ():
-        lines.append(f"  {one.links}: {_stages(one.stages) if one.stages else one.refusal}")
+    for prediction in predicted.publications or ():
+        lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
     return [
         *lines,
         "  if every trainer rank writes to every engine rank, from device to device, as the run deals the bytes out",
@@ -275,9 +310,10 @@ def describe_predictions(predicted: Predicted) -> list[str]:
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
-    """Layouts that fit, as lines of text."""
+    """Returns the suggested layouts as lines of text."""
     lines = []
-    if (nearest := report.nearest) is not None:
+    nearest = report.nearest
+    if nearest is not None:
         lines += [
             f"nearest     that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
             f"{_gib(nearest.margin)}",
@@ -289,24 +325,25 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         lines.append(f"suggested   none{_searched(report)}")
     if report.suggestions:
         lines.append("suggested   layouts that fit, cheapest first; seconds of an update predicted, for ranking only")
-    for number, one in enumerate(report.suggestions, 1):
+    for number, suggestion in enumerate(report.suggestions, 1):
         lines.append(
-            f"  {number}. {one.layout}: {one.cost:.2f} s ({one.why}); peak {_gib(one.trainer_peak)} GiB, margin "
-            f"{_gib(one.margin)}"
+            f"  {number}. {suggestion.layout}: {suggestion.cost:.2f} s ({suggestion.why}); peak "
+            f"{_gib(suggestion.trainer_peak)} GiB, margin {_gib(suggestion.margin)}"
         )
-        lines.append(f"     {' '.join(one.overrides) or 'as configured'}")
+        lines.append(f"     {' '.join(suggestion.overrides) or 'as configured'}")
     for engine in report.suggested_engines:
         lines.append(
             f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
-            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the greatest "
+            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the maximum "
             f"length at once, weights {_gib(engine.weights)} GiB a rank"
         )
     return lines
 
 
 def _searched(report: PlanReport) -> str:
-    """Words on the extent of a search that ended at its limit; "" for any other."""
-    if (searched := report.searched) is None or searched.complete:
+    """Returns words about the extent of a search that stopped at its limit; "" for any other search."""
+    searched = report.searched
+    if searched is None or searched.complete:
         return ""
     return f", of the {searched.tried} most promising that were tried of {searched.layouts:,}"
 
@@ -328,19 +365,29 @@ def _trainer(sizes: Sizes) -> str:
 
 def _engines(group: PlannedGroup) -> str:
     role = "" if group.role == "regular" else f" ({group.role})"
-    where = " that run already" if group.external else f" over {group.nodes} nodes each" if group.nodes > 1 else ""
-    where += ", counted with the policy that starts them" if group.borrowed else ""
-    return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{where}: {_engine(group.sizes)}"
+    suffix = ""
+    if group.external:
+        suffix = " that run already"
+    elif group.nodes > 1:
+        suffix = f" over {group.nodes} nodes each"
+    if group.borrowed:
+        suffix += ", counted with the policy that starts them"
+    return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{suffix}: {_engine(group.sizes)}"
 
 
 def _engine(sizes: EngineSizes) -> str:
-    dp = f", attention in {sizes.attention_data} copies" if sizes.attention_data > 1 else ""
-    redundant = f", {sizes.redundant} redundant experts" if sizes.redundant else ""
-    return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}{dp}{redundant}"
+    text = f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}"
+    if sizes.attention_data > 1:
+        text += f", attention in {sizes.attention_data} copies"
+    if sizes.redundant:
+        text += f", {sizes.redundant} redundant experts"
+    return text
 
 
 def _count(number: int, digits: int) -> str:
-    return f"{number / 1e9:.{digits}f} B" if number >= 1e8 else f"{number / 1e6:.{digits}f} M"
+    if number >= 1e8:
+        return f"{number / 1e9:.{digits}f} B"
+    return f"{number / 1e6:.{digits}f} M"
 
 
 def _size(nbytes: float) -> str:
@@ -348,4 +395,6 @@ def _size(nbytes: float) -> str:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}" if abs(nbytes) >= GIB / 10 else f"{nbytes / GIB:.3f}"
+    if abs(nbytes) >= GIB / 10:
+        return f"{nbytes / GIB:.1f}"
+    return f"{nbytes / GIB:.3f}"

@@ -1,4 +1,4 @@
-"""Rules about the GPUs and nodes that a plan is made for, and warnings about what they do slowly."""
+"""Rules about the GPUs and nodes that a plan is for, and warnings about layouts that run slowly."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slimx.preflight.hardware import Machine
 
 CROWDED = 3
-"""Requests in flight for each one whose keys and values fit at its greatest length, above which a plan warns: rollouts
-have about half of that on average."""
+"""Requests in flight per rollout of the maximum length that fits into the KV caches, above which a plan warns: rollouts
+have about half the maximum length on average."""
 
 
 @rule("machine.server_nodes", "rollout.engines.nodes")
@@ -31,10 +31,10 @@ def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Problem
     if not cluster.gpu and not cluster.gpus_per_node:
         return
     for group in rollout.served:
-        share = group.ranks // group.nodes
-        if share > machine.per_node and not group.urls:
+        ranks = group.ranks // group.nodes
+        if ranks > machine.per_node and not group.urls:
             yield (
-                f"a server of {group.where} has {share} ranks on each of its {group.nodes} nodes, which have "
+                f"a server of {group.where} has {ranks} ranks on each of its {group.nodes} nodes, which have "
                 f"{machine.per_node} GPUs; set nodes to {-(-group.ranks // machine.per_node)}, or lower tensor"
             )
 
@@ -65,8 +65,8 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
 def publishes_to_plain_layouts(
     rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
 ) -> Problems:
-    """On Blackwell SGLang's defaults hold weights in other layouts; a server attests the same when it starts. Exact
-    mode names its kernels itself."""
+    """Refuses kernels for which SGLang keeps weights in unpublishable layouts, as its defaults do on Blackwell. A
+    server checks the same when it starts. Exact mode sets its kernels itself."""
     from slimx.preflight.hardware import GPUS
 
     if machine.gpu is not GPUS["gb300"] or numerics.exact:
@@ -82,7 +82,8 @@ def publishes_to_plain_layouts(
 
 @rule("publish.nodes", "publish.transport")
 def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Problems:
-    """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
+    """Refuses transports within one machine for engines on other nodes. The rank map gives the node of a server, if the
+    sizes of the nodes are known."""
     from slimx.preflight.hardware import nodes_known
 
     if not nodes_known(cluster, device) or not publish.one_machine:
@@ -91,24 +92,23 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
     for place in places.engines:
         if place.node != publisher:
             yield (
-                f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
-                f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
-                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, nixl "
-                "or disk"
+                f"publish.transport {publish.transport} reaches one machine, but the run takes {places.nodes} nodes of "
+                f"{places.per_node} GPUs, with server {place.server} of {place.group} on node {place.node} and trainer "
+                f"rank 0, which packs the weights, on node {publisher}; set it to auto, nixl or disk"
             )
             return
 
 
 def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec: ModelSpec) -> Iterator[str]:
-    """Sentences about what runs, but not well."""
-    for key, size in (
-        ("trainer.tensor", trainer.tensor),
-        *((f"rollout.engines.tensor of {group.name}", group.tensor) for group in rollout.engines),
-    ):
+    """Yields sentences about layouts that run, but slowly."""
+    tensors = {"trainer.tensor": trainer.tensor}
+    for group in rollout.engines:
+        tensors[f"rollout.engines.tensor of {group.name}"] = group.tensor
+    for key, size in tensors.items():
         if size > machine.domain:
             yield (
-                f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
-                "for the network"
+                f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so every layer waits for "
+                "the network"
             )
     wide = trainer.expert * trainer.expert_tensor_size > machine.domain
     if trainer.moe.dispatcher == "alltoall" and wide and crosses_nodes(spec.transformer["hidden_size"]):
@@ -119,14 +119,18 @@ def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine, spec:
 
 
 def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str]:
-    """A sentence about a deadline that a first start may miss, which ends the run. The weights need not be here."""
+    """Yields a sentence if a first start may miss a deadline, which ends the run. The weights may be missing on this
+    machine."""
     from slimx.cluster.starting import start_seconds, weight_bytes
     from slimx.layout.number_formats import ITEMSIZE
 
     deadline = config.cluster.start_deadline
     elements = sum(prod(shape) for shape in spec.table.checkpoint_shapes().values())
     nbytes = max(weight_bytes(config), elements * ITEMSIZE[config.numerics.dtype])
-    if device == "cuda" and deadline is not None and deadline < (seconds := start_seconds(device, nbytes)):
+    if device != "cuda" or deadline is None:
+        return
+    seconds = start_seconds(device, nbytes)
+    if deadline < seconds:
         yield (
             f"cluster.start_deadline={deadline:g} is less than the {seconds:.0f} s that a first start may take to read "
             f"{nbytes / 1e9:.0f} GB of weights and to compile; leave it out or raise it"
@@ -134,8 +138,8 @@ def start_warnings(config: Config, spec: ModelSpec, device: str) -> Iterator[str
 
 
 def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Iterator[str]:
-    """Sentences about GPUs that wait while engines generate. Nothing here predicts how long a generation takes: what is
-    said follows from who may work at the same time."""
+    """Yields sentences about GPUs that idle while engines generate. They follow from which parts may work at the same
+    time, not from a prediction of generation times."""
     generating = sum(group.started * group.ranks for group in rollout.policy_engines)
     if not generating:
         return
@@ -154,24 +158,30 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, rollout: Rollout) -> Ite
 
 
 def crowded_warnings(rollout: Rollout, engines: Iterable[EngineMemory], requests: int) -> Iterator[str]:
-    """Sentence about servers whose KV caches have room for less than a third of the rollouts in flight: the others wait
-    or are computed again. `engines`: memory of the groups; `requests`: in flight at most, in all of them."""
+    """Yields a sentence if the KV caches of all servers hold less than a third of the rollouts in flight: the others
+    wait or are recomputed. `engines`: memory of the groups; `requests`: maximum in flight in all of them."""
     sampling = {group.name for group in rollout.policy_engines if group.role != "prefill"}
-    fit = [engine.count * engine.concurrency for engine in engines if engine.group in sampling and engine.concurrency]
-    if fit and sum(fit) < requests / CROWDED:
+    fitting = 0
+    for engine in engines:
+        if engine.group in sampling and engine.concurrency:
+            fitting += engine.count * engine.concurrency
+    if 0 < fitting < requests / CROWDED:
         yield (
-            f"rollout.engines: {sum(fit)} rollouts of the greatest length fit into the KV caches of all servers, of "
+            f"rollout.engines: {fitting} rollouts of the maximum length fit into the KV caches of all servers, of "
             f"{requests} in flight; give servers more GPUs (tensor, expert, nodes), so that weights take less of each, "
             "raise sglang.mem_fraction_static, or lower rollout.concurrency"
         )
 
 
 def unused_warnings(rollout: Rollout, cluster: Cluster, places: RankMap | Together) -> Iterator[str]:
-    """A sentence about GPUs of the cluster that nothing uses."""
+    """Yields a sentence about GPUs of the cluster that nothing uses."""
     if not any(group.started for group in rollout.policy_engines):
         return
-    if cluster.nodes and cluster.gpus_per_node and places.gpus < (there := cluster.nodes * cluster.gpus_per_node):
+    if not cluster.nodes or not cluster.gpus_per_node:
+        return
+    available = cluster.nodes * cluster.gpus_per_node
+    if places.gpus < available:
         yield (
-            f"the run has work for {places.gpus} of the {there} GPUs of cluster.nodes={cluster.nodes} with "
+            f"the run has work for {places.gpus} of the {available} GPUs of cluster.nodes={cluster.nodes} with "
             f"cluster.gpus_per_node={cluster.gpus_per_node}; raise trainer.world_size or rollout.engines.count"
         )

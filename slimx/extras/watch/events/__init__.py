@@ -1,1 +1,1 @@
-"""Events of a run: phases that are stalled, parts that are lost, steps without a signal; posted to a webhook."""
+"""Events of a run: stalled phases, lost parts, steps without a signal; posted to a webhook."""

@@ -1,4 +1,4 @@
-"""An event of a run as its webhook posts it."""
+"""An event of a run, as posted by its webhook."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slimx.observability.events import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event as the webhook posts it."""
+    """An event as posted by the webhook."""
 
     event: Kind
     text: str
-    """One line for people, with the run's name; chat services show the field of this name."""
+    """One line for people, with the run's name; chat services show the field with this name."""
     run: str
     """run.name."""
     directory: str
@@ -23,6 +23,6 @@ class Event:
     step: int | None
     """The step in progress; None before the first."""
     about: str
-    """The phase, part or error code that the event is about; "" where it is the whole run."""
+    """Phase, part or error code that the event is about; "" for the complete run."""
     time: float
     """Unix seconds."""

@@ -1,1 +1,1 @@
-"""`slimx watch`: a live page about one run, from its directory alone, so that it costs the run nothing."""
+"""`slimx watch`: a live page about one run, from its directory alone, at no cost to the run."""

@@ -1,4 +1,4 @@
-"""Reads the run of a live page: its status, charts and rollouts, growing files once."""
+"""Reads the run of a live page: status, charts and rollouts. Growing files are read only once."""
 
 from __future__ import annotations
 
@@ -25,55 +25,57 @@ from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.run_files import check_run
 
 POINTS = 600
-"""Points of a curve; a longer one is averaged."""
+"""Points of a curve; longer ones are averaged."""
 PHASES_KEPT = 20_000
-"""Newest phases of which the page draws; a run of 10,000 steps has about 80,000."""
+"""Number of newest phases that the page draws; a run of 10,000 steps has about 80,000."""
 STEPS_KEPT = 4
-"""Steps whose groups are kept as they were read, until a file of theirs is written."""
+"""Number of steps whose groups are cached until one of their files is written."""
 CHARACTERS = 4000
-"""Characters of a part of a rollout in the list; its tokens are shown whole."""
+"""Characters of a part of a rollout in the list; its tokens are shown completely."""
 
 Json = dict[str, Any]
 
 
 class Growing[T]:
-    """A file of JSON lines that a run appends to. Each line is parsed once; a file that a resumed run has cut is read
-    anew, and the last line waits until it is whole."""
+    """A file of JSON lines that a run appends to. Each line is parsed once; a file truncated by a resumed run is read
+    again, and the last line is read when it is complete."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T], keep: int | None = None) -> None:
-        """`keep`: newest records that stay; None: all."""
-        self._path, self._parse = path, parse
+        """Reads nothing yet. `keep`: number of newest records to keep; None: all."""
+        self._path = path
+        self._parse = parse
         self.records: deque[T] = deque(maxlen=keep)
         self.read = 0
         """Bytes that have been read."""
         self._file: tuple[int, int] | None = None
 
     def refresh(self) -> None:
-        """Read what has been added."""
+        """Reads the appended lines."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
                 same = (status.st_dev, status.st_ino)
                 if same != self._file or status.st_size < self.read:
                     self.records.clear()
-                    self.read, self._file = 0, same
+                    self.read = 0
+                    self._file = same
                 file.seek(self.read)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return
-        self.read += len(whole) + len(newline)
-        for line in whole.split(b"\n"):
+        self.read += len(complete) + len(newline)
+        for line in complete.split(b"\n"):
             try:
                 self.records.append(self._parse(msgspec.json.decode(line)))
             except (msgspec.MsgspecError, SlimxError, KeyError, TypeError, ValueError):
-                continue  # a torn line of a killed process; the report names it
+                continue  # an incomplete line of a killed process; the report names it
 
 
 class Content:
-    """Everything that the page of one run is made of. Calls come from several threads."""
+    """Content of the page of one run. Calls come from several threads."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises SlimxError for a directory that holds no run."""
+        """Opens the run's files. Raises SlimxError for a directory without a run."""
         check_run(directory)
         self.directory = directory
         self._steps = Growing(directory / "metrics.jsonl", StepRecord.from_json)
@@ -81,61 +83,63 @@ class Content:
             directory / "timeline.jsonl", lambda values: msgspec.convert(values, type=Phase), keep=PHASES_KEPT
         )
         self._colours = PhaseColours()
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._rollouts: dict[int, tuple[tuple[int, ...], Json]] = {}
-        """By step when its files were written, and its groups."""
+        """Modification times of the files and groups, by step."""
 
     def status(self) -> Json:
-        """`slimx status` as values and as lines."""
-        found = run_status(self.directory)
-        return {**found, "lines": describe_status(found), "now": time.time()}
+        """Returns `slimx status` as values and as lines."""
+        values = run_status(self.directory)
+        return {**values, "lines": describe_status(values), "now": time.time()}
 
     def charts(self, since: str) -> Json:
-        """{version, charts}: every chart, or none where nothing has come `since` that version."""
+        """Returns {version, charts}: every chart, or None if nothing has changed `since` that version."""
         with self._lock:
             self._steps.refresh()
             self._phases.refresh()
             version = f"{self._steps.read}-{self._phases.read}"
             if version == since:
                 return {"version": version, "charts": None}
-            steps, phases = list(self._steps.records), list(self._phases.records)
+            steps = list(self._steps.records)
+            phases = list(self._phases.records)
             drawn = curves(steps, points=POINTS)[0] if steps else []
             timed = phase_charts(phases, points=POINTS // 2, colours=self._colours) if phases else []
             return {"version": version, "charts": [*_cards(drawn, "curves"), *_cards(timed, "time")]}
 
     def steps(self) -> list[int]:
-        """Steps whose rollouts are kept."""
+        """Returns the steps whose rollouts are kept."""
         return list(step_files(self.directory / DIRECTORY))
 
     def rollouts(self, step: int) -> Json:
-        """The groups of a step without their tokens. Raises SlimxError for a step that is not there."""
-        with self._reading:  # a large step takes seconds; two sides that ask for it at once wait for one reading
+        """Returns the groups of a step without their tokens. Raises SlimxError for a missing step."""
+        with self._reading:  # a large step takes seconds; concurrent requests wait for one read
             file = step_files(self.directory / DIRECTORY).get(step)
             written = () if file is None else _written(file, file.with_suffix(SUFFIX))
             if self._rollouts.get(step, ((), {}))[0] != written or not written:
-                found = step_of(self.directory, step, Choice(limit=0))
-                for group in found["groups"]:
-                    for each in group["trajectories"]:
-                        for part in each["parts"]:
+                values = step_of(self.directory, step, Choice(limit=0))
+                for group in values["groups"]:
+                    for trajectory in group["trajectories"]:
+                        for part in trajectory["parts"]:
                             part["text"] = cut(part["text"])
                 self._rollouts.pop(step, None)
                 if len(self._rollouts) == STEPS_KEPT:
                     self._rollouts.pop(next(iter(self._rollouts)))
-                self._rollouts[step] = written, found
+                self._rollouts[step] = written, values
             return self._rollouts[step][1]
 
     def tokens(self, step: int, group: str) -> Json:
-        """One group with every token. Raises SlimxError for what is not there."""
+        """Returns one group with every token. Raises SlimxError for a missing step or group."""
         return step_of(self.directory, step, Choice(group=group, limit=0, tokens=True))
 
 
 def _written(*files: Path) -> tuple[int, ...]:
-    """The times of those that are there."""
+    """Returns the modification times of existing files."""
     return tuple(file.stat().st_mtime_ns for file in files if file.exists())
 
 
 def cut(text: str) -> str:
-    """The text, or its begin and end and how much is between them."""
+    """Returns the text, or its beginning and end and the number of characters between them."""
     left = len(text) - CHARACTERS
     if left <= 0:
         return text

@@ -1,4 +1,4 @@
-"""The HTTP server of the live page: a few fixed addresses, read only, for requests with its token."""
+"""HTTP server of the live page: a few fixed paths, read-only, for requests with its token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.user_files import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
-"""A Host header that names a server."""
+"""A Host header with a valid server name."""
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -38,17 +38,17 @@ HEADERS = {
 
 
 MOST = 256
-"""Connections that may be open at the same time."""
+"""Maximum number of open connections."""
 IDLE_S = 60.0
-"""Seconds that a connection may take for a request."""
+"""Deadline of a request on a connection, in seconds."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page of the run in `directory` until Ctrl-C. `say` is told where it is.
+    """Serves the page of the run in `directory` until Ctrl-C. Passes its URL to `say`.
 
-    Raises SlimxError for a directory without a run, and for an address that cannot be listened at."""
+    Raises SlimxError for a directory without a run, and for an address that it cannot listen on."""
     content = Content(directory)
     token = private_token(private_directory() / "watch-token")
 
@@ -62,28 +62,28 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
 
 
 async def listen(content: Content, token: str, host: str, port: int) -> Listening:
-    """Begin to serve a page. Raises SlimxError for an address that cannot be listened at."""
+    """Starts to serve a page. Raises SlimxError for an address that it cannot listen on."""
     try:
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
     except OSError as error:
         raise SlimxError(
-            f"--port: {host}:{port} cannot be listened at ({os.strerror(error.errno)}); give another port, or 0 for "
-            "any that is free",
+            f"--port: {host}:{port} cannot be listened at ({os.strerror(error.errno or 0)}); give another port, or 0 "
+            "for any that is free",
             code="watch.port",
             about="--port",
         ) from None
 
 
 def application(content: Content, token: str) -> web.Application:
-    """Returns the page as an application. A request needs `token` as `?token=`, and gets a cookie for the next ones."""
+    """Returns the page as an application. A request needs `token` as `?token=`, and gets a cookie for later ones."""
 
     def page(name: str, kind: str) -> Handler:
         body = Path(__file__).with_name(name).read_bytes()
 
-        async def answer(request: web.Request) -> web.Response:
+        async def respond(request: web.Request) -> web.Response:
             return web.Response(body=body, content_type=kind, charset="utf-8")
 
-        return answer
+        return respond
 
     packed = PLOTLY.read_bytes()
 
@@ -94,16 +94,18 @@ def application(content: Content, token: str) -> web.Application:
         return web.Response(body=gzip.decompress(packed), content_type="text/javascript")
 
     def data(read: Callable[[web.Request], object]) -> Handler:
-        async def answer(request: web.Request) -> web.Response:
+        async def respond(request: web.Request) -> web.Response:
+            status = 200
             try:
-                found, status = await asyncio.to_thread(read, request), 200
+                values: object = await asyncio.to_thread(read, request)
             except SlimxError as error:
-                found, status = {"error": str(error), "code": error.code}, 404
-            return web.Response(body=msgspec.json.encode(found), status=status, content_type="application/json")
+                values = {"error": str(error), "code": error.code}
+                status = 404
+            return web.Response(body=msgspec.json.encode(values), status=status, content_type="application/json")
 
-        return answer
+        return respond
 
-    answers = {
+    handlers = {
         **{path: page(*file) for path, file in FILES.items()},
         "/plotly.js": plotly,
         "/api/status": data(lambda request: content.status()),
@@ -114,23 +116,24 @@ def application(content: Content, token: str) -> web.Application:
             lambda request: content.tokens(_step(request), request.query.get("group", ""))
         ),
     }
-    made = web.Application(middlewares=[_Access(token).guarded])
-    made.add_routes([web.get(path, answer) for path, answer in answers.items()])
-    return made
+    app = web.Application(middlewares=[_Access(token).guarded])
+    app.add_routes([web.get(path, respond) for path, respond in handlers.items()])
+    return app
 
 
 class _Access:
-    """Decides which requests are answered. The cookie is this process's alone: sent to another server, which has taken
-    the port since, it opens nothing."""
+    """Decides which requests are served. The cookie is valid only for this process: another server that later uses the
+    port cannot use it."""
 
     def __init__(self, token: str) -> None:
-        self._token, self._secret = token, secrets.token_urlsafe(32)
+        self._token = token
+        self._secret = secrets.token_urlsafe(32)
         # Browsers send the cookies of all ports of a host.
         self._cookie = f"slimx_watch_{secrets.token_hex(4)}"
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers requests that may be; every answer has the headers."""
+        """Serves permitted requests; every response has the headers."""
         try:
             response = self._refusal(request) or await handler(request)
         except web.HTTPException as unknown:
@@ -155,12 +158,12 @@ class _Access:
 
 
 def _step(request: web.Request) -> int:
-    """Returns the step of a path. Raises SlimxError for what is no number, or has more digits than Python reads."""
+    """Returns the step of a path. Raises SlimxError if it is not a number, or has more digits than Python reads."""
     step = request.match_info["step"]
     if not re.fullmatch(r"\d{1,18}", step, re.ASCII):
-        raise SlimxError(f"{step[:20]!r} is no step; give a number", code="rollouts.step", about="step")
+        raise SlimxError(f"{step[:20]!r} is not a step; give a number", code="rollouts.step", about="step")
     return int(step)
 
 
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
+def _same(candidate: str, token: str) -> bool:
+    return hmac.compare_digest(candidate.encode(errors="surrogateescape"), token.encode())

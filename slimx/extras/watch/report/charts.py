@@ -1,5 +1,4 @@
-"""Shared parts of the charts of a report: a figure with the words around it, its look, and the thinning of long
-curves."""
+"""Shared parts of a report's charts: a figure with title and notes, its style, and the thinning of long curves."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import plotly.graph_objects as go
 
-# Told apart on white and on near-black alike.
+# Distinguishable on white and on near-black.
 PALETTE = ("#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9", "#9a6b4f", "#7c8793")
 PHASES = {
     "generate": "#4a86cf",
@@ -31,14 +30,14 @@ PHASES = {
     "restore": "#8fbf9f",
     "step": "#b9c0c7",
 }
-"""Colour of each phase, in every chart of every run."""
+"""Colour of each phase in every chart of every run."""
 OTHERS = ("#6f9fd8", "#a3c34f", "#cf7d5a", "#4fb0a0", "#a86fd6", "#d4a94e", "#5b8a72", "#e08fa8")
-"""Colours of phases that PHASES does not name."""
+"""Colours of phases that are not in PHASES."""
 GRID = "rgba(128,128,128,0.22)"
 
 
 class PhaseColours:
-    """One colour per phase for a whole page: that of PHASES, and one of OTHERS for each other name."""
+    """Colour of each phase for a whole page: that of PHASES, or one of OTHERS for other names."""
 
     def __init__(self) -> None:
         self._others: dict[str, str] = {}
@@ -51,17 +50,17 @@ class PhaseColours:
 
 @dataclass(kw_only=True, slots=True)
 class Chart:
-    """A figure with the words around it."""
+    """A figure with its title and notes."""
 
     title: str
     figure: go.Figure
     notes: list[str] = field(default_factory=list)
-    """Remarks that the picture alone does not make: averaging, numbers that are not finite, what is left out."""
+    """Remarks that the figure does not show: averaging, non-finite values, omissions."""
     wide: bool = False
 
 
 def new_figure(*, height: int) -> go.Figure:
-    """An empty figure; the page's style sheet colours its text, to follow the reader's light or dark setting."""
+    """Returns an empty figure; the page's style sheet colours its text according to the light or dark setting."""
     small = {"font": {"size": 12}}
     return go.Figure(
         layout={
@@ -88,7 +87,8 @@ def new_figure(*, height: int) -> go.Figure:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:
-    """At most `points` points, each for a run of steps: its last step, and its finite values' mean or highest."""
+    """Returns at most `points` points, each for a run of steps: its last step, and mean or maximum of its finite
+    values."""
     if values.size <= points:
         return steps, values
     edges = np.arange(points + 1) * values.size // points
@@ -102,6 +102,7 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tupl
 
 
 def run_length(size: int, points: int) -> str:
-    """Number of values that `thin` puts into a point, in words: `3 to 4`."""
-    low, high = size // points, -(-size // points)
+    """Describes the number of values that `thin` combines into a point: `3 to 4`."""
+    low = size // points
+    high = -(-size // points)
     return f"{low}" if low == high else f"{low} to {high}"

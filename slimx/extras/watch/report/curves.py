@@ -22,19 +22,22 @@ class Series:
     key: str
     label: str
     running_mean: bool = False
-    """Drawn faint, with its running mean over RUNNING_MEAN_STEPS on top."""
+    """True to draw the metric faintly, with its running mean over RUNNING_MEAN_STEPS on top."""
     sparse: bool = False
-    """Measured at some steps only: drawn with markers."""
+    """True for a metric measured at some steps only: drawn with markers."""
 
 
 class Panel:
-    """One chart of curves. `log`: its axis; `thousands`: ticks such as 110k rather than 1.1e5; `legend`: also for a
-    single curve."""
+    """One chart of curves. `log`: logarithmic axis; `thousands`: ticks such as 110k rather than 1.1e5; `legend`: legend
+    even for a single curve."""
 
     def __init__(
         self, title: str, *series: Series, log: bool = False, thousands: bool = False, legend: bool = False
     ) -> None:
-        self.title, self.series, self.log, self.thousands = title, series, log, thousands
+        self.title = title
+        self.series = series
+        self.log = log
+        self.thousands = thousands
         self.legend = legend or len(series) > 1
 
 
@@ -82,27 +85,28 @@ FAMILIES = (
     ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
     ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )
-"""Panels of all metrics whose names match, a line for each."""
+"""Panels of all metrics whose names match, with a line for each."""
 LOGGED = re.compile(r"hook/(.+)/mean")
-"""Metrics that hooks logged: a panel for each."""
-MOST_LINES, MOST_LOGGED = len(PALETTE), 12
+"""Metrics logged by hooks, with a panel for each."""
+MOST_LINES = len(PALETTE)
+MOST_LOGGED = 12
 
 
 def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
-    """The panels that `records` have numbers for, and the titles of those they have none for.
+    """Returns the panels for which `records` have values, and the titles of the other panels.
 
-    Curves of more than `points` steps are averaged over equal runs of steps.
-    """
+    Curves of more than `points` steps are averaged over equal runs of steps."""
     names = sorted({name for record in records for name in record.metrics})
-    charts, absent = [], []
+    charts: list[Chart] = []
+    absent: list[str] = []
     for panel in PANELS:
         present = [series for series in panel.series if series.key in names]
         if present:
             charts.append(_panel(panel, present, records, points))
         else:
             absent.append(panel.title)
-    charts[1:1] = _families(names, records, points)  # beside the reward
-    logged = [(name, match[1]) for name in names if (match := LOGGED.fullmatch(name))]
+    charts[1:1] = _families(names, records, points)  # next to the reward
+    logged = _matching(names, LOGGED)
     for name, label in logged[:MOST_LOGGED]:
         panel = Panel(f"Logged by a hook: {label}", Series(name, "mean"))
         charts.append(_panel(panel, panel.series, records, points))
@@ -112,18 +116,25 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
     return charts, absent
 
 
+def _matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[str, str]]:
+    """Returns names that match, each with the pattern's group."""
+    out = []
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            out.append((name, match[1]))
+    return out
+
+
 def _families(names: Sequence[str], records: Sequence[StepRecord], points: int) -> list[Chart]:
     charts = []
     for title, pattern in FAMILIES:
-        found = [
-            Series(name, match[1], sparse=name.startswith("eval/"))
-            for name in names
-            if (match := pattern.fullmatch(name))
-        ]
-        if found:
-            shown = Panel(title, *found[:MOST_LINES], legend=True)
-            charts.append(_panel(shown, shown.series, records, points))
-            if left := len(found) - len(shown.series):
+        series = [Series(name, label, sparse=name.startswith("eval/")) for name, label in _matching(names, pattern)]
+        if series:
+            panel = Panel(title, *series[:MOST_LINES], legend=True)
+            charts.append(_panel(panel, panel.series, records, points))
+            left = len(series) - len(panel.series)
+            if left:
                 charts[-1].notes.append(f"{left} more are in the table of all metrics.")
     return charts
 
@@ -139,9 +150,9 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
         running = _running_mean(values) if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS else None
         peak = series.key.endswith("/max")
         if values.size > points:
-            how = "highest" if peak else "mean"
+            summary = "highest" if peak else "mean"
             chart.notes.append(
-                f"{series.label}: each point is the {how} of {run_length(values.size, points)} logged steps."
+                f"{series.label}: each point is the {summary} of {run_length(values.size, points)} logged steps."
             )
         line = _Line(
             series.label, PALETTE[panel.series.index(series)], *thin(steps, values, points, peak), series.sparse
@@ -151,9 +162,10 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
             line.faint = True
             x, y = thin(steps, running, points, peak)
             lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.colour, x, y, series.sparse))
+    constant = _constant(lines)
     if panel.log:
         _logarithmic(chart, lines)
-    elif (constant := _constant(lines)) is not None:
+    elif constant is not None:
         # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
         chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)) if constant else (-0.05, 1.0))
     for line in lines:
@@ -174,10 +186,11 @@ class _Line:
 
 
 def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric; what is not finite becomes NaN, a break in the line, and is noted by step."""
+    """Returns steps and values of one metric; non-finite values become NaN, a gap in the line, and are noted."""
     steps = np.array([record.step for record in records if series.key in record.metrics], dtype=np.int64)
     values = np.array([record.metrics[series.key] for record in records if series.key in record.metrics])
-    if (bad := steps[~np.isfinite(values)]).size:
+    bad = steps[~np.isfinite(values)]
+    if bad.size:
         values = np.where(np.isfinite(values), values, np.nan)
         shown = ", ".join(map(str, bad[:8])) + (" ..." if bad.size > 8 else "")
         notes.append(f"{series.key} is not finite at {bad.size} of {steps.size} steps: {shown}.")
@@ -185,15 +198,16 @@ def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -
 
 
 def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
-    """Makes the axis logarithmic, and takes exact zeros out of the lines to show them at its foot.
+    """Makes the axis logarithmic, and moves exact zeros from the lines to the foot of the axis.
 
-    A logarithmic axis has no zero, and an exact zero is what one hopes for in a log-prob gap: it is drawn as an open
-    circle on a tick of its own, a decade below the smallest value.
-    """
+    A logarithmic axis has no zero, and an exact zero is the ideal log-prob gap: it is drawn as an open circle on an
+    additional tick, a decade below the smallest value."""
     positive = np.concatenate([line.y[line.y > 0] for line in lines])
-    low, high = (
-        (int(np.floor(np.log10(positive.min()))), int(np.ceil(np.log10(positive.max())))) if positive.size else (0, 0)
-    )
+    low = 0
+    high = 0
+    if positive.size:
+        low = int(np.floor(np.log10(positive.min())))
+        high = int(np.ceil(np.log10(positive.max())))
     ticks = {10.0**decade: f"1e{decade}" for decade in range(low, high + 1, 1 + (high - low) // 8)}
     foot = 10.0 ** (low - 1)
     for line in lines:
@@ -215,7 +229,7 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
-    """The one value that all lines have everywhere; None if they have several."""
+    """Returns the single value of all lines; None if they have several."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
     return float(values[0]) if values.size == 1 else None
 
@@ -233,15 +247,17 @@ def _draw(figure: go.Figure, line: _Line) -> None:
 
 
 def _has_lone_point(y: np.ndarray) -> bool:
-    """True if some value has no neighbour to draw a line to: without a marker it would not be seen."""
+    """Returns True if some value has no neighbour to draw a line to: without a marker it would be invisible."""
     drawn = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     return bool((drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).any())
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the last RUNNING_MEAN_STEPS values, of fewer at the start; NaN is left out of it."""
+    """Returns the mean of the last RUNNING_MEAN_STEPS values, of fewer at the start; NaN values are ignored."""
     finite = np.isfinite(values)
-    total, count = np.cumsum(np.where(finite, values, 0.0)), np.cumsum(finite)
+    total = np.cumsum(np.where(finite, values, 0.0))
+    count = np.cumsum(finite)
     width = RUNNING_MEAN_STEPS
-    total[width:], count[width:] = total[width:] - total[:-width], count[width:] - count[:-width]
+    total[width:] = total[width:] - total[:-width]
+    count[width:] = count[width:] - count[:-width]
     return np.divide(total, count, out=np.full(values.size, np.nan), where=count > 0)

@@ -1,9 +1,10 @@
-"""Charts of time: seconds by phase per step, and the phases of the last steps side by side."""
+"""Charts of time: seconds by phase per step, and the phases of the last steps on parallel tracks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,9 +16,9 @@ GANTT_ROWS = 24
 
 
 def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours) -> list[Chart]:
-    """Seconds by phase per step, and the last GANTT_STEPS steps by track; empty without phases.
+    """Returns charts of seconds by phase per step, and of the last GANTT_STEPS steps by track; [] without phases.
 
-    `colours`: of the page."""
+    `colours`: phase colours of the page."""
     placed = place(phases)
     by_name = {name: colours.of(name) for name in dict.fromkeys(item.phase.name for item in placed)}
     return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
@@ -32,7 +33,8 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
     outside: dict[str, float] = defaultdict(float)
     parents: set[str] = set()
     for item in placed:
-        name, step = item.phase.name, item.phase.step
+        name = item.phase.name
+        step = item.phase.step
         if item.self_seconds < item.phase.seconds:
             parents.add(name)
         if step is None:
@@ -57,7 +59,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
     if len(steps) > points:
         chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
     if parents:
-        chart.notes.append("rest: the time of a phase outside of the phases nested in it.")
+        chart.notes.append("rest: time of a phase outside of its nested phases.")
     if len({item.phase.track for item in placed if item.phase.step is not None}) > 1:
         chart.notes.append("Tracks run at the same time, so a bar may be longer than its step took.")
     if outside:
@@ -73,38 +75,40 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
         return []
     origin = min(item.phase.start for item in inside)
     end = max(item.phase.start + item.phase.seconds for item in inside)
-    inside += [
-        item
-        for item in placed
-        if item.phase.step is None and origin < item.phase.start + item.phase.seconds and item.phase.start < end
-    ]
+    for item in placed:
+        phase = item.phase
+        if phase.step is None and phase.start < end and phase.start + phase.seconds > origin:
+            inside.append(item)
     keys = sorted({_row(item) for item in inside}, key=_track_order(inside))
     rows = {key: number for number, key in enumerate(keys[:GANTT_ROWS])}
     title = f"Last {len(steps)} steps by track" if len(steps) > 1 else f"Step {steps[0]} by track"
     chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
     if len(keys) > GANTT_ROWS:
         chart.notes.append(f"{len(keys) - GANTT_ROWS} further rows of overlapping phases are not drawn.")
-    for name, colour in colours.items():
-        drawn = [item for item in inside if item.phase.name == name and _row(item) in rows]
-        if not drawn:
+    bars: dict[str, _Bars] = {name: _Bars() for name in colours}
+    for item in inside:
+        if _row(item) in rows:
+            bars[item.phase.name].add(item, origin, rows[_row(item)])
+    for name, drawn in bars.items():
+        if not drawn.start:
             continue
         chart.figure.add_bar(
             orientation="h",
-            base=[round(max(item.phase.start - origin, 0.0), 4) for item in drawn],
-            x=[round(min(item.phase.seconds, item.phase.start + item.phase.seconds - origin), 4) for item in drawn],
-            y=[rows[_row(item)] for item in drawn],
+            base=drawn.start,
+            x=drawn.seconds,
+            y=drawn.row,
             width=0.78,
             name=name,
-            marker={"color": colour, "line": {"width": 0}},
-            text=[name] * len(drawn),
+            marker={"color": colours[name], "line": {"width": 0}},
+            text=[name] * len(drawn.start),
             textposition="inside",
             textangle=0,  # a narrow bar has no text rather than one on its side
             insidetextanchor="middle",
             textfont={"color": "white"},
-            customdata=["-" if item.phase.step is None else item.phase.step for item in drawn],
+            customdata=drawn.step,
             hovertemplate="step %{customdata}: %{x:.2f} s",
         )
-    # A track is named once, at its first row; the rows under it are its nested and overlapping phases.
+    # A track is labelled once, at its first row; the rows below it are its nested and overlapping phases.
     named = {track: number for (track, _, _), number in reversed(rows.items())}
     chart.figure.update_yaxes(
         tickvals=list(named.values()),
@@ -119,19 +123,35 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
     for step in steps:
         start = min(item.phase.start for item in inside if item.phase.step == step) - origin
-        chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
-        chart.figure.add_annotation(
-            x=start,
-            y=1,
-            yref="paper",
-            yanchor="bottom",
-            xanchor="left",
-            text=f"step {step}" if step == steps[0] else str(step),
-            showarrow=False,
-        )
+        _mark_step(chart, start, f"step {step}" if step == steps[0] else str(step))
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
-    chart.notes.append("Colours as above. A bar under a longer one of its track is nested in it or runs beside it.")
+    chart.notes.append("Colours as above. A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
+
+
+def _mark_step(chart: Chart, start: float, label: str) -> None:
+    """Draws a dotted line at the start of a step, with its label above."""
+    chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
+    chart.figure.add_annotation(
+        x=start, y=1, yref="paper", yanchor="bottom", xanchor="left", text=label, showarrow=False
+    )
+
+
+@dataclass(slots=True)
+class _Bars:
+    """Bars of one phase: parallel lists of their start and length in seconds, their row, and their step."""
+
+    start: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    step: list[int | str] = field(default_factory=list)
+
+    def add(self, item: Placed, origin: float, row: int) -> None:
+        phase = item.phase
+        self.start.append(round(max(phase.start - origin, 0.0), 4))
+        self.seconds.append(round(min(phase.seconds, phase.start + phase.seconds - origin), 4))
+        self.row.append(row)
+        self.step.append("-" if phase.step is None else phase.step)
 
 
 def _row(item: Placed) -> tuple[str, int, int]:
@@ -139,6 +159,6 @@ def _row(item: Placed) -> tuple[str, int, int]:
 
 
 def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
-    """Sort key of rows: tracks in the order of their first phase."""
+    """Returns a sort key of rows: tracks in the order of their first phase."""
     order = {track: number for number, track in enumerate(dict.fromkeys(item.phase.track for item in items))}
     return lambda row: (order[row[0]], row[1], row[2])

@@ -1,4 +1,4 @@
-"""Writes one self-contained HTML page about one or several runs, from what their directories hold."""
+"""Writes one self-contained HTML page about one or several runs, from the files in their directories."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread
 
-# The runs of a page share these bounds: they keep what is said of a run below the 0.5 MB that plotly.js takes.
+# The runs of a page share these bounds: they keep what a run takes below the 0.5 MB that plotly.js takes.
 CURVE_POINTS = 1200
 SAMPLE_ROWS = 24
 SAMPLE_STEPS = 4
 TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
 PEAK = "trainer memory at its peak, MiB"
-"""Begins the labels of the summary's numbers of memory, one for each phase."""
+"""Prefix of the labels of the summary's memory numbers, one per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
-"""plotly.js with scatter and bar charts alone (npm's plotly.js-basic-dist-min, through `gzip -9n`), of the release that
+"""plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, through `gzip -9n`), of the release that
 the pinned plotly was made for. The browser unpacks it."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
-    """Writes the page `out` (one file, no network) with a section per run directory: first those with rollouts, then
-    the supervised ones, each in the order given.
+    """Writes the page `out` (one file, no network) with a section per run directory: first runs with rollouts, then
+    supervised ones, otherwise in the given order.
 
-    Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; one that is missing or
-    damaged is said on the page. Raises SlimxError without a run directory, for one that holds none of them, and for a
-    page that cannot be written.
-    """
+    Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; the page reports a
+    missing or damaged file. Raises SlimxError without a run directory, for a directory without any of these files, and
+    if the page cannot be written."""
     if not run_dirs:
         raise SlimxError(
             f"no run directory is given for the report {out}; name at least one",
@@ -51,7 +50,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     runs = [read_run(Path(directory)) for directory in run_dirs]
     runs.sort(key=lambda run: not _sampled(run))  # stable
     writer = _Writer()
-    sections = [_section(run, writer, share=len(runs)) for run in runs]
+    sections = [_section(run, writer, run_count=len(runs)) for run in runs]
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -69,7 +68,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
 
 @dataclass(slots=True)
 class _Writer:
-    """Turns figures into what the page's script draws, and remembers what the whole page shares."""
+    """Converts figures to the input of the page's script, and keeps state shared by the whole page."""
 
     written: int = 0
     colours: PhaseColours = field(default_factory=PhaseColours)
@@ -92,9 +91,9 @@ def _sampled(run: RunFiles) -> bool:
     return any("response/mean_tokens" in record.metrics or "reward/mean" in record.metrics for record in run.steps)
 
 
-def _section(run: RunFiles, figures: _Writer, share: int) -> dict[str, Any]:
-    """One run as the template shows it; `share` runs divide the page's room."""
-    points = max(200, CURVE_POINTS // share)
+def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
+    """Returns one run as the template shows it; `run_count` runs divide the page's size limit."""
+    points = max(200, CURVE_POINTS // run_count)
     blocks = []
     if run.steps:
         charts, absent = curves(run.steps, points=points)
@@ -117,7 +116,7 @@ def _section(run: RunFiles, figures: _Writer, share: int) -> dict[str, Any]:
         "problems": run.problems,
         "numbers": [_number(label, value) for label, value in _joined(run.summary or {}).items()],
         "blocks": blocks,
-        "samples": None if comparison is None else _samples(comparison, rows=max(4, SAMPLE_ROWS // share)),
+        "samples": None if comparison is None else _samples(comparison, rows=max(4, SAMPLE_ROWS // run_count)),
         "training": _training(run.samples) if comparison is not None and comparison.evaluation else [],
         "metrics": _metric_rows(run.steps),
         "config": run.config,
@@ -125,10 +124,11 @@ def _section(run: RunFiles, figures: _Writer, share: int) -> dict[str, Any]:
 
 
 def _extent(run: RunFiles) -> str:
-    """Place of the run and what it covers, in one line."""
+    """Describes directory, steps and times of the run in one line."""
     parts = [str(run.directory)]
     if run.steps:
-        first, last = run.steps[0], run.steps[-1]
+        first = run.steps[0]
+        last = run.steps[-1]
         parts.append(f"steps {first.step} to {last.step}")
         versions = [record.version for record in run.steps if record.version is not None]
         if versions:
@@ -141,7 +141,7 @@ def _extent(run: RunFiles) -> str:
 
 
 def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary with one number for the memory of all phases: the highest, with the name of its phase."""
+    """Returns the summary with a single memory number: the highest of all phases, with the name of its phase."""
     peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
     if len(peaks) < 2:
         return dict(summary)
@@ -150,7 +150,7 @@ def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(label: str, value: Any) -> dict[str, Any]:
-    """A headline number: thousands apart, four significant digits; what is no number is shown as text."""
+    """Formats a headline number: thousands separators, four significant digits; other values are shown as text."""
     if isinstance(value, bool):
         return {"label": label, "value": "yes" if value else "no", "text": False}
     if not isinstance(value, (int, float)):
@@ -160,13 +160,17 @@ def _number(label: str, value: Any) -> dict[str, Any]:
 
 
 def _digits(value: float) -> str:
-    """Four significant digits, and no fewer than the whole part of a number below a billion."""
-    return f"{value:,.0f}" if math.isfinite(value) and 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    """Formats four significant digits, and all integer digits of a number below a billion."""
+    if math.isfinite(value) and 1e4 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
     kind = "Held-out" if comparison.evaluation else "Training"
-    total, shown, steps = len(comparison.rows), comparison.rows[:rows], comparison.steps
+    total = len(comparison.rows)
+    shown = comparison.rows[:rows]
+    steps = comparison.steps
     if len(steps) == 1:
         note = f"{kind} rollouts of step {steps[0]}, the only step that has samples."
     else:
@@ -190,34 +194,47 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
-    """The first training rollout of each recorded step, TRAINING_ROWS at most, spread over the run."""
+    """Returns the first training rollout of each recorded step, at most TRAINING_ROWS, spread over the run."""
     first: dict[int, RecordedSample] = {}
     for sample in samples:
         if not sample.evaluation:
             first.setdefault(sample.step, sample)
-    return [
-        {"step": step, "prompt": _cut(first[step].prompt), "answer": _cut(first[step].answer or "")}
-        | {"cell": _cell(first[step], None)}
-        for step in spread(sorted(first), TRAINING_ROWS)
-    ]
+    rows = []
+    for step in spread(sorted(first), TRAINING_ROWS):
+        sample = first[step]
+        rows.append(
+            {
+                "step": step,
+                "prompt": _cut(sample.prompt),
+                "answer": _cut(sample.answer or ""),
+                "cell": _cell(sample, None),
+            }
+        )
+    return rows
 
 
 def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[str, str] | None:
     if sample is None:
         return None
     change = 0.0 if before is None else sample.reward - before.reward
-    trend = "up" if change > 0 else "down" if change < 0 else ""
+    trend = ""
+    if change > 0:
+        trend = "up"
+    elif change < 0:
+        trend = "down"
     return {"reward": _digits(sample.reward), "trend": trend, "response": _cut(sample.response)}
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and how much is left out."""
+    """Returns the text, or its beginning and the number of omitted characters."""
     left = len(text) - SAMPLE_CHARACTERS
-    return text if left <= 0 else f"{text[:SAMPLE_CHARACTERS]}\n[{left:,} more characters]"
+    if left <= 0:
+        return text
+    return f"{text[:SAMPLE_CHARACTERS]}\n[{left:,} more characters]"
 
 
 def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
-    """Name, count, first, last, lowest, highest of every metric, by name."""
+    """Returns name, count, first, last, lowest and highest value of every metric, by name."""
     rows = []
     for key in sorted({key for record in steps for key in record.metrics}):
         values = [record.metrics[key] for record in steps if key in record.metrics]

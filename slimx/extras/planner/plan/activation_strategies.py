@@ -1,0 +1,86 @@
+"""Strategies for keeping activations from the forward to the backward pass, and the rules that allow them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from slimx.config.rule import Rule, all_rules, broken
+from slimx.config.schema import Config
+from slimx.extras.planner.memory_record import TrainerMemory
+from slimx.extras.planner.plan.splits import Fields
+
+_OFFLOAD_CODES = ("activations.device", "unproven", "unproven.layers")
+"""Codes of refusals of offloading that do not depend on the offloaded parts or on recomputation."""
+
+
+@functools.cache
+def strategy_rules() -> tuple[Rule, ...]:
+    """Returns the rules of the configuration and of activations. Strategies that break one are skipped."""
+    codes = ("activations.", "unproven.layers")
+    sections = Config.model_fields.keys()
+    return tuple(rule for rule in all_rules() if rule.facts <= sections or rule.code.startswith(codes))
+
+
+def allowed(facts: Mapping[str, Any]) -> bool:
+    """Returns True if no rule about activations and no rule of the configuration is broken."""
+    for problem in broken(strategy_rules(), facts):
+        if problem.code != "unproven.layers" or problem.about == "trainer.offload_activations":
+            return False
+    return True
+
+
+class ActivationStrategy(NamedTuple):
+    """A combination of recomputation and offloading."""
+
+    recompute: dict[str, Any]
+    offload: tuple[str, ...] = ()
+    moments: float | None = None
+    """Share of the moments on the host; None: as configured."""
+
+    @property
+    def fields(self) -> Fields:
+        """Keys of the trainer section, without the moments."""
+        return {"recompute": self.recompute, "offload_activations": self.offload}
+
+
+_NONE = {"granularity": "none"}
+_FULL = {"granularity": "full", "method": "uniform", "layers": 1}
+_CHEAP: dict[str, Any] = {"granularity": "selective", "modules": ["layernorm", "moe_act"]}
+"""Modules without matrix products."""
+_RECOMPUTED = (
+    ["layernorm", "moe_act", "core_attn"],
+    ["layernorm", "moe_act", "mla_up_proj"],
+    ["layernorm", "moe_act", "mlp"],
+    ["layernorm", "moe_act", "shared_experts"],
+    ["layernorm", "core_attn", "moe"],
+    ["layernorm", "moe"],
+)
+_OFFLOADED: tuple[tuple[str, ...], ...] = (
+    ("expert_fc1",),
+    ("expert_fc1", "moe_act"),
+    ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
+)
+STRATEGIES = (
+    ActivationStrategy(_NONE),
+    ActivationStrategy(_CHEAP),
+    *(ActivationStrategy({**_CHEAP, "modules": modules}) for modules in _RECOMPUTED),
+    *(ActivationStrategy(_NONE, parts) for parts in _OFFLOADED),
+    ActivationStrategy(_FULL),
+    ActivationStrategy(_FULL, (), 1),
+)
+"""Strategies to try: the first costs least, the last leaves least on the device."""
+
+
+def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[str, Any]) -> tuple[TrainerMemory, ...]:
+    """Returns `records` without the savings of offloading if a rule refuses offloading."""
+    trainer = facts["trainer"].model_copy(update={"offload_activations": _OFFLOADED[-1]})
+    problems = broken(strategy_rules(), {**facts, "trainer": trainer})
+    if not any(problem.code in _OFFLOAD_CODES for problem in problems):
+        return records
+    out = []
+    for record in records:
+        parts = {name: nbytes for name, nbytes in record.parts.items() if not name.startswith("offload ")}
+        out.append(record.model_copy(update={"parts": parts}))
+    return tuple(out)

@@ -1,0 +1,78 @@
+"""Sums the requirements of all trained policies of a run, and refuses a run that exceeds the machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from slimx.config.rule import broken
+from slimx.errors import SlimxError
+from slimx.extras.planner.memory_record import DiskBytes, HostMemory, MemoryPart
+from slimx.extras.planner.record import PlanReport, Together
+from slimx.extras.planner.rules.machine import has_nodes
+from slimx.extras.planner.rules.memory import fits_host
+from slimx.preflight.hardware import Machine
+
+
+def sum_over_policies(reports: Sequence[PlanReport]) -> Together | None:
+    """Returns the sums over the `reports` of all policies, whose GPUs follow one another; None if a policy could not be
+    placed."""
+    gpus = 0
+    hosts: list[HostMemory] = []
+    disks: list[DiskBytes] = []
+    peaks: list[int] = []
+    for report in reports:
+        if report.rank_map is None:
+            return None
+        gpus += report.rank_map.gpus
+        per_node = report.rank_map.per_node
+        peaks += [phase.nbytes for phase in report.phases]
+        if report.host is not None:
+            hosts.append(report.host)
+        if report.disk is not None:
+            disks.append(report.disk)
+    nodes = -(-gpus // per_node)
+    return Together(
+        gpus=gpus,
+        nodes=nodes,
+        per_node=per_node,
+        fullest=max(peaks, default=None),
+        host=_host(hosts) if nodes == 1 else None,
+        disk=_disk(disks),
+    )
+
+
+def refusals(sums: Together, machine: Machine) -> list[SlimxError]:
+    """Returns refusals about nodes and host memory that apply to all policies together but to none alone."""
+    facts: dict[str, object] = {"machine": machine, "places": sums}
+    if sums.host is not None:
+        facts["host"] = sums.host
+    return broken((has_nodes, fits_host), facts)
+
+
+def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
+    """Returns host memory of the node that all policies share."""
+    if not hosts:
+        return None
+    parts: Counter[str] = Counter()
+    for host in hosts:
+        for part in host.parts:
+            parts[part.name] += part.nbytes
+    return HostMemory(
+        memory=hosts[0].memory,
+        ranks=sum(host.ranks for host in hosts),
+        parts=tuple(MemoryPart(name=name, nbytes=nbytes) for name, nbytes in parts.most_common()),
+    )
+
+
+def _disk(disks: Sequence[DiskBytes]) -> DiskBytes | None:
+    """Returns disk usage: each checkpoint and each export contains all policies."""
+    if not disks:
+        return None
+    return DiskBytes(
+        checkpoint=sum(disk.checkpoint for disk in disks),
+        checkpoints=disks[0].checkpoints,
+        export=sum(disk.export for disk in disks),
+        exports=disks[0].exports,
+        rollouts=sum(disk.rollouts for disk in disks),
+    )

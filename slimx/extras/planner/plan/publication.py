@@ -1,0 +1,226 @@
+"""The publication of a plan: compiled as in a run, with its figures, its bytes per link and predictions."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from slimx.config.schema import Config
+from slimx.config.sections.publish import Publish
+from slimx.engines.transport import transport_of
+from slimx.errors import SlimxError
+from slimx.extras.direct.dealing import copies_of, deal
+from slimx.extras.direct.wire import wire_bytes
+from slimx.extras.planner.links.model import (
+    Links,
+    Traffic,
+    direct_traffic,
+    gb300_nvlink,
+    h100_infiniband,
+    predict,
+    traffic_of,
+)
+from slimx.extras.planner.memory.publication import CONTEXT, changes_memory, direct_memory
+from slimx.extras.planner.plan.link_bytes import DealtPlan, direct_link_bytes, link_bytes
+from slimx.extras.planner.record import LinkBytes, PlannedGroup, Prediction, PublicationFigures, RankMap
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import Machine
+from slimx.preflight.transport import ChosenTransport
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPublication:
+    """A compiled publication."""
+
+    published: PublicationPlan
+    dealt: DealtPlan | None
+    """With nixl, the plan dealt out to all engines."""
+    on_gpus: bool
+    """True if buckets are in GPU memory."""
+    seconds: float
+    """Seconds of compilation."""
+
+    @property
+    def packed(self) -> Plan:
+        """Plan by which trainer ranks pack buckets."""
+        if self.dealt is None:
+            return self.published.plan
+        return self.dealt.plan
+
+
+def compile_publication(
+    config: Config, spec: ModelSpec, sizes: Sizes, device: str, groups: tuple[PlannedGroup, ...]
+) -> CompiledPublication | None:
+    """Compiles the publication; None for a run without engines."""
+    on_gpus = transport_of(config.publish).on_gpus(config.publish, device, colocate=config.schedule.colocate)
+    began = time.perf_counter()
+    published = publication_plan(config, spec, sizes, device)
+    seconds = time.perf_counter() - began
+    if published is None:
+        return None
+    dealt = None
+    if config.publish.transport == "nixl":
+        dealt = _dealt(published.plan, groups, on_gpus=on_gpus)
+    return CompiledPublication(published, dealt, on_gpus, seconds)
+
+
+def publication_links(
+    compiled: CompiledPublication | None,
+    places: RankMap,
+    groups: tuple[PlannedGroup, ...],
+    machine: Machine,
+    transport: str,
+) -> tuple[LinkBytes, ...]:
+    if compiled is None:
+        return ()
+    if compiled.dealt is not None:
+        return direct_link_bytes(compiled.dealt, places, machine, on_gpus=compiled.on_gpus)
+    return link_bytes(compiled.published.plan, places, groups, machine, transport)
+
+
+def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
+    """Returns `plan` dealt out to all engines of a run, as `slimx.orchestration.publications` does."""
+    receivers: list[int] = []
+    for group in groups:
+        per_engine = plan.targets if on_gpus and plan.targets > 1 else group.nodes
+        receivers += [per_engine] * group.count
+    copies, edges = copies_of(plan, receivers)
+    return DealtPlan(deal(plan, engines=copies), receivers, edges)
+
+
+def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
+    """Returns the traffic of a publication. Groups may differ in size if they take Hugging Face names: every rank of
+    every engine is counted."""
+    engines = sum(group.count for group in groups)
+    if published.encoding == "local":
+        return direct_traffic(published.plan, sources=sizes.world, engines=engines)
+    traffic = traffic_of(
+        published.plan,
+        sources=sizes.world,
+        engines=engines,
+        engine_ranks=groups[0].sizes.world,
+        encoding=published.encoding,
+    )
+    return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
+
+
+def publication_figures(
+    publish: Publish,
+    transport: ChosenTransport,
+    compiled: CompiledPublication,
+    sizes: Sizes,
+    groups: tuple[PlannedGroup, ...],
+    merging: int,
+) -> PublicationFigures:
+    """Returns the figures of a publication. `merging`: bytes in which a trainer rank merges the weights of a bucket."""
+    published = compiled.published
+    plan = published.plan
+    tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
+    wire = wire_bytes(plan)
+    if compiled.dealt is not None:
+        sent = wire_bytes(compiled.dealt.plan).sent(sizes.world)
+    else:
+        sent = wire.sent(sizes.world) * sum(group.count for group in groups)
+    received = wire.received(plan.targets)
+    copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
+    memory = _publication_memory(publish, compiled, sizes, groups, int(received.max()))
+    adapter_bytes = 0
+    adapter_buckets = 0
+    if published.adapters is not None:
+        adapter_bytes = int(wire_bytes(published.adapters).received(1).sum())
+        adapter_buckets, _ = _bucket_memory(publish, published.adapters, sizes.world, adapter_bytes)
+    return PublicationFigures(
+        encoding=published.encoding,
+        note=published.note,
+        rule=publish.quantise or "none",
+        tensors=len(tensors),
+        quantised=sum(tensor.scale_of >= 0 for tensor in tensors),
+        buckets=plan.count,
+        moves=len(plan.moved),
+        launches=plan.launches,
+        nbytes=int(received.sum()) * copies,
+        adapter_bytes=adapter_bytes * copies,
+        received=int(received.max()),
+        sent_max=int(sent.max()),
+        sent_mean=float(sent.mean()),
+        transport=transport.name,
+        transport_note=transport.why,
+        on_gpus=compiled.on_gpus,
+        publisher_bytes=memory.publisher + adapter_buckets,
+        landing_bytes=memory.landing,
+        merging_bytes=merging,
+        kept_bytes=memory.kept,
+        received_bytes=memory.received,
+        staged_bytes=memory.staged,
+        plan_bytes=len(plan.to_bytes()),
+        compile_seconds=compiled.seconds,
+    )
+
+
+class _PublicationMemory(NamedTuple):
+    """Memory of a publication, in bytes: the fields of PublicationFigures without `_bytes`."""
+
+    publisher: int
+    staged: int
+    landing: int = 0
+    kept: int = 0
+    received: int = 0
+
+
+def _publication_memory(
+    publish: Publish, compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...], received: int
+) -> _PublicationMemory:
+    """Returns the memory of a publication without adapters. `received`: most bytes that an engine rank receives."""
+    plan = compiled.published.plan
+    buckets, staged = _bucket_memory(publish, plan, sizes.world, received)
+    if compiled.dealt is not None:  # the same buckets, at each engine instead of at trainer rank 0
+        dealt = compiled.dealt
+        direct = direct_memory(dealt.plan, ranks=sizes.world, edges=dealt.edges, delta=publish.delta is not None)
+        if compiled.on_gpus:  # a bucket is assembled from the received bytes, and the server stages a copy of it
+            staged = CONTEXT + direct.landing + 2 * _largest_part(plan)
+            return _PublicationMemory(direct.ring, staged, 0, direct.kept, direct.received)
+        machines = 1 if plan.targets == 1 else min(group.nodes for group in groups)
+        landing = direct.landing + buckets // machines
+        return _PublicationMemory(direct.ring, staged, landing, direct.kept, direct.received)
+    if publish.transport == "disk" and publish.changes:
+        kept, received_last = changes_memory(plan)
+        landing = received_last if publish.staging == "model" else buckets
+        return _PublicationMemory(buckets, staged, landing, kept, received_last)
+    return _PublicationMemory(buckets, staged)
+
+
+def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
+    """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks."""
+    if not publish.on_device:
+        buckets = [sum(target[index].size for target in plan.buckets) for index in range(plan.count)]
+        nbytes = sum(buckets)
+        if publish.staging == "bucket" or publish.transport == "disk":  # buckets are reused
+            nbytes = min(2 * max(buckets), nbytes)
+        return nbytes, 0
+    part = _largest_part(plan)
+    staged = received if publish.staging == "model" else part
+    # The ranks share a bucket's parts, and each has room for the largest.
+    return min(2, plan.count) * math.ceil(plan.targets / ranks) * part, staged
+
+
+def _largest_part(plan: Plan) -> int:
+    """Returns the bytes of the largest bucket for one target."""
+    return max(bucket.size for target in plan.buckets for bucket in target)
+
+
+def predictions(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> tuple[Prediction, ...]:
+    """Returns predictions of the publication on every cluster that the link model has."""
+    traffic = _traffic(published, sizes, groups)
+    return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
+
+
+def _prediction(traffic: Traffic, links: Links) -> Prediction:
+    try:
+        return Prediction(links=links.name, stages=predict(traffic, links))
+    except SlimxError as error:
+        return Prediction(links=links.name, stages=None, refusal=str(error))
