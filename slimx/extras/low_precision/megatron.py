@@ -42,7 +42,7 @@ def install(block: Any, recipe: Recipe) -> None:
         exchange(layer, parts)
 
 
-class OwnProduct:
+class CustomProduct:
     """A tensor-parallel linear layer of megatron-core with a product of its own."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -67,7 +67,7 @@ class OwnProduct:
         return self.product(input, weight, bias)
 
 
-class _Product(OwnProduct):
+class _Product(CustomProduct):
     """The product of a linear layer without a bias."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):

@@ -217,10 +217,10 @@ def test_softmax_router_chooses_and_weighs_as_transformers_does() -> None:
     for renormalise in (True, False):
         weights, ids = exact.route(exact.linear(hidden, weight), 4, renormalise=renormalise)
         scores = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
-        best, chosen = scores.topk(4)
+        best, module_for = scores.topk(4)
         best = best / best.sum(1, keepdim=True) if renormalise else best
-        order = chosen.argsort(1)
-        assert torch.equal(ids, chosen.gather(1, order))
+        order = module_for.argsort(1)
+        assert torch.equal(ids, module_for.gather(1, order))
         assert relative(weights, best.gather(1, order)) < 1e-5
 
 
@@ -233,9 +233,9 @@ def test_sigmoid_router_with_bias_and_groups() -> None:
         groups = choice.topk(2).values.sum(1).topk(2).indices
         allowed = torch.full((4, 4), -torch.inf, dtype=torch.float64)
         allowed[groups] = choice[groups]
-        chosen = allowed.flatten().topk(4).indices.sort().values
-        assert torch.equal(ids[row], chosen)
-        assert relative(weights[row], score[chosen] / score[chosen].sum() * 2.5) < 1e-5
+        module_for = allowed.flatten().topk(4).indices.sort().values
+        assert torch.equal(ids[row], module_for)
+        assert relative(weights[row], score[module_for] / score[module_for].sum() * 2.5) < 1e-5
 
 
 def test_equal_scores_go_to_the_lower_id() -> None:
