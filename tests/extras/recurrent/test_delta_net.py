@@ -16,7 +16,7 @@ from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_by
 from slimx.extras.recurrent.delta_nets import DeltaNets
 from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe, qwen3_next
 from slimx.extras.recurrent.hybrid import HybridLayers
-from slimx.extras.recurrent.rules import states_are_one_requests_own
+from slimx.extras.recurrent.rules import states_are_not_shared
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
@@ -239,7 +239,7 @@ def test_states_that_requests_would_share_are_refused(
     groups = [config.rollout.engines[0].model_copy(update=engine)]
     rollout = config.rollout.model_copy(update={"engines": groups})
     facts = {"rollout": rollout, "trainer": config.trainer, "device": device}
-    rules = [states_are_one_requests_own, unproven_layers]
+    rules = [states_are_not_shared, unproven_layers]
     found = broken(rules, facts | {"spec": spec})
     assert [problem.about.rpartition(".")[2] for problem in found] == about
     assert not broken(rules, facts | {"spec": SimpleNamespace(transformer={}, layer_kind=LayerKind(), path="")})
