@@ -17,7 +17,7 @@ from slimx.config.sections.schedule import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_same
-from slimx.extras.recovery.rules import recovers_beside
+from slimx.extras.recovery.rules import recovers_with
 from slimx.extras.recovery.section import Recovery
 from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import invalid, refused
@@ -200,7 +200,7 @@ def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it
     def found(transport: str, replaced: int, device: str = "cpu") -> list[str]:
         publish = Publish(transport=transport, staging="bucket")
         facts = {"recovery": Recovery(trainers=replaced), "publish": publish, "device": device, "schedule": Schedule()}
-        return [problem.code for problem in broken([recovers_beside], facts)]
+        return [problem.code for problem in broken([recovers_with], facts)]
 
     assert found("cuda_ipc", 1) == ["recovery.transport"]
     assert found("cuda_ipc", 0) == []
