@@ -25,7 +25,7 @@ from slimx.extras.exact.adapters.sglang.blocks import BlockOperations, methods_o
 from slimx.extras.exact.adapters.sglang.coverage import uncovered
 from slimx.extras.exact.adapters.sglang.experts import ExpertOperations
 from slimx.extras.exact.adapters.sglang.latent import LatentOperations, is_latent
-from slimx.extras.exact.adapters.sglang.ranks import gathered, of_first_rank
+from slimx.extras.exact.adapters.sglang.ranks import gathered, first_rank_only
 from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
@@ -176,7 +176,7 @@ class ExactServer:
             size = layer.tp_group.world_size if layer.tp_group is not None else 1
             if size > 1:
                 part = exact.linear_partial(x, weight, self.leaves // size)
-                return of_first_rank(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
+                return first_rank_only(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
             return exact.linear(x, weight, leaves=self.leaves)
         return exact.linear(x, weight, bias=bias)
 
