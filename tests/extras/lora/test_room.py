@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.lora.attached import MergingRoom
+from slimx.extras.lora.attached import MergingBuffer
 from slimx.extras.lora.room import merged_room
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
@@ -54,7 +54,7 @@ def packed(packer: Packer) -> list[tuple[bytes, ...]]:
 def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
         held, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
-        packer = Packer(plan, rank, held, made=MergingRoom(plan, rank, held, merging(held, factor)), apart=apart)
+        packer = Packer(plan, rank, held, made=MergingBuffer(plan, rank, held, merging(held, factor)), apart=apart)
         before = {name: value.clone() for name, value in held.items()}
         for factor[0] in (0.5, -2.0):
             whole = {name: value * factor[0] if adapted(name) else value for name, value in held.items()}
@@ -66,7 +66,7 @@ def test_the_room_is_that_of_the_fullest_bucket(plan):
     rooms = merged_room(plan, adapted)
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
         held = VALUES.dress(tensors, torch.bfloat16)
-        room = MergingRoom(plan, rank, held, merging(held, [1.0]))
+        room = MergingBuffer(plan, rank, held, merging(held, [1.0]))
         read = [np.unique(plan.moves_of(rank, bucket)["parameter"]) for bucket in range(plan.count)]
         sizes = [sum(-(-held[n].nbytes // 64) * 64 for n in names_in(plan, numbers)) for numbers in read]
         assert room.nbytes == rooms[rank] == max(sizes)
