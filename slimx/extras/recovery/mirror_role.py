@@ -11,14 +11,14 @@ from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
 
 if TYPE_CHECKING:
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
 
 class MirrorRole:
     """The mirrors of one rank's model; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
-        self.model = cast("Trainer", rank.roles["model"])
+        self.model = cast("PolicyTrainer", rank.roles["model"])
         self.mirror = Mirror(rank.number, rank.config.trainer.deadline)
 
     def reload(self, *, training: bool = True) -> None:
