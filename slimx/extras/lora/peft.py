@@ -112,10 +112,10 @@ class PeftAdapters:
                 )
         kinds: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": (int, float)}
         for field, types in kinds.items():
-            value = self.config.get(field)
-            if type(value) not in types or float(value) <= 0:
+            number: Any = self.config.get(field)
+            if type(number) not in types or number <= 0:
                 raise self._error(
-                    "field", field, f"{field} is {value}; write the positive number that it was trained with"
+                    "field", field, f"{field} is {number}; write the positive number that it was trained with"
                 )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,7 @@ def absent(targets: Collection[str], table: Table) -> list[str]:
 
 def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
     """Returns the modules that engines adapt for `targets`, all of which are keys of `SERVED`; None: all of them."""
-    modules = []
+    modules: list[str] = []
     for target in SERVED if targets is None else targets:
         modules.extend(SERVED[target])
     return tuple(modules)

@@ -316,7 +316,7 @@ class _ZeroRotary(torch.nn.Module):
 class _ExactGrouped(GroupedLinear):
     """The products of all local experts in one call."""
 
-    experts: list[torch.nn.Module]
+    experts: list[ColumnParallelLinear | RowParallelLinear]
 
     local_leaves = 1
 

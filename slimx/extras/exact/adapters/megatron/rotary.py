@@ -13,6 +13,7 @@ from slimx.extras.exact.operations import Llama3, Rotary, Yarn, yarn_lengthening
 def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
     """Returns the rotary embedding of a model with GPTModel arguments `gpt`. Raises SlimxError for other position
     embeddings."""
+    scaling: Llama3 | Yarn | None
     if isinstance(transformer, MLATransformerConfig):
         scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
