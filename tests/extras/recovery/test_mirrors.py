@@ -21,7 +21,7 @@ from tests.unit.orchestration.checkpointing_stand import state
 
 
 def sent(store: MirrorStore, step: int, rank: int, data: bytes, *, spoilt: bool = False) -> None:
-    """Bytes as a rank sends them."""
+    """Sends bytes as a rank does."""
     store.begin(step, rank, len(data))
     array = np.frombuffer(data, np.uint8)
     for part in np.array_split(array + spoilt, 2):
