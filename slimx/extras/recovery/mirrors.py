@@ -63,8 +63,8 @@ class Mirrors:
             await asyncio.wait([self._coming])
         try:
             await self._open()
-            what = f"the copy of the state of step {step}"
-            await self.trainers.call("mirror.send", what, each=self._stores_of_ranks(), step=step)
+            action = f"the copy of the state of step {step}"
+            await self.trainers.call("mirror.send", action, each=self._stores_of_ranks(), step=step)
         except MirrorLost as error:
             await self._lose(error)
             return
@@ -80,9 +80,9 @@ class Mirrors:
         """Restores the valid set on new ranks. Raises MirrorLost, with all ranks unchanged, if it is incomplete; then
         no set is valid."""
         try:
-            what = f"mirrors of step {self.step}"
-            await new.call("mirror.fetch", f"the {what}", each=self._stores_of_ranks(), step=self.step)
-            await new.call("mirror.restore", f"loading the {what}", step=self.step)
+            mirrors = f"mirrors of step {self.step}"
+            await new.call("mirror.fetch", f"the {mirrors}", each=self._stores_of_ranks(), step=self.step)
+            await new.call("mirror.restore", f"loading the {mirrors}", step=self.step)
         except MirrorLost as error:
             await self._lose(error)
             raise

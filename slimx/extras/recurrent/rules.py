@@ -29,7 +29,7 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             "trainer.context",
             f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, over which context-parallel ranks are split; choose a divisor of {heads // sizes.tensor}",
+            f"{spec.path}, which context-parallel ranks divide among them; choose a divisor of {heads // sizes.tensor}",
         )
 
 

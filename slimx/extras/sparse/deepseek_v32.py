@@ -133,13 +133,13 @@ def _indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
     hidden = hf["hidden_size"]
     heads = hf["index_n_heads"]
     head = hf["index_head_dim"]
-    here = "self_attention.core_attention.indexer."
-    there = "self_attn.indexer."
-    norm = [(f"{there}k_norm", (head,))]
+    prefix = "self_attention.core_attention.indexer."
+    source_prefix = "self_attn.indexer."
+    norm = [(f"{source_prefix}k_norm", (head,))]
     return (
-        layer.linear(f"{here}linear_wq_b.weight", f"{there}wq_b", (heads * head, hf["q_lora_rank"])),
-        layer.linear(f"{here}linear_wk.weight", f"{there}wk", (head, hidden)),
-        layer.row(f"{here}k_norm.weight", norm, kind="weight", dtype="float32"),
-        layer.row(f"{here}k_norm.bias", norm, kind="bias", dtype="float32"),
-        layer.row(f"{here}linear_weights_proj.weight", [(f"{there}weights_proj", (heads, hidden))]),
+        layer.linear(f"{prefix}linear_wq_b.weight", f"{source_prefix}wq_b", (heads * head, hf["q_lora_rank"])),
+        layer.linear(f"{prefix}linear_wk.weight", f"{source_prefix}wk", (head, hidden)),
+        layer.row(f"{prefix}k_norm.weight", norm, kind="weight", dtype="float32"),
+        layer.row(f"{prefix}k_norm.bias", norm, kind="bias", dtype="float32"),
+        layer.row(f"{prefix}linear_weights_proj.weight", [(f"{source_prefix}weights_proj", (heads, hidden))]),
     )

@@ -32,7 +32,7 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
     if sum(counts) != layers:
         return
     fitting = spec.layer_kind.stage_starts(layers)
-    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages behind the last layer are empty
+    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages after the last layer are empty
         yield (
             f"a pipeline stage begins with layer {layer} of {spec.path}, which reads the tokens chosen by a layer of "
             f"the previous stage; stages may begin with one of {', '.join(map(str, fitting))}: set "

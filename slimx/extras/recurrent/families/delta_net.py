@@ -202,39 +202,39 @@ def weight_table(hf: Fields, store: Store, frozen: Mapping[str, tuple[int, ...]]
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
     """Returns the norm before a delta net, and the net as stored by megatron-core's GatedDeltaNet."""
-    here = "self_attention."
-    there = "linear_attn."
+    prefix = "self_attention."
+    source_prefix = "linear_attn."
     stored = store(net)
-    inputs = [(there + name, (rows, net.hidden)) for name, rows in stored.sources]
-    mixed = [(there + "conv1d", (net.channels, 1, net.width))]
+    inputs = [(source_prefix + name, (rows, net.hidden)) for name, rows in stored.sources]
+    mixed = [(source_prefix + "conv1d", (net.channels, 1, net.width))]
     return (
-        layer.norm(here + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
+        layer.norm(prefix + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
         layer.row(
-            here + "in_proj.weight",
+            prefix + "in_proj.weight",
             inputs,
             map=Sections(net.keys, stored.cuts),
             axis=0,
             sections=("query", "key", "value", "z", "beta", "alpha"),
         ),
         layer.row(
-            here + "conv1d.weight",
+            prefix + "conv1d.weight",
             mixed,
             map=Sections(net.keys, net.mixed),
             axis=0,
             sections=("query", "key", "value"),
         ),
-        *_head_vectors(layer, here, there, net),
-        layer.norm(here + "out_norm.weight", there + "norm", net.value_head),
-        layer.linear(here + "out_proj.weight", there + "out_proj", (net.hidden, net.value), axis=1),
+        *_head_vectors(layer, prefix, source_prefix, net),
+        layer.norm(prefix + "out_norm.weight", source_prefix + "norm", net.value_head),
+        layer.linear(prefix + "out_proj.weight", source_prefix + "out_proj", (net.hidden, net.value), axis=1),
     )
 
 
-def _head_vectors(layer: Layer, here: str, there: str, net: DeltaNet) -> tuple[Row, Row]:
+def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) -> tuple[Row, Row]:
     """Returns decays and time biases: one element per value head, with the same names everywhere."""
 
     def row(name: str) -> Row:
-        source = f"{layer.there}{there}{name}", (net.values,)
-        return Row(f"{layer.here}{here}{name}", (source,), axis=0, layers=layer.layers)
+        source = f"{layer.there}{source_prefix}{name}", (net.values,)
+        return Row(f"{layer.here}{prefix}{name}", (source,), axis=0, layers=layer.layers)
 
     return row("A_log"), row("dt_bias")
 
@@ -343,21 +343,23 @@ def _served_experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
 
 def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
     """Returns a delta net and the norms around it (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`)."""
-    there = "linear_attn."
+    source_prefix = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
     projections = []
     for name, sources in served(net).items():
-        tensors = [(there + source, (rows, net.hidden)) for source, rows in sources.sources]
-        projections.append(layer.row(f"{there}{name}.weight", tensors, map=Sections(net.keys, sources.cuts), **split))
-    conv = [(there + "conv1d", (net.channels, 1, net.width))]
-    decay, bias = _head_vectors(layer, there, there, net)
+        tensors = [(source_prefix + source, (rows, net.hidden)) for source, rows in sources.sources]
+        projections.append(
+            layer.row(f"{source_prefix}{name}.weight", tensors, map=Sections(net.keys, sources.cuts), **split)
+        )
+    conv = [(source_prefix + "conv1d", (net.channels, 1, net.width))]
+    decay, bias = _head_vectors(layer, source_prefix, source_prefix, net)
     return (
         engine_rows.same(layer, "input_layernorm", net.hidden),
         *projections,
-        layer.row(there + "conv1d.weight", conv, map=Sections(net.keys, net.mixed), **split),
+        layer.row(source_prefix + "conv1d.weight", conv, map=Sections(net.keys, net.mixed), **split),
         replace(decay, dtype="float32", group="attention"),
         replace(bias, group="attention"),
-        engine_rows.same(layer, there + "norm", net.value_head),
-        engine_rows.same(layer, there + "out_proj", net.hidden, net.value, axis=1, group="attention"),
+        engine_rows.same(layer, source_prefix + "norm", net.value_head),
+        engine_rows.same(layer, source_prefix + "out_proj", net.hidden, net.value, axis=1, group="attention"),
         engine_rows.same(layer, "post_attention_layernorm", net.hidden),
     )

@@ -23,7 +23,7 @@ class _ExactRouting(TopKRouter):
         """Returns probabilities and routing map, both [t, experts], by the rounding rules of exact mode."""
         config = self.config
         flat = logits.view(-1, config.num_moe_experts)
-        # Without a choice there is nothing to renormalise a sigmoid by.
+        # megatron-core renormalises sigmoid scores of several experts, and softmax scores unless softmax comes first.
         renormalise = self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax
         weights, experts = exact.route(
             flat,

@@ -25,7 +25,7 @@ from slimx.extras.exact.adapters.sglang.blocks import BlockOperations, methods_o
 from slimx.extras.exact.adapters.sglang.coverage import uncovered
 from slimx.extras.exact.adapters.sglang.experts import ExpertOperations
 from slimx.extras.exact.adapters.sglang.latent import LatentOperations, is_latent
-from slimx.extras.exact.adapters.sglang.ranks import gathered, first_rank_only
+from slimx.extras.exact.adapters.sglang.ranks import first_rank_only, gathered
 from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
