@@ -252,7 +252,7 @@ def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Itera
             a, b = adapters[part.name]
             stored_a, stored_b = stored.matrices(part)
             a[: len(stored_a)] = stored_a
-            b.zero_()[:, : len(stored_b)] = stored_b
+            b.zero_()[:, : len(stored_a)] = stored_b
 
 
 def _adapted(table: Table, lora: Lora) -> Iterator[Part]:
