@@ -1,4 +1,4 @@
-"""The CPU as a kind of device."""
+"""The CPU as a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact mode as the core sees it. Imports neither torch nor the operations before they are called for."""
+"""Entry point of exact mode for the core. Imports neither torch nor the operations until they are needed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """Computes by the contract of numerics.mode exact, row-parallel sums as trees of N leaves."""
+    """Exact mode: computes by the contract of numerics.mode exact, row-parallel sums as trees of N leaves."""
 
-    OPTION: ClassVar[str | None] = "--exact-leaves"
+    OPTION: ClassVar[str] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True
 
     leaves: int
@@ -50,14 +50,17 @@ class Exact(NumericsMode):
         return gpt | {"position_embedding_type": "none"}
 
     def prepare_weights(self, weights: Any, config: Config) -> None:
-        """Has layers compute with weights as engines hold them after a publication in fp8."""
-        if config.publish.quantise is not None:
-            from slimx.extras.exact.adapters.megatron.layers import compute_with
-            from slimx.extras.exact.served_weights import ServedWeights
-            from slimx.layout.number_formats import published_format
+        """Makes layers compute with the weights that engines have after an fp8 publication."""
+        quantise = config.publish.quantise
+        if quantise is None:
+            return
+        from slimx.extras.exact.adapters.megatron.layers import compute_with
+        from slimx.extras.exact.served_weights import ServedWeights
+        from slimx.layout.number_formats import published_format
 
-            rule = published_format(config.publish.quantise).quantisation(config.publish.quantise)
-            served = ServedWeights(weights.parts, weights.parameters, rule, config.numerics.dtype)
+        quantisation = published_format(quantise).quantisation(quantise)
+        if quantisation is not None:
+            served = ServedWeights(weights.parts, weights.parameters, quantisation, config.numerics.dtype)
             weights.derived.append(served.refresh)
             for name, value in served.values.items():
                 compute_with(weights.parameters[name], value)
@@ -70,7 +73,7 @@ class Exact(NumericsMode):
     def server_arguments(self, device: str) -> dict[str, Any]:
         if device == "cpu":
             return {"attention_backend": ATTENTION}
-        # Sizes are read back from the GPU; experts stay as they are loaded; no norm inside of an all-reduce.
+        # Sizes are read back from the GPU, experts keep their loaded order, and no norm is fused into an all-reduce.
         return {
             "attention_backend": ATTENTION,
             "disable_cuda_graph": True,
@@ -99,12 +102,14 @@ class Exact(NumericsMode):
 
 
 def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
-    """Leaves of the binary tree of row-parallel sums: as given, or the largest tensor parallel size that takes part."""
+    """Returns the number of leaves of row-parallel sums: numerics.leaves, else the largest tensor parallel size of the
+    run."""
     return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
 
 
 def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+    """Returns the tensor parallel sizes of trainer and engines by their names in the configuration."""
     sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
-    # Of a replay too, which starts no engines: its sums are those of the run that sampled.
+    # A replay starts no engines, but its sums are those of the run that sampled.
     engines = (group for group in rollout.engines if not group.frozen)
     return sizes | {f"tensor of {group.where}": group.tensor for group in engines}

@@ -1,4 +1,4 @@
-"""Rules about `numerics.mode: exact`: what it asks of the other sections, of a model and of a machine."""
+"""Rules of `numerics.mode: exact`: requirements on the other sections, the model and the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVER_ARGUMENTS = (
     "enforce_shared_experts_fusion",
     "moe_a2a_backend",
 )
-"""SGLang's arguments that would change what an engine computes."""
+"""SGLang arguments that would change an engine's results."""
 MEGATRON_FIELDS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -63,8 +63,8 @@ MEGATRON_FIELDS = (
     "deterministic_mode",
     "config_logger_dir",
 )
-"""Megatron-core's fields that leave what the trainer computes forward as it is: where layers are, how they
-talk, what is kept. Named are these and not the others, of which every version of megatron-core has more."""
+"""Megatron-core fields that leave the trainer's forward results unchanged: layer placement, communication, saved
+tensors. An allow list, since every version of megatron-core adds more of the others."""
 
 
 FAMILIES = (
@@ -77,9 +77,9 @@ FAMILIES = (
 )
 """Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Those whose path through SGLang on CUDA was read: every kernel of its own that it would take is turned off."""
+"""Architectures whose SGLang path on CUDA was reviewed: all of its special kernels are turned off."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Those that were shown with weights in blocks of fp8, too."""
+"""Architectures that were also shown with weights in blocks of fp8."""
 
 
 MODE = "numerics.mode is exact"
@@ -89,38 +89,40 @@ MODE = "numerics.mode is exact"
 def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
-            yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
+            yield "numerics.leaves cuts sums in numerics.mode exact, but the mode is fast; leave it out"
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
-        yield f"numerics.leaves is {leaves}, which makes no binary tree; set a power of two"
+        yield f"numerics.leaves is {leaves}, which does not make a binary tree; set a power of two"
     for name, size in tensor_sizes(trainer, rollout).items():
         if leaves % size:
             yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
 
 
 @rule("exact.attention", "trainer.attention")
-def own_attention(numerics: Numerics, trainer: Trainer) -> Problems:
+def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.attention in ("flash", "fused"):
-        yield f"{MODE}, which has an attention of its own: set trainer.attention=auto"
+        yield f"{MODE}, which has its own attention: set trainer.attention=auto"
 
 
 @rule("exact.replay", "trainer.moe.routing_replay")
 def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
-        yield f"{MODE}, where both sides choose the same experts: set trainer.moe.routing_replay=none"
+        yield f"{MODE}, in which both sides choose the same experts: set trainer.moe.routing_replay=none"
 
 
 @rule("exact.dispatcher", "trainer.moe.dispatcher")
 def dispatched(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.dispatcher != "alltoall":
-        yield f"{MODE}, whose experts meet their tokens by trainer.moe.dispatcher=alltoall; set it"
+        yield f"{MODE}, which requires trainer.moe.dispatcher=alltoall; set it"
 
 
 @rule("exact.megatron", "trainer.megatron")
 def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
+    if not numerics.exact:
+        return
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
-    if numerics.exact and field is not None:
+    if field is not None:
         about = f"trainer.megatron.{field}"
         yield about, f"{MODE}, and {about} may change what the trainer computes; leave it out"
 
@@ -129,14 +131,14 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield f"{MODE}, whose experts keep their activations: leave moe_act out of trainer.recompute.modules"
+        yield f"{MODE}, in which experts save their activations: leave moe_act out of trainer.recompute.modules"
 
 
 @rule("exact.sampling", "rollout.sampling")
 def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
         yield (
-            f"{MODE}, whose log-probs are over the whole vocabulary: set rollout.sampling.top_p=1 and "
+            f"{MODE}, whose log-probs are over the full vocabulary: set rollout.sampling.top_p=1 and "
             "rollout.sampling.top_k=-1"
         )
 
@@ -145,8 +147,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
 def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
     if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
         yield (
-            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, where only the probe can see a gap, and "
-            "rollout.gap_probe is 0; set it to 1 at least"
+            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, so only the probe can detect a gap, but "
+            "rollout.gap_probe is 0; set it to at least 1"
         )
 
 
@@ -154,19 +156,24 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
 def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
     if not numerics.exact or publish.quantise is None:
         return
-    given = f"{MODE}, publish.quantise is {publish.quantise}"
+    problem = f"{MODE}, publish.quantise is {publish.quantise}"
     if not publish.in_fp8:
-        yield "publish.quantise", f"{given}, and both sides compute with fp8 blocks alone: set numerics.mode=fast"
+        yield "publish.quantise", f"{problem}, but exact mode supports fp8 blocks only: set numerics.mode=fast"
         return
     if numerics.dtype != "bfloat16":
-        yield "numerics.dtype", f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
+        yield (
+            "numerics.dtype",
+            f"{problem}, and SGLang combines fp8 weights with bfloat16 only: set numerics.dtype=bfloat16",
+        )
     if publish.encoding == "hf":
-        told = "and the CPU's engines take codes and scales as they hold them: set publish.encoding=local"
-        yield "publish.encoding", f"{given}, {told}"
+        yield (
+            "publish.encoding",
+            f"{problem}, and engines on the CPU load codes and scales in their own layout: set publish.encoding=local",
+        )
     if algorithm.teacher is not None:
         yield (
             "algorithm.teacher",
-            f"{given}, and the trainer would round the weights of algorithm.teacher as well; "
+            f"{problem}, and the trainer would round the weights of algorithm.teacher as well; "
             "serve it in a frozen group of rollout.engines and set algorithm.teacher_engine to the group's name "
             "instead",
         )
@@ -174,30 +181,36 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{given}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
-                "convert hf-to-fp8` makes of it",
+                f"{problem}, but {group.where} serves model.path, which is not quantised: set its model to the output "
+                "directory of `slimx convert hf-to-fp8`",
             )
 
 
 @rule("exact.critic", "critic")
 def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
-        yield f"{MODE}, and a critic has no engine to agree with; set numerics.mode=fast"
+        yield f"{MODE}, but a critic has no engine to agree with; set numerics.mode=fast"
 
 
 @rule("exact.engines", "rollout.engines")
 def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
-    for group in rollout.policy_engines if numerics.exact else ():
+    if not numerics.exact:
+        return
+    for group in rollout.policy_engines:
         for key in ("pipeline", "dp_attention"):
             if getattr(group, key) > 1:
-                told = f"which engines have for tensor and expert parallelism only: set {key}=1 in {group.where}"
-                yield f"rollout.engines.{key}", f"{MODE}, {told}"
+                yield (
+                    f"rollout.engines.{key}",
+                    f"{MODE}, which supports tensor and expert parallelism of engines only: set {key}=1 in "
+                    f"{group.where}",
+                )
         if group.role != "regular":
-            yield "rollout.engines.role", f"{MODE}, and {group.where} has the role {group.role}; set role=regular"
-        if argument := next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None):
+            yield "rollout.engines.role", f"{MODE}, but {group.where} has the role {group.role}; set role=regular"
+        argument = next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None)
+        if argument is not None:
             yield (
                 f"rollout.engines.sglang.{argument}",
-                f"{MODE}, and {group.where} sets sglang.{argument}, which would change what the engine computes; leave "
+                f"{MODE}, but {group.where} sets sglang.{argument}, which would change the engine's results; leave "
                 "it out",
             )
 
@@ -206,7 +219,7 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
 def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
     if numerics.exact and publish.quantise is not None and local_device != "cpu":
         yield (
-            f"{MODE}, and publish.quantise={publish.quantise} is computed there on the CPU only; set "
+            f"{MODE}, which supports publish.quantise={publish.quantise} on the CPU only; set "
             "publish.quantise=null or numerics.mode=fast"
         )
 
@@ -214,9 +227,9 @@ def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Prob
 @rule("exact.kernels", "numerics.mode")
 def has_kernels(numerics: Numerics, local_device: str) -> Problems:
     if numerics.exact and local_device == "cuda":
-        from slimx.extras.exact.operations.forward import kernel_cuda  # imports torch, which a plan does without
+        from slimx.extras.exact.operations.forward import kernel_cuda  # imports torch, which a plan does not load
 
-        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # torch's own operations would take minutes for a token
+        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # plain torch operations would take minutes per token
     yield from ()
 
 
@@ -234,8 +247,8 @@ def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) ->
 
 def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
     return (
-        f"{MODE}, which covers {' and '.join(covered)} on {device}; {spec.path} is a {spec.family.ARCHITECTURE}: set "
-        "numerics.mode=fast"
+        f"{MODE}, which covers {' and '.join(covered)} on {device}, but {spec.path} is a "
+        f"{spec.family.ARCHITECTURE}: set numerics.mode=fast"
     )
 
 
@@ -247,8 +260,8 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
     for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
             yield (
-                f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer, and "
-                "smaller tensor parallel sizes"
+                f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer "
+                "leaves and smaller tensor parallel sizes"
             )
 
 
@@ -256,7 +269,7 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
 def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
     if numerics.exact and publish.quantise is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
-            f"{MODE}, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
+            f"{MODE}, in which publish.quantise covers {' and '.join(IN_BLOCKS)}, but {spec.path} is a "
             f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
         )
 
@@ -265,39 +278,40 @@ def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Probl
 def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
     if not numerics.exact or publish.quantise is None:
         return
-    # They import torch, which a plan does without.
+    # Imported here because they import torch, which a plan does not load.
     from slimx.extras.low_precision.block_fp8 import block_of
     from slimx.layout.number_formats import published_format
     from slimx.reshard.kernels import cpu as kernel
 
     quantisation = published_format(publish.quantise).quantisation(publish.quantise)
+    if quantisation is None:  # refused by exact.quantise
+        return
     if quantisation.rule == "triton":
-        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
+        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table, which only a GPU can make
     for group in rollout.policy_engines:
-        if group.model is None:  # somebody else's server, whose tensors are compared before anything is sent
+        if group.model is None:  # an external server, whose tensors are compared before a publication
             continue
         try:
-            found = block_of(Path(group.model))
+            block = block_of(Path(group.model))
         except SlimxError:
-            found = None
-        if found != quantisation.block:
-            high, wide = quantisation.block
+            block = None
+        if block != quantisation.block:
+            height, width = quantisation.block
+            present = "none" if block is None else f"{block[0]} x {block[1]}"
             yield (
-                f"publish.quantise makes fp8 blocks of {high} x {wide}, and {group.model}, the model of {group.where}, "
-                f"has {'none' if found is None else f'{found[0]} x {found[1]}'}; make it with slimx convert hf-to-fp8"
+                f"publish.quantise makes fp8 blocks of {height} x {width}, but {group.model}, the model of "
+                f"{group.where}, has {present}; make it with slimx convert hf-to-fp8"
             )
 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
-    """Elements that the row-parallel products of a model sum over, by what they are of."""
+    """Returns the number of elements that a model's row-parallel products sum over, by the product's description."""
     experts = fields.get("moe_ffn_hidden_size")
-    dense = not experts or 0 in fields.get("moe_layer_freq", ())
-    widths = {
-        # Of latent attention, heads of values have a width of their own.
-        "the attention's output projection": fields["num_attention_heads"]
-        * (fields.get("v_head_dim") or fields["kv_channels"]),
-        "the down projection": fields["ffn_hidden_size"] if dense else None,
-        "the experts' down projection": experts,
-        "the shared experts' down projection": fields.get("moe_shared_expert_intermediate_size"),
-    }
+    # Heads of values have a different width in latent attention.
+    head_width = fields.get("v_head_dim") or fields["kv_channels"]
+    widths = {"the attention's output projection": fields["num_attention_heads"] * head_width}
+    if not experts or 0 in fields.get("moe_layer_freq", ()):
+        widths["the down projection"] = fields["ffn_hidden_size"]
+    widths["the experts' down projection"] = experts
+    widths["the shared experts' down projection"] = fields.get("moe_shared_expert_intermediate_size")
     return {name: width for name, width in widths.items() if width}

@@ -1,4 +1,4 @@
-"""A trainer's weights as its engines hold them after a publication in blocks of fp8."""
+"""A trainer's weights with the values that engines have after a publication in blocks of fp8."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
 
 _ONE_BUCKET = 2**62
-"""Bytes."""
+"""Bucket size in bytes, larger than any rank's weights."""
 
 
 class ServedWeights:
-    """One rank's quantised weights: rounded by the publication's own kernel, and back in the model's dtype.
+    """One rank's quantised weights, rounded by the publication's kernel and converted back to the model's dtype.
 
-    A plan from the rank's parts to themselves quantises them where they are, which proves as any plan does that shards
-    consist of whole blocks of the checkpoint's tensors: every layout of trainers and engines makes the same codes.
-    Costs a byte per weight for the codes, and as much as the weights themselves for the values.
+    A plan from the rank's parts to themselves quantises them in place. Like any plan, it checks that shards consist of
+    whole blocks of the checkpoint's tensors, so all layouts of trainers and engines produce the same codes. Memory: one
+    byte per weight for the codes, plus a second copy of the weights for the values.
     """
 
     def __init__(
@@ -31,27 +31,33 @@ class ServedWeights:
         quantisation: Quantisation,
         dtype: ModelDtype,
     ):
-        """`parts`: what the rank holds; `parameters`: by the parts' names, in host memory. Raises SlimxError naming a
-        shard that a block would cross."""
-        own = [part._replace(ranks=(0,)) for part in parts if part.quantised]
-        plan = compile_plan(own, own, precision=Precision(dtype, dtype, quantisation), bucket_bytes=_ONE_BUCKET)
-        self._packer = Packer(plan, 0, {part.name: parameters[part.name] for part in own})
+        """Plans the rounding. `parts`: the rank's parts; `parameters`: tensors by the parts' names, in host memory.
+        Raises SlimxError naming the first shard that splits a block."""
+        quantised = [part._replace(ranks=(0,)) for part in parts if part.quantised]
+        precision = Precision(dtype, dtype, quantisation)
+        plan = compile_plan(quantised, quantised, precision=precision, bucket_bytes=_ONE_BUCKET)
+        self._packer = Packer(plan, 0, {part.name: parameters[part.name] for part in quantised})
         form = self._packer.form(0)
         self._codes = torch.zeros(form.size, dtype=torch.uint8)
-        places = zip(form.tensors, form.offset.tolist(), strict=True)
-        held = {tensor.name: (tensor, self._codes[start : start + tensor.nbytes]) for tensor, start in places}
-        self.values = {part.name: torch.zeros(part.shape, dtype=getattr(torch, dtype)) for part in own}
-        """By name what engines compute with, as of the last `refresh`."""
-        self._block, self._rounded = quantisation.block, {}
-        """Block, and by name codes and scales as matrices."""
+        values_dtype = getattr(torch, dtype)
+        self.values = {part.name: torch.zeros(part.shape, dtype=values_dtype) for part in quantised}
+        """Weights that engines compute with, by name, since the last `refresh`."""
+        self._block = quantisation.block
+        self._rounded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Codes and scales as matrices, by name."""
+        packed = {}
+        for tensor, start in zip(form.tensors, form.offset.tolist(), strict=True):
+            data = self._codes[start : start + tensor.nbytes]
+            packed[tensor.name] = data, matrix(tensor.shape)
+        codes_suffix, scales_suffix = quantisation.suffixes
         for name in self.values:
-            (codes, run), (scales, run_of_scales) = (held[name + suffix] for suffix in quantisation.suffixes)
-            of_scales = run_of_scales.view(torch.float32).view(matrix(scales.shape))
-            self._rounded[name] = run.view(matrix(codes.shape)), of_scales
+            codes, codes_shape = packed[name + codes_suffix]
+            scales, scales_shape = packed[name + scales_suffix]
+            self._rounded[name] = codes.view(codes_shape), scales.view(torch.float32).view(scales_shape)
 
     def refresh(self) -> None:
-        """The parameters have new values: round them again. What is not finite shows in the loss here, and a
-        publication refuses it by name."""
+        """Rounds the parameters' current values. Non-finite values show in the loss, and a publication rejects them by
+        name."""
         if not self.values:
             return
         self._packer.refresh_addresses()

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) beside frozen weights: trained, merged, published, served and read."""
+"""Low-rank adapters (LoRA) for frozen weights: training, merging, publication, serving and reading."""

@@ -1,4 +1,4 @@
-"""The adapters of one trainer rank: what is trained, and what leaves the rank."""
+"""The adapters of one trainer rank: their parameters, and the tensors that the rank publishes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from slimx.extras.lora.adapters.megatron import Adapter
 
 
-class MergingRoom(Made):
-    """Memory for the merged weights of one bucket at a time, as much as the bucket with most of them needs."""
+class MergingBuffer(Made):
+    """Buffer for the merged weights of one bucket at a time, with the size that the largest bucket needs."""
 
     def __init__(
         self,
@@ -28,12 +28,15 @@ class MergingRoom(Made):
         parameters: Tensors,
         merging: Mapping[str, Callable[[], torch.Tensor]],
     ):
-        """`rank` reads `parameters` by `plan`. `merging`: by name of a parameter what makes the tensor [as parameter]
-        that is read in its place."""
-        self._parameters, self._merging, self._plan, self._rank = parameters, merging, plan, rank
+        """Takes `plan`, by which `rank` reads `parameters`, and `merging`: by parameter name, the function that makes
+        the tensor [as parameter] read instead."""
+        self._parameters = parameters
+        self._merging = merging
+        self._plan = plan
+        self._rank = rank
         self._places: dict[int, dict[str, torch.Tensor]] = {}
         self.nbytes = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
-        """Bytes of the memory, which there is from the first bucket on: many runs never export."""
+        """Size of the buffer, in bytes. It is allocated for the first bucket: many runs never export."""
 
     @cached_property
     def _memory(self) -> torch.Tensor:
@@ -41,20 +44,21 @@ class MergingRoom(Made):
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
-        """By name where `make` writes each that `bucket` reads; always the same memory."""
+        """Returns by name the destination of each tensor that `make` writes for `bucket`; always the same memory."""
         if bucket not in self._places:
-            places, start = {}, 0
+            places = {}
+            start = 0
             for name in self._names(self._plan.moves_of(self._rank, bucket)):
                 parameter = self._parameters[name]
-                own = self._memory[start : start + parameter.nbytes]
-                places[name] = own.view(parameter.dtype).view(parameter.shape)
+                data = self._memory[start : start + parameter.nbytes]
+                places[name] = data.view(parameter.dtype).view(parameter.shape)
                 start += -(-parameter.nbytes // ALIGN) * ALIGN
             self._places[bucket] = places
         return self._places[bucket]
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Write what `moves` of `bucket` read, in the place of what another one did."""
+        """Writes the tensors that `moves` of `bucket` read, over those of the previous bucket."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -62,32 +66,38 @@ class MergingRoom(Made):
     def _names(self, moves: np.ndarray) -> list[str]:
         if not self._merging:
             return []
-        read = np.unique(moves["parameter"]).tolist()
-        return [name for number in read if (name := self._plan.parameters[number].name) in self._merging]
+        names = []
+        for index in np.unique(moves["parameter"]).tolist():
+            name = self._plan.parameters[index].name
+            if name in self._merging:
+                names.append(name)
+        return names
 
 
 class AttachedAdapters(AttachedForm):
-    """Adapters beside the weights of a rank."""
+    """Adapters of a rank's weights."""
 
     keeps_base: ClassVar[bool] = True
 
     def __init__(self, adapters: Mapping[str, Adapter], *, alone: bool):
-        """`adapters`: by the name of the weight. `alone`: engines get them unmerged (`publish.adapters`)."""
-        self.adapters, self._alone = adapters, alone
+        """Takes `adapters` by the names of their weights. `alone`: engines get them unmerged (`publish.adapters`)."""
+        self.adapters = adapters
+        self._alone = alone
         self.merging = {name: adapter.merged for name, adapter in adapters.items()}
-        """By name of a weight a function that makes the tensor which engines and exports get."""
+        """By weight name, the function that makes the merged tensor for engines and exports."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {
-            f"{letter} of the adapter of {adapter.sources}": parameter
-            for adapter in self.adapters.values()
-            for letter, parameter in zip("AB", adapter.parameters, strict=True)
-        }
+        parameters = {}
+        for adapter in self.adapters.values():
+            for letter, parameter in zip("AB", adapter.parameters, strict=True):
+                parameters[f"{letter} of the adapter of {adapter.sources}"] = parameter
+        return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, Made]:
-        """Weights to be merged, or A and B beside them by the names of `slimx.extras.lora.targets.adapter_parts`."""
+        """Returns weights to be merged, or weights plus A and B by the names of
+        `slimx.extras.lora.targets.adapter_parts`."""
         if name == "export" or not self._alone:
-            return weights, MergingRoom(plan, rank, weights, self.merging)
+            return weights, MergingBuffer(plan, rank, weights, self.merging)
         unmerged = dict(weights)
         for weight, adapter in self.adapters.items():
             path = weight.rpartition(".")[0]

@@ -1,5 +1,5 @@
-"""Low-rank adapters as the core sees them (`slimx.layout.form`). Imports neither torch nor megatron-core before it
-needs them."""
+"""Low-rank adapters as a weight form of the core (`slimx.layout.form`). Imports neither torch nor megatron-core until
+they are needed."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     import torch
 
     from slimx.config.schema import Config
+    from slimx.config.sections.trainer import Lora
 
 
 OPTION = "--publish-adapters"
-"""Option of `slimx.engines.server.launch`, with POLICY=ALPHA,... of the policies whose adapters a server gets."""
+"""Option of `slimx.engines.server.launch`: POLICY=ALPHA,... of the policies whose adapters a server serves."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""Begin of the ids of requests by which SGLang asks itself for a token."""
+"""Prefix of the request ids of SGLang's health checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedLora(ServedForm):
-    """Adapters in a server, beside weights to which they are not merged: those of each policy in a slot, all of one
-    rank and of the same modules."""
+    """Unmerged adapters in a server: one slot per policy, all of one rank and for the same modules."""
 
     alphas: dict[str, float]
-    """By policy, whose name is SGLang's name for its adapters, too. A request that names none, where there is one,
-    gets its adapters."""
+    """Alpha by policy, whose name is also SGLang's name for its adapters. With a single policy, requests without a name
+    use its adapters."""
     rank: int = 0
-    """0 in the server itself, which has this and the modules as SGLang's arguments."""
+    """Rank of the adapters; 0 in the server, which gets rank and modules as SGLang arguments."""
     modules: tuple[str, ...] = ()
-    """Names of the modules that have one, as checkpoints have them."""
+    """Names of the adapted modules, as in checkpoints."""
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class ServedLora(ServedForm):
             "enable_lora": True,
             "max_lora_rank": self.rank,
             "lora_target_modules": list(self.modules),
-            "max_loras_per_batch": len(self.alphas) + 1,  # with the slot without any that SGLang keeps
+            "max_loras_per_batch": len(self.alphas) + 1,  # SGLang also keeps a slot without adapters
         }
         if device == "cpu":
             arguments["lora_backend"] = "torch_native"
@@ -63,15 +63,16 @@ class ServedLora(ServedForm):
         return {"rank": self.rank, "scales": {name: alpha / self.rank for name, alpha in self.alphas.items()}}
 
     def check_request(self, request: Any) -> None:
-        """Refuses a request that names no adapters where it has to, or unknown ones, which would end the scheduler."""
+        """Raises ValueError for a request that names unknown adapters, or none although it must: the scheduler would
+        crash."""
         named = request.lora_id
         if named is None and (len(self.alphas) == 1 or str(request.rid).startswith(HEALTH_CHECK)):
             return
         if named not in self.alphas:
+            name = "none" if named is None else named
             raise ValueError(
-                f"this server computes with the adapters of {', '.join(self.alphas)}, and the request "
-                + ("names none" if named is None else f"names {named}")
-                + "; ask through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
+                f"this server serves the adapters of {', '.join(self.alphas)}, but the request names {name}; send it "
+                "through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
                 'custom_labels={"slimx": "{\\"lora_id\\": \\"NAME\\"}"}'
             )
 
@@ -87,39 +88,47 @@ class ServedLora(ServedForm):
 
 
 class LoraForm(WeightForm):
-    """Weights that stay as they are, and adapters beside them, published merged or alone (`publish.adapters`). The
-    option names the policies whose adapters a server computes with: POLICY=ALPHA,..."""
+    """Frozen weights with adapters, published merged or alone (`publish.adapters`). The option names the policies whose
+    adapters a server serves: POLICY=ALPHA,..."""
 
     OPTION: ClassVar[str | None] = OPTION
 
-    def __init__(self, config: Config):
-        self._config, self._lora = config, config.trainer.lora
+    def __init__(self, config: Config, lora: Lora):
+        self._config = config
+        self._lora = lora
 
     @classmethod
     def configured(cls, config: Config) -> Self | None:
-        return None if config.trainer.lora is None else cls(config)
+        lora = config.trainer.lora
+        return None if lora is None else cls(config, lora)
 
     @classmethod
     def parse(cls, argument: str) -> ServedLora:
-        pairs = (each.split("=") for each in argument.split(","))
-        return ServedLora({name: float(alpha) for name, alpha in pairs})
+        alphas = {}
+        for pair in argument.split(","):
+            name, alpha = pair.split("=")
+            alphas[name] = float(alpha)
+        return ServedLora(alphas)
 
     def published_parts(self, table: Table, sizes: Sizes) -> tuple[Sequence[Part], Sequence[Part]]:
         if not self._config.serves_adapters:
             return (), ()
-        targets, rank = self._lora.targets, self._lora.rank
+        targets = self._lora.targets
+        rank = self._lora.rank
         source = adapter_parts(MegatronLayout(table, sizes).parts(), targets, rank)
         return source, [*adapter_targets(table, targets, rank)]
 
     def served(self) -> ServedForm:
-        config, lora = self._config, self._lora
+        config = self._config
         if not config.serves_adapters:
             return ServedForm()
-        alphas = {ACTOR: lora.alpha}
-        if config.served_beside:
-            policies = config.by_policy
-            alphas |= {name: policies[name].trainer.lora.alpha for name in config.served_beside}
-        return ServedLora(alphas, lora.rank, served_modules(lora.targets))
+        alphas = {ACTOR: self._lora.alpha}
+        policies = config.by_policy if config.served_beside else {}
+        for name in config.served_beside:
+            lora = policies[name].trainer.lora
+            if lora is not None:
+                alphas[name] = lora.alpha
+        return ServedLora(alphas, self._lora.rank, served_modules(self._lora.targets))
 
     def attach(self, module: torch.nn.Module, table: Table) -> AttachedForm:
         import torch.distributed as dist
@@ -128,7 +137,8 @@ class LoraForm(WeightForm):
         from slimx.extras.lora.attached import AttachedAdapters
         from slimx.extras.lora.peft import fill
 
-        config, lora = self._config, self._lora
+        config = self._config
+        lora = self._lora
         parts = MegatronLayout(table, sizes_of(config.trainer)).held(dist.get_rank())
         merging = mode_of(config).replaces_layers
         adapters = attach(module, parts, table, lora, seed=config.run.seed, merging=merging)

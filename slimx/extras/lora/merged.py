@@ -1,8 +1,8 @@
-"""The weight that a low-rank adapter makes: weight + scale * B A, by one rule wherever it is computed.
+"""The weight merged with a low-rank adapter, weight + scale * B A, by one rule for all uses.
 
-B A is a product in fp32 with one order of sums (`slimx.extras.exact.ordered`), so that an element does not depend on
-the rows and columns beside it, the number of threads or the device; times `scale`, plus the weight, each rounded to
-fp32; then rounded once to the weight's dtype.
+B A is an fp32 product with a fixed order of summation (`slimx.extras.exact.ordered`): an element does not depend on the
+neighbouring rows and columns, the number of threads or the device. The product times `scale`, and the sum with the
+weight, are each rounded to fp32; the result is rounded once to the weight's dtype.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from slimx.extras.exact.ordered import product
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight [out, in], a [rank, in], b [out, rank] -> [out, in] of the weight's dtype, in memory of its own."""
+    """Merges weight [out, in], a [rank, in], b [out, rank] -> [out, in] of the weight's dtype, in new memory."""
     change = product(b.float(), a.float().t())
-    # Two operations and not one: what fuses them rounds once on one device and twice on another.
+    # Two separate operations: a fused one rounds once on one device and twice on another.
     return change.mul_(scale).add_(weight).to(weight.dtype)
 
 
 class Merged(torch.autograd.Function):
-    """`merged` with gradients for a and b; the weight stays as it is and gets none."""
+    """`merged` with gradients for a and b, and none for the frozen weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Products in fp32."""
+        """Computes products in fp32."""
         a, b = ctx.saved_tensors
-        whole = gradient.float() * ctx.scale
-        return None, (b.float().t() @ whole).to(a.dtype), (whole @ a.float().t()).to(b.dtype), None
+        scaled = gradient.float() * ctx.scale
+        return None, (b.float().t() @ scaled).to(a.dtype), (scaled @ a.float().t()).to(b.dtype), None

@@ -1,11 +1,11 @@
 """Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors: their names, and a reader.
 
-PEFT adapts modules of transformers. One A of slimx's is that of several of them: of queries, keys and values, whose
-rows of B come apart; gate and up projection of a dense layer likewise. Where these have an A each, theirs are stacked,
-and B is block-diagonal: n modules of rank r are one adapter of rank n r, whose alpha is n times theirs. The experts of
-a layer are two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT
-wraps one around the other in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A
-as [E r, in] and B as [out, r E]; in transformers 4 they are modules like any other.
+PEFT adapts modules of transformers. In slimx several of them share one A: queries, keys and values, whose rows of B are
+separate; gate and up projection of a dense layer likewise. Modules with different A are stacked, and B is
+block-diagonal: n modules of rank r become one adapter of rank n r, with n times their alpha. The experts of a layer are
+two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT wraps one
+around the other in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r,
+in] and B as [out, r E]; in transformers 4 they are ordinary modules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from slimx.layout.table import Table
 from slimx.models.files.index import read_object
 from slimx.models.files.reader import check_finite
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-"""Parameter of transformers that a projection of an expert is in."""
+"""Stacked parameter of transformers that contains a projection of an expert."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
-"""Endings of modules of a model with experts that PEFT finds as parameters only: a router is no linear module, and the
-others among `target_modules` mean experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
+"""Endings of modules of a model with experts that PEFT handles as parameters only: a router is not a linear module, and
+the others among `target_modules` denote experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""Ending of the module that has the adapter of such a parameter."""
+"""Ending of the module with the adapter of a stacked parameter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -52,103 +53,118 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
     "alora_invocation_tokens": ([], None),
-    # PiSSA, OLoRA, CorDA and LoftQ change the base, too.
+    # PiSSA, OLoRA, CorDA and LoftQ also change the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Values of fields of adapter_config.json with which an adapter is a scale times B A beside its module, and no more."""
+"""Accepted values of fields of adapter_config.json, with which an adapter is only scale * B A added to its module."""
 
 
 class PeftAdapters:
-    """The adapters in one directory; only what is asked for is read."""
+    """The adapters in one directory. Tensors are read when they are used."""
 
     def __init__(self, path: Path):
-        """Raises SlimxError if there are none."""
+        """Opens the directory. Raises SlimxError if it has no adapters."""
         self.path = path
         for name in (CONFIG, TENSORS):
             if not (path / name).is_file():
-                raise self._wrong("none", str(path), f"no {name}; name a directory that PEFT or slimx wrote")
+                raise self._error("none", str(path), f"no {name}; name a directory that PEFT or slimx wrote")
         self.config = read_object(path / CONFIG)
         try:
             self._file = safe_open(path / TENSORS, framework="pt")
         except SafetensorError as error:
-            raise self._wrong("file", TENSORS, f"{TENSORS} is damaged ({error}); copy it again") from error
+            raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}); copy it again") from error
         self._names = frozenset(self._file.keys())
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
-        """The tensor read last, by A and B: the experts of a layer are in one."""
+        """Name and values of the last tensor read, by "A" and "B": one tensor contains all experts of a layer."""
 
     def check(self, table: Table, lora: Lora) -> None:
-        """Compare them with what a run with `lora` trains of a model with `table`. Raises SlimxError naming the first
-        field or tensor that differs: nothing of them is left out or guessed."""
-        if (kind := self.config.get("peft_type")) != "LORA":
-            raise self._wrong("kind", "peft_type", f"peft_type is {kind}; slimx trains LORA only")
-        for field, plain in _PLAIN.items():
-            if (found := self.config.get(field)) not in plain:
-                raise self._wrong(
-                    "field",
-                    field,
-                    f"{field}={found} is more than slimx computes (alpha / r * B A); merge it into the base",
-                )
-        for field, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-            if type(found := self.config.get(field)) not in kinds or found <= 0:
-                raise self._wrong(
-                    "field", field, f"{field} is {found}; write the positive number that it was trained with"
-                )
+        """Compares the adapters with those that a run with `lora` trains for a model with `table`. Raises SlimxError
+        naming the first field or tensor that differs; nothing is ignored or guessed."""
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise self._error("kind", "peft_type", f"peft_type is {kind}; slimx trains LORA only")
+        self._check_fields()
         self._check_tensors(table, lora)
         stacked = max((len(self._stacked(part)) for part in _adapted(table, lora)), default=1)
-        rank, alpha = stacked * self.config["r"], stacked * self.config["lora_alpha"]
-        alpha *= sqrt(self.config["r"]) if self.config.get("use_rslora") else 1
-        same = lora.rank == rank, isclose(lora.alpha, alpha, rel_tol=1e-9)
-        for key, right in zip(("rank", "alpha"), same, strict=True):
-            if not right:
-                raise self._wrong(
+        rank = stacked * self.config["r"]
+        alpha = stacked * self.config["lora_alpha"]
+        if self.config.get("use_rslora"):
+            alpha *= sqrt(self.config["r"])
+        same = {"rank": lora.rank == rank, "alpha": isclose(lora.alpha, alpha, rel_tol=1e-9)}
+        for key, equal in same.items():
+            if not equal:
+                raise self._error(
                     key,
                     f"trainer.lora.{key}",
-                    f"trainer.lora.{key} is {getattr(lora, key):.12g}, and up to {stacked} A of rank "
+                    f"trainer.lora.{key} is {getattr(lora, key):.12g}, but up to {stacked} A of rank "
                     f"{self.config['r']} share a weight; set trainer.lora.rank={rank} and "
                     f"trainer.lora.alpha={alpha:.12g}",
                 )
 
+    def _check_fields(self) -> None:
+        for field, plain in _PLAIN.items():
+            value = self.config.get(field)
+            if value not in plain:
+                raise self._error(
+                    "field",
+                    field,
+                    f"{field}={value} is not supported, only alpha / r * B A is; merge the adapters into the base",
+                )
+        kinds: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": (int, float)}
+        for field, types in kinds.items():
+            number: Any = self.config.get(field)
+            if type(number) not in types or number <= 0:
+                raise self._error(
+                    "field", field, f"{field} is {number}; write the positive number that it was trained with"
+                )
+
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [n r, columns] and B [rows, n r] beside the rows and columns that `part` has of a weight, for the n
+        """Returns A [n r, columns] and B [rows, n r] for the rows and columns that `part` has of a weight, with the n
         different A of its modules."""
-        (rows, cols), rank, col = matrix(part.shape), self.config["r"], part.rects[0].col
+        rows, cols = matrix(part.shape)
+        rank = self.config["r"]
+        col = part.rects[0].col
         stacked = self._stacked(part)
-        a, b = torch.zeros(len(stacked) * rank, cols), torch.zeros(rows, len(stacked) * rank)
-        for number, sources in enumerate(stacked):
-            at = slice(number * rank, (number + 1) * rank)
-            a[at] = self._of(part, sources[0])[0][:, col : col + cols]
+        a = torch.zeros(len(stacked) * rank, cols)
+        b = torch.zeros(rows, len(stacked) * rank)
+        for index, sources in enumerate(stacked):
+            block = slice(index * rank, (index + 1) * rank)
+            a[block] = self._pair(part, sources[0])[0][:, col : col + cols]
             for rect in part.rects:
                 if rect.source in sources:
                     last = rect.row + (rect.rows - 1) * rect.step + 1
-                    whole = self._of(part, rect.source)[1]
-                    b[rect.local_row : rect.local_row + rect.rows, at] = whole[rect.row : last : rect.step]
+                    source_rows = self._pair(part, rect.source)[1][rect.row : last : rect.step]
+                    b[rect.local_row : rect.local_row + rect.rows, block] = source_rows
         return a, b
 
     def _stacked(self, part: Part) -> list[list[int]]:
-        """Numbers of those sources of `part` that have adapters, in one list where they have the same A."""
+        """Returns the indices of the sources of `part` with adapters, grouped by A."""
         out: list[list[int]] = []
-        for number, source in enumerate(part.sources):
-            module, _ = self._place(source)
+        for index, source in enumerate(part.sources):
+            module, _ = self._module(source)
             if f"{module}.lora_A.weight" not in self._names:
                 continue
             for sources in out:
-                first, _ = self._place(part.sources[sources[0]])
+                first, _ = self._module(part.sources[sources[0]])
                 if first == module or torch.equal(self._tensor(first, "A"), self._tensor(module, "A")):
-                    sources.append(number)
+                    sources.append(index)
                     break
             else:
-                out.append([number])
+                out.append([index])
         return out
 
-    def _of(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of one module, or of one projection of one expert."""
-        name, expert = self._place(part.sources[source])
-        a, b = (self._tensor(name, letter) for letter in "AB")
+    def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A and B of one module, or of one projection of one expert."""
+        name, expert = self._module(part.sources[source])
+        a = self._tensor(name, "A")
+        b = self._tensor(name, "B")
         if expert is None:
             return a, b
-        rank, share = self.config["r"], len(b) // len(part.sources)
-        own = b.view(len(b), rank, -1)[source * share : (source + 1) * share, :, expert]
-        return a[expert * rank : (expert + 1) * rank], own
+        rank = self.config["r"]
+        rows = len(b) // len(part.sources)
+        by_expert = b.view(len(b), rank, -1)
+        expert_b = by_expert[source * rows : (source + 1) * rows, :, expert]
+        return a[expert * rank : (expert + 1) * rank], expert_b
 
     def _tensor(self, module: str, letter: str) -> torch.Tensor:
         name = f"{module}.lora_{letter}.weight"
@@ -160,75 +176,85 @@ class PeftAdapters:
 
     def _check_tensors(self, table: Table, lora: Lora) -> None:
         shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._names}
-        wanted: dict[str, tuple[int, ...]] = {}
+        expected: dict[str, tuple[int, ...]] = {}
         absent: dict[str, str] = {}
         for part in _adapted(table, lora):
-            of_part = self._shapes(part, table.experts)
-            wanted |= of_part
+            part_shapes = self._shapes(part, table.experts)
+            expected |= part_shapes
             target = str(target_of(part.name))
-            if shapes.keys() & of_part.keys():
+            if shapes.keys() & part_shapes.keys():
                 absent[target] = ""
             else:
-                absent.setdefault(target, next(iter(of_part)))
-        for name in sorted(shapes.keys() - wanted.keys()):
-            raise self._wrong(
+                absent.setdefault(target, next(iter(part_shapes)))
+        for name in sorted(shapes.keys() - expected.keys()):
+            raise self._error(
                 "unknown",
                 name,
-                f"{name} belongs to no module in trainer.lora.targets; add its target, or give adapters of this model",
+                f"{name} belongs to no module in trainer.lora.targets; add its target, or use adapters of this model",
             )
         for target, name in absent.items():
             if name:
-                raise self._wrong(
+                raise self._error(
                     "target",
                     "trainer.lora.targets",
-                    f"it has no adapters of {target} ({name} and others); name only targets that it has in "
-                    "trainer.lora.targets",
+                    f"it has no adapters of {target} ({name} and others); set trainer.lora.targets to the targets that "
+                    "it has",
                 )
         for name, shape in sorted(shapes.items()):
             pair = name[: -len("A.weight")] + ("B" if name.endswith("A.weight") else "A") + ".weight"
             if pair not in shapes:
-                raise self._wrong("missing", pair, f"{pair} is missing, and {name} is there; copy the file again")
-            if wanted[name] != shape:
-                what = f"{name} has shape {list(shape)}, the model wants {list(wanted[name])}; give those of this model"
-                raise self._wrong("shape", name, what)
+                raise self._error("missing", pair, f"{pair} is missing, but {name} is not; copy the file again")
+            if expected[name] != shape:
+                raise self._error(
+                    "shape",
+                    name,
+                    f"{name} has shape {list(shape)}, but the model needs {list(expected[name])}; use adapters of "
+                    "this model",
+                )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a whole weight."""
-        rank, (rows, cols) = self.config["r"], matrix(part.shape)
-        out = {}
-        for number, source in enumerate(part.sources):
-            module, expert = self._place(source)
-            own = rows if expert is not None else sum(r.rows for r in part.rects if r.source == number)
-            stack = 1 if expert is None else experts
-            out[f"{module}.lora_A.weight"] = stack * rank, cols
-            out[f"{module}.lora_B.weight"] = own, rank * stack
-        return out
+        """Returns names and shapes of the tensors of an unsplit weight."""
+        rank = self.config["r"]
+        rows, cols = matrix(part.shape)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index, source in enumerate(part.sources):
+            module, expert = self._module(source)
+            if expert is None:
+                source_rows = sum(rect.rows for rect in part.rects if rect.source == index)
+                stack = 1
+            else:
+                source_rows = rows
+                stack = experts
+            shapes[f"{module}.lora_A.weight"] = stack * rank, cols
+            shapes[f"{module}.lora_B.weight"] = source_rows, rank * stack
+        return shapes
 
-    def _place(self, source: str) -> tuple[str, int | None]:
-        """PEFT's name of the module that the checkpoint's tensor `source` is in, and the expert it is of in a stack."""
+    def _module(self, source: str) -> tuple[str, int | None]:
+        """Returns PEFT's name of the module with the checkpoint's tensor `source`, and its expert index in a stack."""
         name = peft_name(source, "A")
-        layer, found, expert = name.partition(".experts.")
-        if not found or name in self._names:
+        layer, marker, expert = name.partition(".experts.")
+        if not marker or name in self._names:
             return name.removesuffix(".lora_A.weight"), None
-        number, projection = expert.split(".")[:2]
-        return f"{layer}.experts{WRAPPED[STACKED[projection]]}", int(number)
+        index, projection = expert.split(".")[:2]
+        return f"{layer}.experts{WRAPPED[STACKED[projection]]}", int(index)
 
-    def _wrong(self, code: str, about: str, what: str) -> SlimxError:
-        return SlimxError(f"{self.path}: {what}", code=f"peft.{code}", about=about)
+    def _error(self, code: str, about: str, problem: str) -> SlimxError:
+        return SlimxError(f"{self.path}: {problem}", code=f"peft.{code}", about=about)
 
 
 @torch.no_grad()
 def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Iterable[Part], path: str) -> None:
-    """Fill A and B by the names of weights in `parts` from the directory `path`, of which the rows and columns of these
-    parts are read. Ranks beyond those that a weight has there are new: B is zero."""
-    found = PeftAdapters(Path(path))
+    """Fills A and B, by the names of weights in `parts`, from the directory `path`. Only rows and columns of these
+    parts are read. Ranks beyond those in the directory are new: their B is zero."""
+    stored = PeftAdapters(Path(path))
     for part in parts:
         if part.name in adapters:
-            (a, b), (there_a, there_b) = adapters[part.name], found.matrices(part)
-            a[: len(there_a)] = there_a
-            b.zero_()[:, : len(there_a)] = there_b
+            a, b = adapters[part.name]
+            stored_a, stored_b = stored.matrices(part)
+            a[: len(stored_a)] = stored_a
+            b.zero_()[:, : len(stored_a)] = stored_b
 
 
 def _adapted(table: Table, lora: Lora) -> Iterator[Part]:
-    """Whole weights beside which `lora` puts adapters."""
+    """Returns the unsplit weights that `lora` adapts."""
     return (part for part in MegatronLayout(table, Sizes()).parts() if adapts(lora.targets, part.name))

@@ -1,4 +1,4 @@
-"""Memory in which trainer ranks merge weights with their adapters before a bucket is packed."""
+"""Size of the buffer in which trainer ranks merge weights with their adapters before a bucket is packed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
 
 ALIGN = 64
-"""Bytes: of each weight's start."""
+"""Alignment of each weight in the buffer, in bytes."""
 
 
 def merged_room(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
-    """Bytes by trainer rank that the bucket with most of them needs; `merges`: of a parameter's name, whether it is
-    read merged."""
-    sizes = np.array(
-        [
-            -(-ITEMSIZE[p.dtype] * int(np.prod(p.shape, dtype=np.int64)) // ALIGN) * ALIGN if merges(p.name) else 0
-            for p in plan.parameters
-        ],
-        dtype=np.int64,
-    )
+    """Returns the buffer size by trainer rank, in bytes, that the largest bucket needs. `merges`: returns True for the
+    name of a parameter that is read merged."""
+    padded = []
+    for parameter in plan.parameters:
+        nbytes = ITEMSIZE[parameter.dtype] * int(np.prod(parameter.shape, dtype=np.int64))
+        padded.append(-(-nbytes // ALIGN) * ALIGN if merges(parameter.name) else 0)
+    sizes = np.array(padded, dtype=np.int64)
     moved = plan.moved[sizes[plan.moved["parameter"]] > 0]
     read = np.unique(np.stack([moved[key].astype(np.int64) for key in ("source", "bucket", "parameter")]), axis=1)
     out: dict[int, int] = {}
     if not read.size:
         return out
     buckets, inverse = np.unique(read[:2], axis=1, return_inverse=True)
-    room = np.bincount(inverse.ravel(), weights=sizes[read[2]])
-    for rank, nbytes in zip(buckets[0].tolist(), room.tolist(), strict=True):
+    bucket_sizes = np.bincount(inverse.ravel(), weights=sizes[read[2]])
+    for rank, nbytes in zip(buckets[0].tolist(), bucket_sizes.tolist(), strict=True):
         out[rank] = max(out.get(rank, 0), int(nbytes))
     return out

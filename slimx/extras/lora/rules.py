@@ -1,4 +1,4 @@
-"""Rules about low-rank adapters."""
+"""Rules for low-rank adapters."""
 
 from __future__ import annotations
 
@@ -67,15 +67,16 @@ def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -
 
 @rule("policies.engines_of", "policies")
 def shares_a_base(configs: Mapping[str, Config]) -> Problems:
-    """Engines of the run's actor generate for another policy: they have one base, and slots of one shape."""
+    """Checks policies that the engines of the run's actor serve: they need the same base, and slots of the same
+    shape."""
     actor = configs[ACTOR]
-    there = actor.trainer.lora
+    adapters = actor.trainer.lora
     for name in actor.served_beside:
-        if there is None or not actor.serves_adapters:
+        if adapters is None or not actor.serves_adapters:
             yield (
-                "trainer.lora" if there is None else "publish.adapters",
-                f"policies.{name}.engines_of has the actor's engines generate for it, which have one set of weights; "
-                "train adapters with them (trainer.lora) and publish these alone (publish.adapters=alone), or leave it "
+                "trainer.lora" if adapters is None else "publish.adapters",
+                f"policies.{name}.engines_of makes the actor's engines generate for it, but they have one set of "
+                "weights; train adapters (trainer.lora) and publish them alone (publish.adapters=alone), or leave it "
                 "out",
             )
             continue
@@ -84,20 +85,20 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
             "model": configs[name].model == actor.model,
             "trainer.load": other.load == actor.trainer.load,
             "trainer.lora": other.lora is not None,
-            "trainer.lora.rank": other.lora is None or other.lora.rank == there.rank,
-            "trainer.lora.targets": other.lora is None or other.lora.targets == there.targets,
+            "trainer.lora.rank": other.lora is None or other.lora.rank == adapters.rank,
+            "trainer.lora.targets": other.lora is None or other.lora.targets == adapters.targets,
         }
         for key, equal in same.items():
             if not equal:
                 yield (
                     f"policies.{name}.{key}",
-                    f"policies.{name}.{key} is not the actor's, whose engines generate for it (engines_of): they have "
-                    "one base, and adapters of one shape; make it equal, or give the policy engines for itself",
+                    f"policies.{name}.{key} differs from the actor's, whose engines generate for it (engines_of): they "
+                    "have one base, and adapters of one shape; make it equal, or give the policy separate engines",
                 )
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
-    """Keys with which SGLang computes with adapters, and the name of the group that has one."""
+    """Yields the keys that make SGLang serve adapters, and the name of the group with each."""
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
@@ -117,9 +118,9 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
-        yield f"{spec.path} has no layers {target}; leave it out"
+        yield f"{spec.path} has no {target} layers; leave it out"
     if trainer.lora.targets == ():
-        yield "it is empty, so nothing would train; leave it out, or name layers"
+        yield "it is empty, so nothing would be trained; leave it out, or name layers"
 
 
 @rule("lora.load", "trainer.lora.load")
@@ -133,12 +134,12 @@ def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Pr
 
 @rule("lora.one_kind", "trainer.lora.targets")
 def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
-    # One of the two optimizers that megatron-core then has would hold nothing, and 0.19.2 cannot save that.
+    # One of megatron-core's two optimizers would be empty otherwise, which 0.19.2 cannot save.
     if trainer.lora is None or sizes.expert == 1 or not trainer.lora.targets:
         return
     if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
         yield (
-            f"with trainer.expert={sizes.expert} there must be adapters both of experts and of other layers; name "
+            f"with trainer.expert={sizes.expert}, adapters are needed both for experts and for other layers; name "
             "both, or set trainer.expert=1"
         )
 
@@ -158,22 +159,24 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 computes with adapters of routed experts by Triton, on GPUs alone, and engines never "
-            "served any unmerged: name attention, or leave publish.adapters at merged"
+            "SGLang 0.5.23 supports adapters of routed experts by Triton on GPUs only, and serving them unmerged is "
+            "not proven: name attention, or leave publish.adapters at merged"
         )
-    elif others := [name for name in names if not adapts(SERVED, name)]:
+        return
+    others = [name for name in names if not adapts(SERVED, name)]
+    if others:
         yield (
-            f"engines have served unmerged adapters of {' and '.join(SERVED)} only, and {others[0]} would have one: "
+            f"unmerged adapters are proven for {' and '.join(SERVED)} only, but {others[0]} would have one: "
             "name these, or leave publish.adapters at merged"
         )
 
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Asked of the transport that is chosen, where the configuration leaves it open."""
+    """Checks the transport that is chosen if the configuration leaves it open."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "adapters were published alone by memory only, on one machine; set it so, or leave publish.adapters at "
+            "adapters alone are published by memory only, on one machine; set it to that, or leave publish.adapters at "
             "merged"
         )
 
@@ -183,16 +186,18 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
     for key, group in _serving(rollout.policy_engines):
         yield (
             key,
-            f"engine {group} would wrap the layers that are published to, and adapters are published merged "
+            f"engine {group} would wrap the layers that are published, but adapters are published merged "
             "(trainer.lora); leave it out",
         )
 
 
 @rule("lora.served_on_cpu", "rollout.engines.sglang")
 def has_a_gpu(rollout: Rollout, device: str) -> Problems:
-    """Refuse what SGLang 0.5.23 ends at: its layers with adapters pin memory (`srt/lora/layers.py`), which torch does
-    with a GPU only."""
-    for key, group in _serving(rollout.frozen_engines if device == "cpu" else ()):
+    """Refuses adapters on the CPU, where SGLang 0.5.23 crashes: its layers with adapters pin memory
+    (`srt/lora/layers.py`), which torch supports with a GPU only."""
+    if device != "cpu":
+        return
+    for key, group in _serving(rollout.frozen_engines):
         yield (
             key,
             f"engine {group}: SGLang 0.5.23 serves adapters on GPUs only; merge them into the model that the group "

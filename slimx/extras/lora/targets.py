@@ -1,5 +1,5 @@
-"""Weights beside which low-rank adapters can stand, by the names that Megatron gives them, and the adapters as parts of
-a publication of their own (`publish.adapters`)."""
+"""Weights that can have low-rank adapters, by their Megatron names, and the adapters as parts of a publication
+(`publish.adapters`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimx.layout.table import Table
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-"""Targets whose adapters can be published alone, and the modules that engines adapt for them."""
+"""Targets whose adapters can be published alone, with the modules that engines adapt."""
 
 _LAYER = r"decoder\.layers\.[^.]+\."
 _TARGETS = {
@@ -23,60 +23,68 @@ _TARGETS = {
     "experts": re.compile(_LAYER + r"mlp\.experts\.linear_fc[12]\.weight[^.]*"),
     "router": re.compile(_LAYER + r"mlp\.router\.weight"),
 }
-_UNASKED = tuple(target for target in _TARGETS if target != "router")
+_DEFAULT = tuple(target for target in _TARGETS if target != "router")
 
 
 def adapts(targets: Collection[str] | None, name: str) -> bool:
-    """True if the weight `name` belongs to one of `targets` (`trainer.lora.targets`); None: to any but the router."""
-    return target_of(name) in (_UNASKED if targets is None else targets)
+    """Returns True if the weight `name` belongs to one of `targets` (`trainer.lora.targets`); None: all except the
+    router."""
+    return target_of(name) in (_DEFAULT if targets is None else targets)
 
 
 def target_of(name: str) -> str | None:
-    """Returns the target of `trainer.lora.targets` that the weight `name` belongs to."""
+    """Returns the target of `trainer.lora.targets` to which the weight `name` belongs."""
     return next((target for target, pattern in _TARGETS.items() if pattern.fullmatch(name)), None)
 
 
 def absent(targets: Collection[str], table: Table) -> list[str]:
-    """Those of `targets` to which no weight of the model belongs."""
+    """Returns the `targets` to which no weight of the model belongs."""
     return [target for target in targets if not any(adapts((target,), row.name) for row in table.rows)]
 
 
 def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
-    """Modules that engines adapt for `targets`, all of which are keys of `SERVED`; None: for each of these."""
-    return tuple(module for target in (SERVED if targets is None else targets) for module in SERVED[target])
+    """Returns the modules that engines adapt for `targets`, all of which are keys of `SERVED`; None: all of them."""
+    modules: list[str] = []
+    for target in SERVED if targets is None else targets:
+        modules.extend(SERVED[target])
+    return tuple(modules)
 
 
 def peft_name(source: str, letter: Literal["A", "B"]) -> str:
-    """PEFT's name of A or B beside the module whose weight is the checkpoint's tensor `source`."""
+    """Returns PEFT's name of A or B of the module whose weight is the checkpoint's tensor `source`."""
     return f"{ADAPTER_PREFIX}{source.removesuffix('.weight')}.lora_{letter}.weight"
 
 
 def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:
-    """A [rank, in] and B [out, rank] beside those of the trainer's `weights` that belong to `targets`.
+    """Returns A [rank, in] and B [out, rank] of the trainer's `weights` that belong to `targets`.
 
-    Their sources have PEFT's names. Modules that share a weight share its A, which has the name of the first one's. A
-    is cut as the weight's columns are and B as its rows, and ranks that hold the same of it are in one part.
+    Their sources have PEFT's names. Modules that share a weight share its A, named after the first module. A is split
+    as the weight's columns and B as its rows; ranks with the same data are in one part.
     """
-    found: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
+    adapters: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
     for part in weights:
         if part.copy or not adapts(targets, part.name):
             continue
-        path, (rows, cols) = part.name.rpartition(".")[0], matrix(part.shape)
-        columns = (Rect(0, 0, part.rects[0].col, rank, cols, 0, 0),)
-        own = tuple(rect._replace(col=0, cols=rank, local_col=0) for rect in part.rects)
+        path = part.name.rpartition(".")[0]
+        rows, cols = matrix(part.shape)
+        a_rects = (Rect(0, 0, part.rects[0].col, rank, cols, 0, 0),)
+        b_rects = tuple(rect._replace(col=0, cols=rank, local_col=0) for rect in part.rects)
         modules = tuple(peft_name(source, "B") for source in part.sources)
         for adapter in (
-            Part(f"{path}.lora_a", (rank, cols), part.ranks, (peft_name(part.sources[0], "A"),), columns),
-            Part(f"{path}.lora_b", (rows, rank), part.ranks, modules, own),
+            Part(f"{path}.lora_a", (rank, cols), part.ranks, (peft_name(part.sources[0], "A"),), a_rects),
+            Part(f"{path}.lora_b", (rows, rank), part.ranks, modules, b_rects),
         ):
             key = adapter.name, adapter.sources, adapter.rects
-            held = {*adapter.ranks, *(found[key].ranks if key in found else ())}
-            found[key] = adapter._replace(ranks=tuple(sorted(held)))
-    return list(found.values())
+            ranks = set(adapter.ranks)
+            if key in adapters:
+                ranks.update(adapters[key].ranks)
+            adapters[key] = adapter._replace(ranks=tuple(sorted(ranks)))
+    return list(adapters.values())
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """A and B of every module that `targets` adapt, whole and as PEFT has them: what shares an A gets it each."""
+    """Yields A and B of every module that `targets` adapt, unsplit and with PEFT's names: modules that share an A each
+    get a copy."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

@@ -1,1 +1,1 @@
-"""Numbers of eight bits and fewer: checkpoints, publications and products of a trainer in fp8, INT4 and MXFP4."""
+"""Numbers of eight bits and fewer: fp8, INT4 and MXFP4 in checkpoints, publications and the trainer's products."""

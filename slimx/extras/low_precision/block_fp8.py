@@ -1,4 +1,4 @@
-"""Block fp8 (DeepSeek-V3's checkpoints): e4m3 codes, and beside each tensor `_scale_inv` with one scale per block."""
+"""Block fp8 (DeepSeek-V3's checkpoints): e4m3 codes, and for each tensor a `_scale_inv` with one scale per block."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from slimx.layout.table import Stored
 from slimx.models.files.index import read_object
 
 if TYPE_CHECKING:
-    import torch  # at run time where it computes: a plan of a run takes the names from here, without torch
+    import torch  # imported at run time where it computes: a plan takes the names from here without torch
 
     from slimx.config.schema import Config
     from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
-CODES, SCALES = "F8_E4M3", ("F32", "BF16", "F16")
-"""Dtypes of codes, and those of scales that become fp32 without a loss, as safetensors files name them."""
+CODES = "F8_E4M3"
+"""Dtype of codes, by its name in safetensors files."""
+SCALES = ("F32", "BF16", "F16")
+"""Dtypes of scales that convert to fp32 without loss, by their names in safetensors files."""
 Block = tuple[int, int]
 
 
 def block_of(directory: Path) -> Block:
-    """Rows and columns of a block, from `directory`/config.json. Raises SlimxError if it does not say."""
+    """Returns rows and columns of a block, from `directory`/config.json. Raises SlimxError if they are missing."""
     file = directory / "config.json"
     return _block(read_object(file), file)
 
 
 def _block(config: Mapping[str, Any], file: Path) -> Block:
     try:
-        found = config["quantization_config"]["weight_block_size"]
-        high, wide = (int(size) for size in found)
+        size = config["quantization_config"]["weight_block_size"]
+        high, wide = (int(length) for length in size)
         if min(high, wide) < 1:
-            raise ValueError(f"{found} is no size")
+            raise ValueError(f"{size} is not a size")
     except (ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not say in which blocks "
+            f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not define the blocks "
             f"({error!r}); restore it from the checkpoint's source",
             code="checkpoint.block_size",
             about=str(file),
@@ -50,22 +52,23 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """Shape of the scales of a matrix [rows, cols]; blocks at its edges may be cut."""
+    """Returns the shape of the scales of a matrix [rows, cols]; blocks at its edges may be smaller."""
     rows, cols = shape
     return -(-rows // block[0]), -(-cols // block[1])
 
 
 def quantisation(rule: str, block: Block | None = None) -> Quantisation:
-    """Codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0 exponents of
-    blocks of 1 x 32.
+    """Returns codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0
+    exponents of blocks of 1 x 32.
 
-    Raises SlimxError for a rule that has no such blocks."""
+    Raises SlimxError for a rule that does not support such blocks.
+    """
     narrow = rule == "mxfp8"
     if block is None:
         block = (1, 32) if narrow else (128, 128)
     if rule not in BlockFp8.RULES or narrow != (block == (1, 32)):
         raise SlimxError(
-            f"rule {rule} of fp8 with blocks of {block}: mxfp8 has blocks of 1 x 32, no other rule has",
+            f"rule {rule} of fp8 does not support blocks of {block}: 1 x 32 is for mxfp8 only, and its only choice",
             code="plan.rule",
             about=rule,
         )
@@ -75,7 +78,7 @@ def quantisation(rule: str, block: Block | None = None) -> Quantisation:
 
 
 class BlockFp8(NumberFormat):
-    """The format that config.json calls fp8."""
+    """The format with `quant_method` fp8 in config.json."""
 
     RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
     CONVERTED: ClassVar[bool] = True
@@ -91,11 +94,13 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """The blocks that the slice touches are read and dequantised whole: bf16 values."""
+        """Reads and dequantises all blocks that overlap the slice: bf16 values."""
         from slimx.extras.low_precision.blocks import dequantise
 
-        high, wide = block = self._block(files)
-        top, left = rows.start // high, cols.start // wide
+        block = self._block(files)
+        high, wide = block
+        top = rows.start // high
+        left = cols.start // wide
         codes = files.view(place.name)[top * high : rows.stop, left * wide : cols.stop]
         scales = files.whole(place.name + SCALE_SUFFIX)[top : -(-rows.stop // high), left : -(-cols.stop // wide)]
         values = dequantise(codes, scales.float().contiguous(), block, threads=1)
@@ -105,10 +110,11 @@ class BlockFp8(NumberFormat):
         return _block(files.config, files.path / "config.json")
 
     def refuse(self, path: Path, unknown: Sequence[str]) -> None:
-        if scales := [name for name in unknown if name.endswith(SCALE_SUFFIX)]:
+        scales = [name for name in unknown if name.endswith(SCALE_SUFFIX)]
+        if scales:
             raise SlimxError(
-                f"{path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
-                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it",
+                f"{path}: {scales[0]} contains scales of fp8 blocks ({len(scales)} such tensors), but slimx trains "
+                "from bf16 and fp32 checkpoints: convert it with `slimx convert hf-to-megatron`",
                 code="checkpoint.fp8",
                 about=scales[0],
             )
@@ -125,7 +131,7 @@ class BlockFp8(NumberFormat):
         return parameter.removesuffix(SCALE_SUFFIX) if parameter.endswith(SCALE_SUFFIX) else None
 
     def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
-        """The same rectangles counted in blocks."""
+        """Yields the same rectangles in units of blocks."""
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:
@@ -140,13 +146,17 @@ class BlockFp8(NumberFormat):
 
 
 def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
-    """A rectangle of `piece` counted in blocks, none of which it may cut."""
-    (height, width), (rows, cols) = block, matrix(piece.shape)
-    starts = (r.row % height, r.local_row % height, r.col % width, r.local_col % width)
-    # Only the tensor's own last block may be smaller than the others.
-    ends = (r.rows % height if r.row + r.rows < rows else 0, r.cols % width if r.col + r.cols < cols else 0)
-    if any((*starts, *ends)):
-        raise SlimxError(f"a block of {height} x {width} of {piece.tensor} is cut")
+    """Returns a rectangle of `piece` in units of blocks. Raises SlimxError if it splits one."""
+    height, width = block
+    rows, cols = matrix(piece.shape)
+    remainders = [r.row % height, r.local_row % height, r.col % width, r.local_col % width]
+    # Only the tensor's last block may be smaller than the others.
+    if r.row + r.rows < rows:
+        remainders.append(r.rows % height)
+    if r.col + r.cols < cols:
+        remainders.append(r.cols % width)
+    if any(remainders):
+        raise SlimxError(f"a block of {height} x {width} of {piece.tensor} is split")
     return Rect(
         r.source,
         r.row // height,

@@ -1,8 +1,8 @@
-"""INT4 with a bf16 scale per 32 columns, by the kernels of `csrc/int4.h`: codes and scales as compressed-tensors packs
-them, and the values that an engine computes with.
+"""INT4 with a bf16 scale per 32 columns, by the kernels of `csrc/int4.h`: codes and scales as packed by
+compressed-tensors, and the values that an engine computes with.
 
-A conversion writes the codes, a trainer computes with the values: both are one function, on the CPU and on a GPU.
-Rounding values again gives the same codes and scales.
+A conversion writes the codes, a trainer computes with the values: one function makes both, on the CPU and on a GPU.
+Rounding the values again gives the same codes and scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
-import torch  # before the library is loaded: both then share one OpenMP runtime
+import torch  # before the library is loaded, so both share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.extras.low_precision.int4 import GROUP, PER_WORD
@@ -21,7 +21,8 @@ from slimx.reshard.kernels.cpu import threads_of
 from slimx.reshard.kernels.record import element_bytes
 
 FOLDER = Path(__file__).parents[2] / "_lib"
-CPU_LIBRARY, CUDA_LIBRARY = FOLDER / "libslimx_int4.so", FOLDER / "libslimx_int4_cuda.so"
+CPU_LIBRARY = FOLDER / "libslimx_int4.so"
+CUDA_LIBRARY = FOLDER / "libslimx_int4_cuda.so"
 ABI = 1
 
 _MATRIX = np.dtype(
@@ -39,37 +40,40 @@ _MATRIX = np.dtype(
     ],
     align=True,
 )
-"""SlimxInt4 of csrc/int4.h."""
+"""Struct SlimxInt4 of csrc/int4.h."""
 
 
 def quantise(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Codes, int32 [rows, cols / 8], and scales, bf16 [rows, cols / 32], of `weight` [rows, cols], bf16 or fp32, and
-    True if all of it is finite; they lie where it does.
+    """Returns codes, int32 [rows, cols / 8], and scales, bf16 [rows, cols / 32], of `weight` [rows, cols], bf16 or
+    fp32, on the same device, and True if all values are finite.
 
-    A group that is not finite has a scale of NaN and codes of 0. Waits for a GPU. Raises SlimxError where 32 does not
-    divide the columns."""
+    A group with a non-finite value has a scale of NaN and codes of 0. Waits for a GPU. Raises SlimxError unless 32
+    divides the columns.
+    """
     rows, cols = _shape(weight)
     codes = torch.empty(rows, cols // PER_WORD, dtype=torch.int32, device=weight.device)
     scales = torch.empty(rows, cols // GROUP, dtype=torch.bfloat16, device=weight.device)
     record = _record(weight)
-    record["codes"], record["scales"] = codes.data_ptr(), scales.data_ptr()
+    record["codes"] = codes.data_ptr()
+    record["scales"] = scales.data_ptr()
     bad = _run(record, weight.device, threads)
     return codes, scales, not bad
 
 
 def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
-    """Put the values of its codes in the place of `weight` [rows, cols], bf16 or fp32: what is not finite makes its
+    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values of its codes; a non-finite value makes its
     group NaN. On a GPU it is queued on the current stream."""
     record = _record(weight)
-    record["values"], record["values_ld"] = record["src"], record["src_ld"]
+    record["values"] = record["src"]
+    record["values_ld"] = record["src_ld"]
     _run(record, weight.device, threads, wait=False)
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, int]:
     if weight.dim() != 2 or weight.shape[1] % GROUP or (weight.shape[1] > 1 and weight.stride(1) != 1):
         raise SlimxError(
-            f"a tensor of shape {list(weight.shape)} and strides {weight.stride()} has no INT4 form: pass a matrix "
-            f"whose columns {GROUP} divides, in rows",
+            f"a tensor of shape {list(weight.shape)} and strides {weight.stride()} cannot be stored in INT4: pass a "
+            f"row-major matrix whose columns are a multiple of {GROUP}",
             code="int4.shape",
             about=str(list(weight.shape)),
         )
@@ -80,13 +84,15 @@ def _record(weight: torch.Tensor) -> np.ndarray:
     rows, cols = _shape(weight)
     record = np.zeros(1, dtype=_MATRIX)
     record["item"] = element_bytes("a matrix in INT4", weight, torch.bfloat16, torch.float32)
-    record["src"], record["src_ld"] = weight.data_ptr(), weight.stride(0) * weight.element_size()
-    record["rows"], record["groups"] = rows, cols // GROUP
+    record["src"] = weight.data_ptr()
+    record["src_ld"] = weight.stride(0) * weight.element_size()
+    record["rows"] = rows
+    record["groups"] = cols // GROUP
     return record
 
 
 def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait: bool = True) -> bool:
-    """Returns True if a group is not finite, as far as it waited for that."""
+    """Returns True if a group is not finite; always False on a GPU without `wait`."""
     if device.type == "cpu":
         return bool(_cpu().slimx_int4(record.ctypes.data, threads_of(threads)))
     library = _cuda(CUDA_LIBRARY)
@@ -95,9 +101,9 @@ def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait:
         stream = torch.cuda.current_stream().cuda_stream
         status = library.slimx_int4_cuda(record.ctypes.data, flags.data_ptr(), stream)
     if status:
-        said = library.slimx_int4_cuda_error_string(status).decode()
+        reason = library.slimx_int4_cuda_error_string(status).decode()
         raise SlimxError(
-            f"the INT4 kernel could not start on {device}: {said}; look at the device with nvidia-smi",
+            f"the INT4 kernel could not start on {device}: {reason}; check the device with nvidia-smi",
         )
     return wait and bool(flags.item())
 
@@ -112,7 +118,7 @@ def _cpu() -> ctypes.CDLL:
 
 @functools.cache
 def _cuda(path: Path) -> ctypes.CDLL:
-    remedy = "run `make build` where nvcc of CUDA 12.8 or later is"
+    remedy = "run `make build` with nvcc of CUDA 12.8 or later"
     library = load_library(
         path, what="the INT4 library for GPUs", version="slimx_int4_cuda_abi", abi=ABI, remedy=remedy
     )

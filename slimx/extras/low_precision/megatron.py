@@ -1,8 +1,8 @@
-"""Linear layers that compute in fp8 where Transformer Engine does not: on the CPU, by the rounding of a publication.
+"""Linear layers in fp8 without Transformer Engine: on the CPU, with the rounding of a publication.
 
-The modules are those of `layers` with the products of `products`: names, shapes and checkpoint keys of
-parameters stay. On GPUs Transformer Engine's own layers take their place (`slimx.trainer.model.transformer`).
-Written for megatron-core 0.19.2.
+The modules are those of `layers` with the products of `products`; names, shapes and checkpoint keys of parameters are
+the same. On GPUs Transformer Engine's layers are used instead (`slimx.trainer.model.transformer`). Written for
+megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slimx.adapters.megatron.attention import DownProjection, LatentAttention, exchange_down_projections
 from slimx.adapters.megatron.builders import exchange
-from slimx.adapters.megatron.layers import ColumnGroupedLinear, NormColumnParallelLinear, RowGroupedLinear
+from slimx.adapters.megatron.layers import (
+    ColumnGroupedLinear,
+    GroupedLinear,
+    NormColumnParallelLinear,
+    RowGroupedLinear,
+)
 from slimx.extras.low_precision.products import linear
 from slimx.extras.low_precision.recipes import Recipe
 
 
 def install(block: Any, recipe: Recipe) -> None:
-    """Have the linear layers of a decoder's spec (TransformerBlockSubmodules) built so that they compute by `recipe`:
-    those that Transformer Engine would compute in fp8, which embedding, router and output layer are not."""
+    """Replaces the linear layers in a decoder's spec (TransformerBlockSubmodules) by layers that compute by `recipe`:
+    those that Transformer Engine would compute in fp8, which excludes embedding, router and output layer."""
     kinds = {
         LatentAttention: Fp8LatentAttention,
         ColumnParallelLinear: Fp8Column,
@@ -42,11 +47,11 @@ def install(block: Any, recipe: Recipe) -> None:
         exchange(layer, parts)
 
 
-class OwnProduct:
-    """A tensor-parallel linear layer of megatron-core with a product of its own."""
+class CustomProduct:
+    """A tensor-parallel linear layer of megatron-core with a custom product."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute x [..., in] times weight [out, in], transposed, plus bias [out] -> [..., out]."""
+        """Computes x [..., in] times weight [out, in], transposed, plus bias [out] -> [..., out]."""
         raise NotImplementedError
 
     def _forward_impl(
@@ -67,8 +72,8 @@ class OwnProduct:
         return self.product(input, weight, bias)
 
 
-class _Product(OwnProduct):
-    """The product of a linear layer without a bias."""
+class _Fp8Product(CustomProduct):
+    """The fp8 product of a linear layer without a bias."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -76,19 +81,19 @@ class _Product(OwnProduct):
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None:
-            raise NotImplementedError("a bias has no place in a product in fp8: a rule refuses it")
+            raise NotImplementedError("a product in fp8 does not support a bias: a rule refuses it")
         return linear(x, weight, self.recipe)
 
 
-class Fp8Column(_Product, ColumnParallelLinear):
+class Fp8Column(_Fp8Product, ColumnParallelLinear):
     pass
 
 
-class Fp8NormColumn(_Product, NormColumnParallelLinear):
+class Fp8NormColumn(_Fp8Product, NormColumnParallelLinear):
     pass
 
 
-class Fp8Row(_Product, RowParallelLinear):
+class Fp8Row(_Fp8Product, RowParallelLinear):
     pass
 
 
@@ -107,17 +112,17 @@ class Fp8LatentAttention(LatentAttention):
         exchange_down_projections(self, partial(Fp8Down, recipe=recipe))
 
 
-class _Grouped:
-    """Linear layers of experts, each with the recipe."""
+class _Fp8Grouped(GroupedLinear):
+    """Linear layers of experts that compute by the recipe."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
         self.options = {**self.options, "recipe": recipe}
         super().__init__(*args, **kwargs)
 
 
-class Fp8ColumnGrouped(_Grouped, ColumnGroupedLinear):
+class Fp8ColumnGrouped(_Fp8Grouped, ColumnGroupedLinear):
     layer = Fp8Column
 
 
-class Fp8RowGrouped(_Grouped, RowGroupedLinear):
+class Fp8RowGrouped(_Fp8Grouped, RowGroupedLinear):
     layer = Fp8Row

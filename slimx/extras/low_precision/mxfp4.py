@@ -1,7 +1,7 @@
 """MXFP4 in checkpoints (gpt-oss's experts): four-bit floats with a scale per 32 of them.
 
-`NAME_blocks` [..., rows, groups, 16] holds two E2M1 codes per byte, the low half first; `NAME_scales` [..., rows,
-groups] one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats v1.0). Each value is exact in bf16.
+`NAME_blocks` [..., rows, groups, 16] has two E2M1 codes per byte, the low half first; `NAME_scales` [..., rows, groups]
+one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats v1.0). Each value is exact in bf16.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from slimx.layout.table import Stored
 if TYPE_CHECKING:
     import torch
 
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of a tensor's name for its codes and its scales."""
+BLOCKS = "_blocks"
+"""Suffix of a tensor's name for its codes."""
+SCALES = "_scales"
+"""Suffix of a tensor's name for its scales."""
 GROUP = 32
-"""Values that share a scale."""
+"""Values per scale."""
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the eight codes without a sign bit."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Suffix -> shape of both tensors that hold a tensor of `shape`, whose last dimension GROUP divides."""
+    """Returns suffix -> shape of the two tensors that store a tensor of `shape`, whose last dimension GROUP divides."""
     groups = (*shape[:-1], shape[-1] // GROUP)
     return {BLOCKS: (*groups, GROUP // 2), SCALES: groups}
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Values, bf16 [..., groups * 32], of uint8 codes [..., groups, 16] and scales [..., groups]."""
-    import torch  # here: who only asks for shapes plans a run, without torch
+    """Returns values, bf16 [..., groups * 32], of uint8 codes [..., groups, 16] and scales [..., groups]."""
+    import torch  # imported here because a plan needs the shapes only, without torch
 
     table = torch.tensor(_VALUES)
     codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2).long()
@@ -40,7 +42,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4(NumberFormat):
-    """Stacks in this format, read and never written."""
+    """Stacks of matrices in this format, which slimx reads but never writes."""
 
     GROUP: ClassVar[int] = GROUP
 
@@ -54,10 +56,14 @@ class Mxfp4(NumberFormat):
         return {name + suffix: (packed, ("U8",)) for suffix, packed in packed_shapes((count, cols, rows)).items()}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Codes stand as the table names its matrices: transposed to a stack's own."""
-        first, stop = cols.start // GROUP, -(-cols.stop // GROUP)
+        """Reads values. Stored matrices are transposed relative to the stack, as the table's sources are."""
+        if place.index is None:
+            raise NotImplementedError("MXFP4 tensors are stacks of matrices")
+        first = cols.start // GROUP
+        stop = -(-cols.stop // GROUP)
         window = slice(place.index, place.index + 1), rows, slice(first, stop)
-        blocks, scales = (files.view(place.name + suffix)[window] for suffix in (BLOCKS, SCALES))
+        blocks = files.view(place.name + BLOCKS)[window]
+        scales = files.view(place.name + SCALES)[window]
         start = first * GROUP
         return dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
 

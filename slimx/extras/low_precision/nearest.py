@@ -1,4 +1,4 @@
-"""Parallel sizes near those of a configuration: its own cut blocks that have one scale."""
+"""Parallel sizes close to a configuration's, tried when its sizes split blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ if TYPE_CHECKING:
 
 
 def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
-    """The key with its new value, the configuration that has it, and the trainers' sizes then: of engines first, with
-    experts cut less or on fewer ranks, then of trainers. They may not fit the model, or the ranks."""
+    """Yields the key with its new value, the changed configuration, and the trainers' sizes in it.
+
+    Engines' sizes come first, with experts split less or on fewer ranks, then trainers' sizes. They may not fit the
+    model or the ranks.
+    """
     group = config.rollout.policy_engines[0]
-    whole = _divisors(group.tensor)
-    engines = [("expert", size) for size in whole if size > group.expert]
-    engines += [("tensor", size) for size in reversed(whole) if group.expert <= size < group.tensor]
+    divisors = _divisors(group.tensor)
+    engines = [("expert", size) for size in divisors if size > group.expert]
+    engines += [("tensor", size) for size in reversed(divisors) if group.expert <= size < group.tensor]
     for key, size in engines:
-        groups = tuple(each if each.frozen else each.model_copy(update={key: size}) for each in config.rollout.engines)
-        yield f"rollout.engines.{key}={size}", _with(config, "rollout", engines=groups), sizes
-    for key, now in (("expert_tensor", sizes.expert_tensor), ("tensor", sizes.tensor)):
+        groups = []
+        for engine in config.rollout.engines:
+            groups.append(engine if engine.frozen else engine.model_copy(update={key: size}))
+        yield f"rollout.engines.{key}={size}", _with(config, "rollout", engines=tuple(groups)), sizes
+    current = {"expert_tensor": sizes.expert_tensor, "tensor": sizes.tensor}
+    for key, now in current.items():
         for size in reversed(_divisors(now)[:-1]):
             near = _with(config, "trainer", **{key: size})
             yield f"trainer.{key}={size}", near, sizes_of(near.trainer)

@@ -1,4 +1,4 @@
-"""Blocks in which a trainer rounds the operands of its matrix products (`trainer.fp8`)."""
+"""Blocks for rounding the operands of a trainer's matrix products (`trainer.fp8`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Blocks of the matrices whose products a trainer computes in fp8: e4m3 everywhere, as Transformer Engine's recipe
-    of the same name."""
+    """Blocks of the matrices whose products a trainer computes in fp8: e4m3 throughout, as in Transformer Engine's
+    recipe of the same name."""
 
     name: str
     rule: str
     vector: tuple[int, int]
-    """Block of inputs and of gradients of outputs: runs along the dimension that a product sums over."""
+    """Block of inputs and of output gradients: a run along the summed dimension of a product."""
     weight: tuple[int, int]
-    """Block of weights; one that is no square runs along the summed dimension too."""
+    """Block of weights; if not square, also along the summed dimension."""
     scale_bytes: int
-    """Bytes of a scale."""
+    """Size of a scale, in bytes."""
 
     @property
     def width(self) -> int:
-        """Elements of a run."""
+        """Number of elements of a run."""
         return self.vector[1]
 
 
@@ -32,4 +32,4 @@ RECIPES = {
         Recipe("mxfp8", "mxfp8", vector=(1, 32), weight=(1, 32), scale_bytes=1),
     )
 }
-"""By the name in `trainer.fp8`."""
+"""Recipes by their names in `trainer.fp8`."""

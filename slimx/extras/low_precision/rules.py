@@ -1,4 +1,4 @@
-"""Rules about fp8, INT4 and MXFP4, in training and in publications."""
+"""Rules for fp8, INT4 and MXFP4, in training and in publications."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ UNPROVEN = {
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
 """As `slimx.rules.unproven.other_architectures`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
-"""GPUs (`cluster.gpu`) whose tensor cores take the blocks of a recipe as they are. Blackwell computes 128-wide blocks
-as MXFP8, for which their scales would have to be powers of two."""
+"""GPUs (`cluster.gpu`) whose tensor cores support the blocks of a recipe. Blackwell computes 128-wide blocks as MXFP8,
+which would need scales that are powers of two."""
 LEAST = 16
-"""Divisor of rows and columns of a matrix that tensor cores multiply in fp8 (Transformer Engine's
+"""Required divisor of rows and columns of matrices that tensor cores multiply in fp8 (Transformer Engine's
 `assert_dim_for_fp8_exec`, and cuBLAS)."""
 
 
@@ -84,40 +84,42 @@ def on_this_gpu(trainer: Trainer, cluster: Cluster) -> Problems:
 
 @rule("fp8.quantise", "publish.quantise")
 def one_rule(trainer: Trainer, publish: Publish) -> Problems:
-    """Engine and trainer round weights by one rule, or engines get them unrounded."""
+    """Checks that engine and trainer round weights by one rule, unless engines get unrounded weights."""
     if trainer.fp8 is None or publish.quantise is None or (trainer.fp8, publish.quantise) == ("blockwise", "te"):
         return
     remedy = "set it to te" if trainer.fp8 == "blockwise" else "leave it out"
     yield (
-        f"trainer.fp8={trainer.fp8} rounds weights otherwise, and engines would compute with other weights than the "
-        f"trainer; {remedy}"
+        f"trainer.fp8={trainer.fp8} rounds weights differently, so engines would not compute with the trainer's "
+        f"weights; {remedy}"
     )
 
 
 @rule("fp8.blocks", "trainer.fp8")
 def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Blocks of a rank's matrix are those of the checkpoint's tensors, from which publications make theirs."""
+    """Checks that blocks of a rank's matrix are blocks of the checkpoint's tensors, from which publications make
+    codes."""
     if trainer.fp8 is None or spec.family.ARCHITECTURE not in ARCHITECTURES["trainer.fp8"]:
         return
     from slimx.extras.low_precision.recipes import RECIPES
 
-    width, cut = RECIPES[trainer.fp8].width, trainer.fp8 == "blockwise"
+    width = RECIPES[trainer.fp8].width
+    cut = trainer.fp8 == "blockwise"
     blocks = f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns"
     for row in spec.table.rows:
         if not row.quantised:
             continue
-        split = "trainer.expert_tensor" if row.per_expert else "trainer.tensor"
+        key = "trainer.expert_tensor" if row.per_expert else "trainer.tensor"
         ways = sizes.expert_tensor if row.per_expert else sizes.tensor
         name = row.name.removesuffix(".weight").split(".")[-1]
-        if not _whole(row, 1, width, cut=cut):
-            yield f"{blocks}, and {name} of {spec.path} is made of pieces that they do not divide; leave it out"
+        if not _splits_evenly(row, 1, width, cut=cut):
+            yield f"{blocks}, which do not divide the pieces of {name} of {spec.path}; leave it out"
             return
-        if row.axis is not None and not _whole(row, ways, width, cut=cut):
-            yield split, f"{blocks}, and {split}={ways} would cut {name} of {spec.path} inside one; set it lower"
+        if row.axis is not None and not _splits_evenly(row, ways, width, cut=cut):
+            yield key, f"{blocks}, and {key}={ways} would split one in {name} of {spec.path}; set it lower"
             return
 
 
-def _whole(row: Row, ways: int, width: int, *, cut: bool) -> bool:
+def _splits_evenly(row: Row, ways: int, width: int, *, cut: bool) -> bool:
     from slimx.layout.parts import matrix
 
     shapes = [matrix(shape) for _, shape in row.sources]
@@ -126,25 +128,28 @@ def _whole(row: Row, ways: int, width: int, *, cut: bool) -> bool:
 
 
 def _aligned(rect: Rect, source: Shape, local: Shape, width: int, *, cut: bool) -> bool:
-    """Returns True if blocks of the rectangle are blocks of both tensors. `cut`: also of those that a block does not
-    divide, where both end."""
-    axes = zip(
-        (rect.row, rect.col), (rect.local_row, rect.local_col), (rect.rows, rect.cols), source, local, strict=True
-    )
-    return rect.step == 1 and all(
-        at % width == here % width == 0
-        and (size % width == 0 or (cut and size % LEAST == 0 and (at + size, here + size) == (whole, end)))
-        for at, here, size, whole, end in axes
-    )
+    """Returns True if blocks of the rectangle are blocks of both tensors. `cut`: also smaller last blocks, where both
+    tensors end."""
+    if rect.step != 1:
+        return False
+    rows = rect.row, rect.local_row, rect.rows, source[0], local[0]
+    cols = rect.col, rect.local_col, rect.cols, source[1], local[1]
+    for start, local_start, size, end, local_end in (rows, cols):
+        if start % width or local_start % width:
+            return False
+        at_end = start + size == end and local_start + size == local_end
+        if size % width and not (cut and size % LEAST == 0 and at_end):
+            return False
+    return True
 
 
 @rule("qat.dtype", "numerics.dtype")
 def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
-    """Only a model in bf16 has fp32 weights of its optimizer in addition to those that it computes with."""
+    """Refuses other dtypes than bf16: only then the optimizer has separate fp32 weights."""
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
-            f"trainer.qat={trainer.qat} rounds the weights of the model, and the optimizer has no others; set it to "
-            "bfloat16, or leave trainer.qat out"
+            f"trainer.qat={trainer.qat} rounds the weights of the model, and the optimizer has no other weights; set "
+            "it to bfloat16, or leave trainer.qat out"
         )
 
 
@@ -156,14 +161,14 @@ def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems
         if value == "int4" and not any(map(rounds, spec.table.rows)):
             yield (
                 key,
-                f"it rounds routed experts whose matrices the checkpoint stores one by one, and {spec.path} has none; "
+                f"it rounds routed experts whose matrices are separate in the checkpoint, but {spec.path} has none; "
                 "leave it out",
             )
 
 
 @rule("qat.groups", "trainer.qat")
 def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """A group of columns lies on one rank: its scale is that of the whole matrix's group."""
+    """Checks that each group of columns is on one rank, so that its scale equals the one in the unsplit matrix."""
     if trainer.qat is None:
         return
     from slimx.extras.low_precision.int4 import GROUP, rounds
@@ -172,63 +177,65 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         source, (_, cols) = row.sources[0]
         name = source.split(".")[-2]
         if cols % GROUP:
-            yield f"groups have {GROUP} columns, and {name} of the experts of {spec.path} has {cols}; leave it out"
+            yield f"groups have {GROUP} columns, but {name} of the experts of {spec.path} has {cols}; leave it out"
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):
             yield (
                 "trainer.expert_tensor",
                 f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, which {sizes.expert_tensor} ranks would "
-                f"cut in the {cols} of {name}; set it to 1, with trainer.expert of 2 or more",
+                f"split in the {cols} of {name}; set it to 1, with trainer.expert of 2 or more",
             )
             return
 
 
 @rule("publish.int4", "publish.quantise")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
-    """Engines hold codes row by row, as checkpoints do, with one of SGLang's kernels alone."""
+    """Refuses engines that rearrange codes: they must be in rows, as in checkpoints, which only one of SGLang's kernels
+    supports."""
     if publish.quantise != "int4":
         return
     codes = "publish.quantise=int4"
     if numerics.dtype != "bfloat16":
         yield "numerics.dtype", f"{codes} has bf16 scales; set it to bfloat16"
     if publish.encoding == "hf":
-        yield "publish.encoding", f"{codes} writes codes where engines hold them; set it to local or auto"
+        yield "publish.encoding", f"{codes} writes codes into engine memory; set it to local or auto"
     for group in rollout.policy_engines:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
-                f"other kernels of {group.where} may rearrange codes, so that none could be written or proven by "
-                f"{codes}; set it to triton",
+                f"other kernels of {group.where} may rearrange codes, which {codes} could neither write nor verify; "
+                "set it to triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
                 "rollout.engines.sglang.enforce_shared_experts_fusion",
-                f"{codes} rounds routed experts alone, and {group.where} would hold the shared one among them; leave "
+                f"{codes} rounds routed experts only, but {group.where} would store the shared one among them; leave "
                 "it out",
             )
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{codes}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
-                "convert hf-to-int4` makes of it",
+                f"{codes}, but {group.where} serves model.path, which is not quantised: set its model to the output "
+                "directory of `slimx convert hf-to-int4`",
             )
 
 
 @rule("publish.triton_dtype", "publish.quantise")
 def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
     if publish.quantise == "triton" and numerics.dtype == "float32":
-        yield "it is defined for bfloat16 weights, and numerics.dtype is float32; set that to bfloat16, or this to ieee"
+        yield "it requires bfloat16 weights, but numerics.dtype is float32; set that to bfloat16, or this to ieee"
 
 
 @rule("publish.quantise_on_cpu", "publish.quantise")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
-    """Asked where there are trainers, which publish."""
-    if publish.quantise is not None and device == "cpu" and not numerics.exact and rollout.policy_engines:
-        yield f"publish.quantise={publish.quantise}, but on the CPU SGLang " + (
-            "computes with fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
-            if publish.in_fp8
-            else "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
-        )
+    """Checks configurations with trainers, which publish."""
+    if publish.quantise is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
+        return
+    if publish.in_fp8:
+        problem = "supports fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
+    else:
+        problem = "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
+    yield f"publish.quantise={publish.quantise}, but on the CPU SGLang {problem}"
 
 
 @rule("publish.mxfp4", "model.path")
@@ -236,44 +243,48 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
     method = (spec.hf.get("quantization_config") or {}).get("quant_method")
     if rollout.policy_engines and method == "mxfp4":
         yield (
-            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
-            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+            f"{spec.path} is in MXFP4, and engines started from it keep their experts in MXFP4; convert it to bf16 "
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and set model.path to the result"
         )
 
 
 @rule("engines.fp8_model", "rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
-    for group, directory, quantisation in _origins(rollout, spec) if publish.in_fp8 else ():
+    """Refuses engines that start from bf16 weights: they have no memory for fp8 ones. Directories that do not exist yet
+    are not checked."""
+    if not publish.in_fp8:
+        return
+    for group, directory, quantisation in _origins(rollout, spec):
         if not quantisation:
             yield (
-                f"{group.where} starts from {directory}, which is not in fp8, as publish.quantise={publish.quantise} "
-                "is; write a copy with `slimx convert hf-to-fp8` and name it"
+                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantise="
+                f"{publish.quantise} is; convert it with `slimx convert hf-to-fp8` and name the result"
             )
 
 
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Engines that start from INT4 have places for codes alone, and others have none. A copy that is made later is not
-    looked at."""
+    """Refuses engines that start in INT4 but get other weights, or the reverse: their memory layouts differ.
+    Directories that do not exist yet are not checked."""
     published = publish.quantise == "int4"
     for group, directory, quantisation in _origins(rollout, spec):
         starts = quantisation.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {directory}, which is in INT4, and publish.quantise is not; set that to "
-                "int4, or write a bf16 copy (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name it"
+                f"{group.where} starts from {directory}, which is in INT4, but publish.quantise is not; set that "
+                "to int4, or convert it to bf16 (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name the "
+                "result"
             )
         if published and not starts:
             yield (
-                f"{group.where} starts from {directory}, which is not in INT4, as publish.quantise=int4 is; write a "
-                "copy with `slimx convert hf-to-int4` and name it"
+                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantise=int4 is; convert "
+                "it with `slimx convert hf-to-int4` and name the result"
             )
 
 
 def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
-    """Groups of the policy's engines, the directory that each starts from, if it is there already, and its
-    quantization_config. Raises SlimxError for a config.json with a value that no model has."""
+    """Yields groups of the policy's engines, the directory that each starts from, if it exists, and its
+    quantization_config. Raises SlimxError for a config.json with an invalid value."""
     from slimx.models.schema import read_fields
 
     for group in rollout.policy_engines:

@@ -17,30 +17,30 @@ from slimx.numerics.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Rounding):
-    """Matrix products of the linear layers in fp8 (`trainer.fp8`). On GPUs Transformer Engine's own layers compute so,
-    elsewhere those of `slimx.extras.low_precision.megatron`."""
+    """Matrix products of the linear layers in fp8 (`trainer.fp8`), by Transformer Engine's layers on GPUs and by those
+    of `slimx.extras.low_precision.megatron` elsewhere."""
 
     TOKENS: ClassVar[int] = 128
-    """Blocks along tokens are whole, and the ranks of sequence parallelism exchange codes in the place of bf16
-    (Transformer Engine's `Float8BlockQuantizer.is_quantizable`)."""
+    """Tokens per block: with complete blocks, ranks of sequence parallelism exchange codes instead of bf16 (Transformer
+    Engine's `Float8BlockQuantizer.is_quantizable`)."""
     VARIABLES: ClassVar[dict[str, str]] = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
-    """Transformer Engine reads it on import: scales of 128-wide blocks are fp32, as publications write them, and not
-    powers of two."""
+    """Read by Transformer Engine on import: scales of 128-wide blocks are fp32, as in publications, instead of powers
+    of two."""
 
     recipe: Recipe
 
     def fields(self) -> dict[str, Any]:
-        """Gradients are e4m3 too: blocks are small enough that e5m2's range is not needed. Attention and output layer
-        stay bf16."""
+        """Returns Megatron's fp8 fields. Gradients are e4m3 too: blocks are small enough to do without e5m2's range.
+        Attention and output layer stay bf16."""
         return {"fp8": "e4m3", "fp8_recipe": self.recipe.name}
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
         if device != "cuda":
-            return (f"fp8 {self.recipe.name}: rounded as a publication rounds, products in fp32 (there is no CUDA)",)
+            return (f"fp8 {self.recipe.name}: rounded as in a publication, products in fp32 (no CUDA device)",)
         if not engine:
             raise SlimxError(
-                f"trainer.fp8={self.recipe.name} needs the package transformer_engine, which is not here; install it "
-                "or leave trainer.fp8 out",
+                f"trainer.fp8={self.recipe.name} needs the package transformer_engine, which is not installed; install "
+                "it or leave trainer.fp8 out",
                 code="trainer.not_installed",
                 about="trainer.fp8",
             )
@@ -52,22 +52,21 @@ class Fp8(Rounding):
         megatron.install(block, self.recipe)
 
     def release(self, chunks: Iterable[Any]) -> None:
-        """Empties the copies that Transformer Engine 2.20.2 keeps of weights: megatron-core has them written anew in
-        the first micro-batch of every pass, and while engines generate on the GPU they would cost memory."""
+        """Clears Transformer Engine 2.20.2's cached copies of weights: megatron-core rewrites them in the first
+        micro-batch of every pass, and they would use memory while engines generate on the GPU."""
         for chunk in chunks:
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()
 
     def kept_bytes(self, elements: int) -> int:
-        """Codes and scales of the weights' rows, and once more of their columns."""
+        """Returns the bytes of codes and scales of the weights, along rows and along columns."""
         scales = -(-elements // prod(self.recipe.weight))
         return 2 * (elements + scales * self.recipe.scale_bytes)
 
 
 class Int4Experts(Rounding):
-    """The model computes with routed experts that hold the values of INT4 (docs/numerics.md) whenever parameters were
-    written. The optimizer goes on from the unrounded ones, and the gradients that it gets are those of the rounded
-    ones, as they are."""
+    """Routed experts with INT4 values (docs/numerics.md), rounded after every write of parameters. The optimizer keeps
+    the unrounded weights and gets the gradients of the rounded ones unchanged."""
 
     def prepare_weights(self, weights: Any) -> None:
         from slimx.extras.low_precision.int4 import rounded_parts
@@ -83,5 +82,6 @@ class Int4Experts(Rounding):
         weights.changed()
 
 
-BLOCKWISE, MXFP8 = (Fp8(recipe) for recipe in RECIPES.values())
+BLOCKWISE = Fp8(RECIPES["blockwise"])
+MXFP8 = Fp8(RECIPES["mxfp8"])
 INT4_EXPERTS = Int4Experts()

@@ -1,1 +1,1 @@
-"""Servers that span several machines."""
+"""Servers that span several nodes."""

@@ -1,7 +1,7 @@
-"""A server that spans several machines: what each machine's actor does, and what the first one knows of the others.
+"""A server that spans several nodes: the actor of each node, and the group of actors owned by the first one.
 
-The first machine's actor (`slimx.engines.server.engine.Engine`) owns the others': they end with it, and the
-guards of their processes end these.
+The first node's actor (`slimx.engines.server.engine.Engine`) owns the others: they end with it, and the process guards
+end their processes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from slimx.runtime.process import SupervisedProcess
 
 
 class NodeActor:
-    """The process that owns a server's share on a machine other than its first."""
+    """The actor that runs a server's processes on one of its nodes except the first."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, make_end: Callable[[], End] | None):
-        """`spec`: without what differs between starts. `network`: in which it takes its address. `make_end`: of a
-        transport that has an end on each machine."""
-        self.spec, self.log_path, self.host = spec, log_path, local_address(network)
+        """Takes `spec`, without the values that differ between starts; `network`, which contains its address; and
+        `make_end` of a transport with an end on each node."""
+        self.spec = spec
+        self.log_path = log_path
+        self.host = local_address(network)
         self.end = None if make_end is None else make_end()
         self.process: SupervisedProcess | None = None
 
     async def address(self) -> str:
-        """The address at which this machine's share listens, and from which it connects."""
+        """Returns the address on which this node's processes listen and from which they connect."""
         return self.host
 
     async def start(self, share: NodeShare) -> None:
@@ -47,7 +49,7 @@ class NodeActor:
             await self.end.prepare(self.host)
 
     async def ended(self) -> str | None:
-        """The end of its process in words; None while it runs."""
+        """Returns a sentence about the end of its process; None while it runs."""
         return None if self.process is None else self.process.ended()
 
     async def stop(self, grace_s: float) -> None:
@@ -55,12 +57,12 @@ class NodeActor:
             await asyncio.to_thread(self.process.stop, grace_s)
 
     async def transport(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the transport's end here."""
+        """Calls a method of the transport's end on this node."""
         return await getattr(self.end, method)(*arguments)
 
 
 class Nodes:
-    """The machines of a server on several: the actors of all but the first, called together."""
+    """The actors of all nodes of a server except the first, called together."""
 
     def __init__(
         self,
@@ -71,50 +73,55 @@ class Nodes:
         make_end: Callable[[], End] | None,
         deadline_s: float,
     ):
-        """`places`: of all machines but the first. `deadline_s`: seconds for a call to a transport's ends."""
-        self.name, self.deadline_s = spec.name, deadline_s
+        """Takes `places` of all nodes except the first, and `deadline_s` of a call to a transport's ends, in
+        seconds."""
+        self.name = spec.name
+        self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
-        self._logs = [
-            log_path.with_name(f"{log_path.stem}.node{n}{log_path.suffix}") for n in range(1, len(places) + 1)
-        ]
-        self._actors = [
-            ray.remote(NodeActor)
-            .options(**place.options(cpus))
-            .remote(replace(spec, gpus=place.gpus), log, network, make_end)
-            for place, log in zip(places, self._logs, strict=True)
-        ]
+        self._logs: list[Path] = []
+        self._actors: list[Any] = []
+        for rank, place in enumerate(places, 1):
+            log = log_path.with_name(f"{log_path.stem}.node{rank}{log_path.suffix}")
+            actor = ray.remote(NodeActor).options(**place.options(cpus))
+            self._logs.append(log)
+            self._actors.append(actor.remote(replace(spec, gpus=place.gpus), log, network, make_end))
 
     @property
     def count(self) -> int:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Start their processes; the share of the first machine, at `host`."""
+        """Starts the processes; returns the share of the first node, whose address is `host`."""
         hosts = (host, *await self._call("address", deadline_s))
-        meeting = address(host, free_port(host))
-        first, *shares = [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
+        rendezvous = address(host, free_port(host))
+        first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]
         await self._call("start", deadline_s, [(share,) for share in shares])
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """The end of the first of them that ended, in words; None while they run, or do not say."""
+        """Returns a sentence about the first process that ended; None while all run, or if one does not respond."""
         try:
             answers = await self._call("ended", deadline_s)
         except DeadlineError:
             return None
         except SlimxError as error:
             return str(error)
-        return next((answer for answer in answers if answer is not None), None)
+        return next((sentence for sentence in answers if sentence is not None), None)
 
     async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """Call `method` of the transport's end on every machine but the first, with one of `messages`; the answers."""
-        arguments = [(method,)] * self.count if messages is None else [(method, message) for message in messages]
+        """Calls `method` of the transport's end on every node except the first, each with one of `messages`; returns
+        the results."""
+        if messages is None:
+            arguments: list[tuple[Any, ...]] = [(method,)] * self.count
+        else:
+            arguments = [(method, message) for message in messages]
         return await self._call("transport", self.deadline_s, arguments)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
-        """End their processes, and the actors: another start makes others. Does not raise."""
-        actors, self._actors = self._actors, []
-        stopping = [asyncio.ensure_future(_answer(actor.stop.remote(grace_s))) for actor in actors]
+        """Ends the processes and the actors; another start needs new ones. Does not raise."""
+        actors = self._actors
+        self._actors = []
+        stopping = [asyncio.ensure_future(_result(actor.stop.remote(grace_s))) for actor in actors]
         if stopping:
             await asyncio.wait(stopping, timeout=deadline_s)
         for task, actor in zip(stopping, actors, strict=True):
@@ -125,17 +132,21 @@ class Nodes:
     async def _call(
         self, method: str, deadline_s: float, arguments: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """The answers of all actors to `method`, of each with its arguments. Raises SlimxError, as one raised it."""
+        """Returns the results of `method` of all actors, each called with its arguments. Raises the SlimxError of the
+        first that fails."""
         if arguments is None:
             arguments = [()] * self.count
+        calls = []
+        for actor, values in zip(self._actors, arguments, strict=True):
+            calls.append(getattr(actor, method).remote(*values))
         return await gather(
-            [getattr(actor, method).remote(*values) for actor, values in zip(self._actors, arguments, strict=True)],
+            calls,
             what=method,
-            holders=[f"machine {number} of engine {self.name}" for number in range(1, self.count + 1)],
+            holders=[f"machine {rank} of engine {self.name}" for rank in range(1, self.count + 1)],
             deadline_s=deadline_s,
             logs=self._logs,
         )
 
 
-async def _answer(reference: Any) -> Any:
+async def _result(reference: Any) -> Any:
     return await reference

@@ -1,8 +1,10 @@
-"""Recovery of lost trainers in a run that goes on."""
+"""Recovery of lost trainers in a running run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from slimx.extras.recovery.section import recovery_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> Recovery | None:
-    """Returns the configured recovery; None where lost trainers are not replaced (an entry point of
+    """Returns the configured recovery; None if lost trainers are not replaced (an entry point of
     `slimx.recoveries`)."""
-    if not trainers.config.recovery.trainers:
+    if not recovery_of(trainers.config).trainers:
         return None
     from slimx.extras.recovery.trainers import TrainerRecovery
 

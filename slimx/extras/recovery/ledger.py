@@ -1,4 +1,4 @@
-"""The batches that were trained since the newest checkpoint: with it they make the trainers' present state again."""
+"""The batches trained since the newest checkpoint, by which new trainers reach the state of the lost ones."""
 
 from __future__ import annotations
 
@@ -13,90 +13,92 @@ from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
-"""Difference that the order of a sum may make, relative; in bf16 a hundred times that in fp32."""
+"""Relative difference that a changed order of summation may cause; in bf16 a hundred times that of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """A step as the trainers were given it, and what came of it."""
+    """A trained step: the trainers' input and the metrics that they returned."""
 
     step: int
-    """Steps done before it."""
+    """Number of steps before it."""
     version: int
-    """Weight version of the engines when it was trained."""
+    """Weight version of the engines during the step."""
     updates: list[TrainBatch]
     metrics: dict[str, float]
-    """Metrics that the trainers returned."""
+    """Metrics returned by the trainers."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of its arrays, in bytes."""
         return sum(_nbytes(batch) for update in self.updates for shard in update.shards for batch in shard)
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A state that new trainers can begin from."""
+    """A state from which new trainers can start."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     checkpoint: Path | None = None
-    """Directory that holds it; None: the run's initial weights, with which trainers start."""
+    """Checkpoint directory; None: the run's initial weights, with which trainers start."""
     same_layout: bool = True
-    """True if the checkpoint was written under the run's parallel sizes."""
+    """True if the checkpoint has the run's parallel sizes."""
 
 
 class Ledger:
-    """The newest base and the steps since then, in driver memory; at most as many as lie between two checkpoints and
-    the writing of the second."""
+    """The newest base and the steps since then, in the driver's memory: at most the steps between two checkpoints and
+    those during the second one's write."""
 
     def __init__(self) -> None:
         self.base = Base()
         self.steps: dict[int, TrainedStep] = {}
-        """By the number of steps before it."""
+        """Trained steps, by the number of steps before each."""
 
     def trained(self, step: TrainedStep) -> None:
-        """Keep a step that the trainers have done."""
+        """Records a step that the trainers have done."""
         self.steps[step.step] = step
 
     def rebase(self, base: Base) -> None:
-        """Begin from `base` from now on; steps before it are not needed any more."""
+        """Sets `base` and drops the steps before it."""
         self.base = base
-        self.steps = {number: step for number, step in self.steps.items() if number >= base.step}
+        self.steps = {index: step for index, step in self.steps.items() if index >= base.step}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batches that are kept."""
+        """Size of the recorded batches, in bytes."""
         return sum(step.nbytes for step in self.steps.values())
 
 
 def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raise SlimxError naming the first metric of step `step` (from 1) that is not to the last bit what was recorded.
+    """Raises SlimxError naming the first metric of step `step` (from 1) that differs in any bit from the recorded one.
     NaN equals NaN."""
     for name in sorted({*recorded, *again}):
-        before, now = recorded.get(name), again.get(name)
+        before = recorded.get(name)
+        now = again.get(name)
         if before is None or now is None or not _same(before, now):
-            hint = "; kernels that add in another order each time do this: leave recovery.trainers at 0 with them"
+            hint = "; kernels without a fixed order of summation cause this: set recovery.trainers=0 with them"
             raise _differs(step, name, before, now, hint)
 
 
 def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raise SlimxError naming what of step `step` (from 1) is not what was recorded, but for the order in which fewer
-    ranks add: a norm or a loss that differs by more than `CLOSE` of the norm of the gradients, or of 1."""
+    """Raises SlimxError naming a metric of step `step` (from 1) that differs by more than fewer ranks' order of
+    summation explains: a norm or loss off by more than `CLOSE` times the gradient norm (at least 1)."""
     bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
     for name in ("optim/grad_norm", "loss/policy"):
         if name not in recorded:
             continue
-        before, now = recorded[name], again.get(name, math.nan)
+        before = recorded[name]
+        now = again.get(name, math.nan)
         if not (_same(before, now) or abs(before - now) <= bound):
-            raise _differs(step, name, before, now, ", under the sizes that it says")
+            raise _differs(step, name, before, now, ", with its parallel sizes")
 
 
 def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
     return SlimxError(
-        f"new trainers trained step {step} on the batch that the driver kept, but {name} is {now} and was {before}: "
-        "they are not in the state that the run had, so it does not go on with them; the same command goes on from the "
-        f"newest checkpoint{hint}",
+        f"new trainers trained step {step} on the batch recorded by the driver, but {name} is {now} instead of "
+        f"{before}: their state differs from the run's, so the run ends; the same command resumes from the newest "
+        f"checkpoint{hint}",
         code="recovery.differs",
         about=name,
     )

@@ -1,10 +1,10 @@
-"""A rank's own state as bytes, to be kept in another process and taken back by the rank that follows it.
+"""A rank's state as bytes, kept in another process and restored by the rank's replacement.
 
     bytes = length | skeleton | tensors, one after the other
 
-The skeleton is the state as a checkpoint structures it, with a number in place of each tensor. It fits ranks of one
-layout only, and nothing of it is run as code. Unlike a checkpoint's shards the bytes need no other rank's: replicas are
-in each of them.
+The skeleton is the state in a checkpoint's structure, with an index in place of each tensor. It is valid for ranks of
+the same layout only, and is loaded without executing code. Unlike a checkpoint's shards, the bytes of a rank are
+complete: they include replicated tensors.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from slimx.models.files.safe_pickle import safe_classes
 _ALIGNED = 64
 _MARK = "slimx tensor "
 _LENGTH = 8
-"""Bytes of the length of the skeleton."""
+"""Size of the skeleton's length field, in bytes."""
 
 
 class Mirror:
-    """Copies this rank's state and sends it behind the rank's back."""
+    """Copies this rank's state and sends it in the background."""
 
     def __init__(self, rank: int, deadline_s: float):
-        self.rank, self.deadline_s, self.holder = rank, deadline_s, f"trainer rank {rank}"
+        self.rank = rank
+        self.deadline_s = deadline_s
+        self.holder = f"trainer rank {rank}"
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._fetched: tuple[int, torch.Tensor] | None = None
 
     def send(self, store: Any, step: int, state: dict[str, Any]) -> None:
-        """Copy `state`, that after `step` steps, and begin to send it to `store`. Returns when it may change again;
-        `store` tells whether it is whole."""
+        """Copies `state`, the one after `step` steps, and starts to send it to `store`. Returns once `state` may
+        change; `store` reports when it is complete."""
         if self._thread is not None:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
                 raise MirrorLost(
-                    f"{self.holder} is still sending the mirror before",
+                    f"{self.holder} is still sending the previous mirror",
                     code="mirror.busy",
                     about=self.holder,
                 )
@@ -59,14 +61,15 @@ class Mirror:
         self._thread.start()
 
     def fetch(self, store: Any, step: int) -> None:
-        """Bring the bytes of this rank after `step` here. Raises MirrorLost if they cannot be had as they were."""
+        """Reads the bytes of this rank after `step` from `store`. Raises MirrorLost if they are missing or changed."""
         size, digest = self._ask(store.describe.remote(step, self.rank))
         data = np.empty(size, np.uint8)
         for start in range(0, size, CHUNK):
             data[start : start + CHUNK] = self._ask(store.read.remote(step, self.rank, start))
-        if (found := xxhash.xxh3_128_hexdigest(data)) != digest:
+        received = xxhash.xxh3_128_hexdigest(data)
+        if received != digest:
             raise MirrorLost(
-                f"the mirrored state of {self.holder} after step {step} came with the digest {found} "
+                f"the mirrored state of {self.holder} after step {step} arrived with digest {received} "
                 f"instead of {digest}",
                 code="mirror.differs",
                 about=self.holder,
@@ -74,32 +77,33 @@ class Mirror:
         self._fetched = step, torch.from_numpy(data)
 
     def fetched(self, step: int) -> torch.Tensor:
-        """Give the bytes that `fetch` has brought, and keep them no longer."""
+        """Returns the bytes read by `fetch` and releases them."""
         assert self._fetched is not None and self._fetched[0] == step
-        (_, data), self._fetched = self._fetched, None
+        data = self._fetched[1]
+        self._fetched = None
         return data
 
     def copied(self, state: dict[str, Any]) -> torch.Tensor:
-        """The bytes of `state`, in memory that is kept from mirror to mirror."""
+        """Returns the bytes of `state`, in a buffer that all mirrors reuse."""
         tensors: list[torch.Tensor] = []
-        written = io.BytesIO()
-        torch.save((skeleton_of(state, tensors), [(str(t.dtype), tuple(t.shape)) for t in tensors]), written)
-        head = torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)
-        places, size = _places(tensors, _LENGTH + len(head))
+        buffer = io.BytesIO()
+        torch.save((skeleton_of(state, tensors), [(str(t.dtype), tuple(t.shape)) for t in tensors]), buffer)
+        head = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+        offsets, size = _offsets(tensors, _LENGTH + len(head))
         if len(self._memory) != size:
             pinned = any(tensor.is_cuda for tensor in tensors)
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         memory = self._memory
         memory[:_LENGTH].view(torch.int64).fill_(len(head))
         memory[_LENGTH : _LENGTH + len(head)].copy_(head)
-        for tensor, at in zip(tensors, places, strict=True):
-            _view(memory, at, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            _view(memory, offset, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
         if memory.is_pinned():
             torch.cuda.current_stream().synchronize()
         return memory
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
-        """The thread's work. A failure is printed: the driver asks the store alone."""
+        """Runs in the thread. Prints failures: the driver only asks the store."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):
@@ -109,7 +113,8 @@ class Mirror:
             print(f"slimx: the state after step {step} was not mirrored: {error}", flush=True)
 
     def _ask(self, reference: Any) -> Any:
-        """The store's answer. Raises MirrorLost if there is none in time, or none any more."""
+        """Returns the store's response. Raises MirrorLost if there is none within the deadline, or the store is
+        gone."""
         try:
             return ray.get(reference, timeout=self.deadline_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -117,33 +122,34 @@ class Mirror:
             if isinstance(cause, MirrorLost):
                 raise cause from None
             raise MirrorLost(
-                f"{self.holder}: the process that keeps its mirror does not answer ({type(error).__name__})",
+                f"{self.holder}: the process with its mirror does not respond ({type(error).__name__})",
                 code="mirror.lost",
                 about=self.holder,
             ) from None
 
 
 def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The values of the bytes `data`, uint8 [size], structured as `state` is, a state that is to be loaded: its tensors
-    are written over."""
+    """Returns the values of the bytes `data`, uint8 [size], in the structure of `state`, a state to be loaded, whose
+    tensors are overwritten."""
     length = int(data[:_LENGTH].view(torch.int64))
     with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())
         skeleton, forms = torch.load(head, weights_only=True)
-    tensors, at = [], _LENGTH + length
+    tensors: list[torch.Tensor] = []
+    offset = _LENGTH + length
     for dtype, shape in forms:
-        at = _aligned(at)
-        tensors.append(_view(data, at, getattr(torch, dtype.removeprefix("torch.")), shape))
-        at += tensors[-1].nbytes
+        offset = _aligned(offset)
+        tensors.append(_view(data, offset, getattr(torch, dtype.removeprefix("torch.")), shape))
+        offset += tensors[-1].nbytes
     return _merged(skeleton, state, tensors)
 
 
 def skeleton_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with the number of a tensor of `tensors`, to which it is added, in place of each one that is sharded."""
+    """Returns `value` with an index in place of each sharded tensor, and appends these tensors to `tensors`."""
     if isinstance(value, dict):
-        return {key: skeleton_of(each, tensors) for key, each in value.items()}
+        return {key: skeleton_of(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
-        return [skeleton_of(each, tensors) for each in value]
+        return [skeleton_of(item, tensors) for item in value]
     if isinstance(value, ShardedObject):
         return value.data
     if isinstance(value, LocalNonpersistentObject):
@@ -162,11 +168,12 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(state, ShardedObject):
         return saved
     if isinstance(saved, dict):
-        mine = state if isinstance(state, dict) else {}
-        return {key: _merged(each, mine.get(key), tensors) for key, each in saved.items()}
+        state_items = state if isinstance(state, dict) else {}
+        return {key: _merged(item, state_items.get(key), tensors) for key, item in saved.items()}
     if isinstance(saved, list):
-        mine = state if isinstance(state, list) and len(state) == len(saved) else [None] * len(saved)
-        return [_merged(each, own, tensors) for each, own in zip(saved, mine, strict=True)]
+        same_length = isinstance(state, list) and len(state) == len(saved)
+        states = state if same_length else [None] * len(saved)
+        return [_merged(item, item_state, tensors) for item, item_state in zip(saved, states, strict=True)]
     if not (isinstance(saved, str) and saved.startswith(_MARK)):
         return saved
     tensor = tensors[int(saved.removeprefix(_MARK))]
@@ -176,19 +183,20 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
     return tensor.clone()
 
 
-def _places(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """The offset of each tensor, and the end of the last one."""
-    places, at = [], start
+def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
+    """Returns the offset of each tensor, and the end of the last one."""
+    offsets = []
+    end = start
     for tensor in tensors:
-        at = _aligned(at)
-        places.append(at)
-        at += tensor.nbytes
-    return places, at
+        offset = _aligned(end)
+        offsets.append(offset)
+        end = offset + tensor.nbytes
+    return offsets, end
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNED) * _ALIGNED
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNED) * _ALIGNED
 
 
-def _view(memory: torch.Tensor, at: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
-    return memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _view(memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
+    return memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -1,8 +1,8 @@
-"""Operations of a rank that copy its state to a store and take it back (role "mirror")."""
+"""Operations of a rank that copy its state to a store and restore it (role "mirror")."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slimx.extras.recovery.mirror import Mirror, read_back
 from slimx.trainer.checkpoint.load import take_state
@@ -10,33 +10,36 @@ from slimx.trainer.checkpoint.state import local_state
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
 
+if TYPE_CHECKING:
+    from slimx.trainer.trainer import PolicyTrainer
+
 
 class MirrorRole:
     """The mirrors of one rank's model; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
-        self.model = rank.roles["model"]
+        self.model = cast("PolicyTrainer", rank.roles["model"])
         self.mirror = Mirror(rank.number, rank.config.trainer.deadline)
 
     def reload(self, *, training: bool = True) -> None:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Nothing of a mirror is on the device."""
+        """Does nothing: mirrors use no device memory."""
 
     @operation("mirror", needs="training")
     def send(self, store: Any, *, step: int) -> None:
-        """Copy the state after `step` steps and begin to send it to `store`, a `MirrorStore`."""
+        """Copies the state after `step` steps and starts to send it to `store`, a `MirrorStore`."""
         self.mirror.send(store, step, self._state(loading=False))
 
     @operation("restore")
     def fetch(self, store: Any, *, step: int) -> None:
-        """Bring here what this rank's predecessor sent to `store` after `step` steps."""
+        """Fetches the state that this rank's predecessor sent to `store` after `step` steps."""
         self.mirror.fetch(store, step)
 
     @operation("restore", needs="training")
     def restore(self, *, step: int) -> None:
-        """Continue from the state after `step` steps, which `fetch` has brought."""
+        """Restores the state after `step` steps, which `fetch` has read."""
         loaded = read_back(self.mirror.fetched(step), self._state(loading=True))
         take_state(loaded, self.model.chunks, self.model.optimizer)
         self.model.weights.changed()

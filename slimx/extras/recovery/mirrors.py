@@ -1,10 +1,10 @@
-"""The states of all ranks in the memory of processes that outlive them: the driver's side.
+"""The states of all ranks in the memory of processes that outlive them: the driver's part.
 
     node 0: ranks 0 1   --state-->   store on node 1
-    node 1: ranks 2 3   --state-->   store on node 0        with one node it keeps its own
+    node 1: ranks 2 3   --state-->   store on node 0        a single node keeps its own states
 
-A set of mirrors counts once the stores have proven those of every rank; until then the one before does. At most two are
-held. A store that is lost takes its mirrors along: none count any more, and another one starts with the next set.
+A set of mirrors is valid once the stores have verified the states of all ranks; until then the previous one is. At most
+two are stored. If a store is lost, no set is valid any more, and the next set starts with new stores.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _POLL_S = 0.1
 
 
 def launch_store(node: str) -> Any:
-    """Start a store on the machine that Ray knows by the id `node`."""
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(MirrorStore).options(num_cpus=0, scheduling_strategy=place).remote()
+    """Starts a store on the node with Ray id `node`."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(MirrorStore).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 class Mirrors:
@@ -43,109 +43,115 @@ class Mirrors:
         note: Callable[[str], None],
         launch: Callable[[str], Any] = launch_store,
     ):
-        """`launch`: starts a store on the machine that Ray knows by an id."""
-        self.trainers, self.log_dir, self.note, self._launch = trainers, log_dir, note, launch
+        """Takes `launch`, which starts a store on the node with a Ray id."""
+        self.trainers = trainers
+        self.log_dir = log_dir
+        self.note = note
+        self._launch = launch
         self.step: int | None = None
-        """Step of the set that counts; None: there is none."""
+        """Step of the valid set; None if there is none."""
         self._stores: dict[str, Any] = {}
-        """By Ray's id of a machine the process there."""
-        self._of_rank: list[str] = []
-        """By rank the machine that keeps its mirror."""
+        """Store actors by the Ray id of their node."""
+        self._mirror_nodes: list[str] = []
+        """Node of each rank's mirror, by rank."""
         self._coming: asyncio.Task[None] | None = None
 
     async def take(self, step: int) -> None:
-        """Begin a set of the present state of all ranks, that after `step` steps; returns when ranks may go on. Raises
-        what ranks raise; that a store is lost only leaves the set out."""
+        """Starts a set of the state of all ranks after `step` steps; returns when ranks may continue. Raises the ranks'
+        errors; if a store is lost, the set is skipped."""
         if self._coming is not None:
             await asyncio.wait([self._coming])
         try:
             await self._open()
-            what = f"the copy of the state of step {step}"
-            await self.trainers.call("mirror.send", what, per_rank=self._stores_of_ranks(), step=step)
+            action = f"the copy of the state of step {step}"
+            await self.trainers.call("mirror.send", action, per_rank=self._stores_of_ranks(), step=step)
         except MirrorLost as error:
             await self._lose(error)
             return
         self._coming = asyncio.create_task(self._complete(step))
 
     async def interrupt(self) -> None:
-        """Wait no more for a set whose ranks have ended."""
+        """Stops waiting for a set whose ranks have ended."""
         if self._coming is not None:
             await cancelled(self._coming)
             self._coming = None
 
     async def restore(self, new: TrainerGroup) -> None:
-        """Bring new ranks to the set that counts. Raises MirrorLost, with no rank changed, if it is not whole any more;
-        it counts no longer then."""
+        """Restores the valid set on new ranks. Raises MirrorLost, with all ranks unchanged, if it is incomplete; then
+        no set is valid."""
         try:
-            each, what = self._stores_of_ranks(), f"mirrors of step {self.step}"
-            await new.call("mirror.fetch", f"the {what}", per_rank=each, step=self.step)
-            await new.call("mirror.restore", f"loading the {what}", step=self.step)
+            mirrors = f"mirrors of step {self.step}"
+            await new.call("mirror.fetch", f"the {mirrors}", per_rank=self._stores_of_ranks(), step=self.step)
+            await new.call("mirror.restore", f"loading the {mirrors}", step=self.step)
         except MirrorLost as error:
             await self._lose(error)
             raise
 
     def _stores_of_ranks(self) -> list[tuple[Any]]:
-        return [(self._stores[node],) for node in self._of_rank]
+        return [(self._stores[node],) for node in self._mirror_nodes]
 
     async def stop(self) -> None:
-        """End all stores; does not raise."""
+        """Ends all stores; does not raise."""
         await self.interrupt()
         await self._end()
 
     async def _open(self) -> None:
-        """Have a store on every machine that shall keep mirrors."""
+        """Starts a store on every node with ranks, unless they run."""
         if self._stores:
             return
         nodes = list(dict.fromkeys(rank["node"] for rank in self.trainers.started))
         after = dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
         self._stores = {node: self._launch(node) for node in nodes}
-        for number in range(len(nodes)):
-            begin_log(self._log(number))
-        await self._all("ready", *([str(self._log(number))] for number in range(len(nodes))))
-        self._of_rank = [after[rank["node"]] for rank in self.trainers.started]
+        for index in range(len(nodes)):
+            begin_log(self._log(index))
+        await self._all("ready", *([str(self._log(index))] for index in range(len(nodes))))
+        self._mirror_nodes = [after[rank["node"]] for rank in self.trainers.started]
         if len(nodes) == 1:
-            self.note("all trainers are on one node, which keeps their mirrors itself: they are lost with it")
+            self.note("all trainers are on one node, which keeps their mirrors: they are lost if it is lost")
 
     async def _complete(self, step: int) -> None:
-        """Wait until the stores have proven all ranks' states of `step`, and have them drop the others."""
+        """Waits until the stores have verified all ranks' states of `step`, and makes them drop the others."""
         limit = self.trainers.config.trainer.deadline
         try:
             async with asyncio.timeout(limit):
-                given = [[step]] * len(self._stores)
-                while sum(map(len, await self._all("whole", *given))) < len(self._of_rank):
+                arguments = [[step]] * len(self._stores)
+                while sum(map(len, await self._all("complete", *arguments))) < len(self._mirror_nodes):
                     await asyncio.sleep(_POLL_S)
-            await self._all("commit", *given)
+            await self._all("commit", *arguments)
             self.step = step
         except TimeoutError:
-            self.note(f"the mirrors of step {step} have not come within {limit:.0f} s; those before are kept")
+            self.note(f"the mirrors of step {step} were not complete within {limit:.0f} s; the previous ones are kept")
         except MirrorLost as error:
             await self._lose(error)
 
     async def _all(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Answers of all stores to calls with each one's own arguments. Raises MirrorLost if one has none."""
-        holders = [f"the mirrors on node {number}" for number in range(len(self._stores))]
+        """Returns the results of a method of all stores, each called with its arguments. Raises MirrorLost if one
+        fails."""
+        holders = [f"the mirrors on node {index}" for index in range(len(self._stores))]
         try:
+            calls = []
+            for store, values in zip(self._stores.values(), arguments, strict=True):
+                calls.append(getattr(store, method).remote(*values))
             return await gather(
-                [
-                    getattr(store, method).remote(*own)
-                    for store, own in zip(self._stores.values(), arguments, strict=True)
-                ],
+                calls,
                 what=f"{method} of mirrors",
                 holders=holders,
                 deadline_s=self.trainers.start_deadline_s,
-                logs=[self._log(number) for number in range(len(self._stores))],
+                logs=[self._log(index) for index in range(len(self._stores))],
             )
         except (DeadlineError, SlimxError) as error:
             raise MirrorLost(first_line(error), code="mirror.lost", about="mirrors") from error
 
-    def _log(self, number: int) -> Path:
-        return self.log_dir / f"mirrors-{number}.log"
+    def _log(self, index: int) -> Path:
+        return self.log_dir / f"mirrors-{index}.log"
 
     async def _lose(self, error: SlimxError) -> None:
-        """Count no mirrors any more; the next set begins with new stores."""
+        """Invalidates all mirrors; the next set starts with new stores."""
         self.note(f"mirrors are lost: {first_line(error)}")
         await self._end()
 
     async def _end(self) -> None:
-        stores, self._stores, self.step = list(self._stores.values()), {}, None
+        stores = list(self._stores.values())
+        self._stores = {}
+        self.step = None
         await kill(stores)

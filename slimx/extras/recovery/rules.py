@@ -1,4 +1,4 @@
-"""Rules about the recovery of trainers."""
+"""Rules for the recovery of trainers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def unproven(**sections: Any) -> Problems:
 def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
     if recovery.trainers and not checkpoint.every:
         yield (
-            "with recovery.trainers the driver keeps every batch that was trained since the newest checkpoint, and "
-            "their number has no bound; set it"
+            "with recovery.trainers the driver keeps every batch trained since the newest checkpoint, and "
+            "without checkpoints their number is unbounded; set it"
         )
 
 
 @rule("recovery.mirror", "recovery.mirror_every")
 def mirrors_for_someone(recovery: Recovery) -> Problems:
     if recovery.mirror_every and not recovery.trainers:
-        yield "no rank would ever take a mirrored state; set recovery.trainers, or leave it out"
+        yield "no rank would ever restore a mirrored state; set recovery.trainers, or leave it out"
 
 
 @rule("recovery.shrink", "recovery.shrink_after")
@@ -57,21 +57,21 @@ def shrinks_for_someone(recovery: Recovery) -> Problems:
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "it was never proven without engines of the policy (rollout.engines is empty, or rollout.replay is set), "
-            "which it keeps running meanwhile; set it to 0"
+            "it is not proven without engines of the policy (rollout.engines is empty, or rollout.replay is set), "
+            "which keep running during a recovery; set it to 0"
         )
 
 
 @rule("recovery.transport", "publish.transport")
-def recovers_beside(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
-    """Asked of the transport that is chosen, where the configuration leaves it open."""
+def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
+    """Checks the transport that is chosen if the configuration leaves it open."""
     if not recovery.trainers:
         return
     from slimx.engines.transport import transport_of
 
     if transport_of(publish).on_gpus(publish, device, colocate=schedule.colocate):
         yield (
-            "buckets in the memory of GPUs were never proven with recovery.trainers, which replaces the ranks that "
+            "buckets in GPU memory are not proven with recovery.trainers, which replaces the ranks that "
             "pack them; set publish.staging=model and publish.transport=auto, or recovery.trainers=0"
         )
 
@@ -84,9 +84,9 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
 
     if next(fewer(sizes), None) is None:
         yield (
-            f"DP{sizes.data} cannot become smaller (TP{sizes.tensor} CP{sizes.context} EP{sizes.expert} "
-            f"ETP{sizes.expert_tensor}): there is one, or the experts' ranks need all of them; leave it out, or choose "
+            f"DP{sizes.data} cannot shrink (TP{sizes.tensor} CP{sizes.context} EP{sizes.expert} "
+            f"ETP{sizes.expert_tensor}): it is 1, or the experts need all data-parallel ranks; leave it out, or choose "
             "a layout with more data-parallel ranks"
         )
     if device == "cuda":
-        yield "it was never proven on GPUs; leave it out, or run on the CPU"
+        yield "it is not proven on GPUs; leave it out, or run on the CPU"

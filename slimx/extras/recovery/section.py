@@ -1,17 +1,28 @@
-"""Section recovery: parts of a run that are replaced while the others go on."""
+"""Section recovery: parts of a run that are replaced while the others continue."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slimx.config.section import Count, Seconds, Section
+
+if TYPE_CHECKING:
+    from slimx.config.schema import CoreConfig
 
 
 class Recovery(Section):
     trainers: Count = 0
-    """Times that all trainer ranks may be started again in a run when one of them dies or stands still, while engines,
-    router and driver stay; 0: such a loss ends the run, and the same command goes on from the newest checkpoint."""
+    """Number of times in a run that all trainer ranks may be restarted when one of them dies or hangs, while engines,
+    router and driver keep running; 0: such a loss ends the run, and the same command resumes from the newest
+    checkpoint."""
     mirror_every: Count = 0
-    """Steps between two copies of all ranks' states, which are kept in the host memory of a neighbouring node (of the
-    same one, where there is no other), so that lost trainers need no disk and train fewer steps again; 0: none."""
+    """Steps between copies of all ranks' states to the host memory of a neighbouring node (of the same node if there is
+    only one), so that lost trainers are restored without a disk and repeat fewer steps; 0: none."""
     shrink_after: Seconds | None = None
-    """Seconds that Ray may lack the places of lost ranks, as of a machine that does not come back; then the run goes on
+    """Seconds to wait for Ray resources of lost ranks, e.g. of a node that does not come back, until the run continues
     with fewer data-parallel ranks, which train the same batches; null: it ends after cluster.start_deadline."""
+
+
+def recovery_of(config: CoreConfig) -> Recovery:
+    """Returns section recovery of a run's configuration."""
+    return config.recovery  # type: ignore[attr-defined]  # a field that the entry point in slimx.sections adds

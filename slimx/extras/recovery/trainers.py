@@ -1,14 +1,13 @@
-"""Replaces lost trainers while engines, router, buffer and driver go on.
+"""Replaces lost trainers while engines, router, buffer and driver keep running.
 
-    a rank dies, or stands still        watch_ranks, or the call that it breaks
+    a rank dies or hangs                detected by watch_ranks, or by the call that fails
       all ranks are killed              a process group cannot lose one member
-      new ranks start, and load         the newest checkpoint, else the initial weights
-      they train the steps since then   on the batches that the driver kept; every metric must be what it was
-      the call that broke is made again
+      new ranks start and load          the newest checkpoint, else the initial weights
+      they train the steps since then   on the batches kept by the driver; every metric must be the same
+      the failed call is repeated
 
-Whoever needs trainers asks for them by `lasting`, which waits while they are being replaced and makes a call that broke
-again. Nothing reaches new ranks before they are where the old ones were: until then the group's actors are the dead
-ones.
+Callers reach trainers through `lasting`, which waits during a replacement and repeats a failed call. No call reaches
+new ranks before they have the state of the old ones: until then the group's actors are the dead ones.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import first_line, has_died, kill
 from slimx.data.batch import TrainBatch
 from slimx.errors import DeadlineError, PartLost, SlimxError
-from slimx.extras.recovery.fence import fence
+from slimx.extras.recovery.kill_workers import kill_on_nodes
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
 from slimx.extras.recovery.mirror_store import MirrorLost
 from slimx.extras.recovery.mirrors import Mirrors
+from slimx.extras.recovery.section import recovery_of
 from slimx.layout.ranks import fewer
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.ranks.trainers import TrainerGroup
@@ -47,24 +47,29 @@ class TrainerRecovery(Recovery):
     """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
-        """`replan`: None where there will be no ranks of other sizes."""
+        """Takes `replan`, None if ranks never change their sizes."""
         super().__init__(trainers)
-        self.records, self.config, self._replan = records, trainers.config, replan
-        self.limit = self.config.recovery.trainers
+        self.records = records
+        self.config = trainers.config
+        self.options = recovery_of(trainers.config)
+        self._replan = replan
+        self.limit = self.options.trainers
         self.ledger = Ledger()
         self.mirrors = Mirrors(trainers, log_dir, records.table.note)
-        self.trained_again = self.from_mirrors = 0
-        """Steps that new ranks trained again, and times that they took their state from mirrors."""
+        self.trained_again = 0
+        """Steps that new ranks trained again."""
+        self.from_mirrors = 0
+        """Times that new ranks took their state from mirrors."""
         self.replaced = 0
-        """Times that all ranks were started again, those counted that failed."""
+        """Times that all ranks were restarted, including failed attempts."""
         self._seconds = 0.0
-        """Seconds of outages since the metrics were last asked for."""
+        """Outage since the last call of `metrics`, in seconds."""
         self._epoch = 0
-        """Counts the worlds of ranks."""
+        """Number of replacements of the group's ranks."""
         self._replacing = asyncio.Lock()
         self._checkpoints: Checkpointer | None = None
         self._final: SlimxError | None = None
-        """Reason for which no rank is replaced any more."""
+        """Reason why ranks are not replaced any more."""
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
         self.ledger.rebase(Base(step, checkpoint, same_layout=same_layout))
@@ -72,64 +77,76 @@ class TrainerRecovery(Recovery):
         await self.trainers.identify()
         self._checkpoints = checkpoints
 
+    @property
+    def checkpoints(self) -> Checkpointer:
+        """The writer of checkpoints, set by `open`: ranks are not replaced before."""
+        assert self._checkpoints is not None
+        return self._checkpoints
+
     def _saved(self, step: int, path: Path) -> None:
         self.ledger.rebase(Base(step, path))
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Keep the step until a checkpoint holds it."""
+        """Keeps the step until a checkpoint includes it."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Have the state of all ranks kept in memory elsewhere, if that is due. That it cannot be ends nothing."""
-        every = self.config.recovery.mirror_every
+        """Mirrors the state of all ranks if that is due. A failure to mirror does not end the run."""
+        every = self.options.mirror_every
         if every and step % every == 0:
             with phase("mirror"):
                 await self.lasting(lambda: self.mirrors.take(step))
 
     def bases(self) -> set[int]:
-        return {self.ledger.base.step} | ({self.mirrors.step} if self.mirrors.step is not None else set())
+        bases = {self.ledger.base.step}
+        if self.mirrors.step is not None:
+            bases.add(self.mirrors.step)
+        return bases
 
     async def stop(self) -> None:
-        """End what keeps mirrors; does not raise."""
+        """Ends the processes with mirrors; does not raise."""
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Replacements so far, seconds without trainers since the last call, and what the driver keeps of batches."""
-        seconds, self._seconds = self._seconds, 0.0
-        return {
+        """Returns replacements so far, seconds without trainers since the last call, and the size of the kept
+        batches."""
+        metrics = {
             "recovery/trainers": float(self.replaced),
-            "recovery/seconds": seconds,
+            "recovery/seconds": self._seconds,
             "recovery/trained_again": float(self.trained_again),
             "recovery/from_mirrors": float(self.from_mirrors),
-            **({} if self.mirrors.step is None else {"recovery/mirrored_step": float(self.mirrors.step)}),
             "recovery/data_parallel": float(self.trainers.sizes.data),
             "recovery/kept_steps": float(len(self.ledger.steps)),
             "recovery/kept_mib": self.ledger.nbytes / 2**20,
         }
+        if self.mirrors.step is not None:
+            metrics["recovery/mirrored_step"] = float(self.mirrors.step)
+        self._seconds = 0.0
+        return metrics
 
-    # Whoever needs trainers -------------------------------------------------------------------------------------------
+    # Calls of trainers -----------------------------------------------------------------------------------------------
 
     async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which calls trainers and may be done again from its beginning. What it raises counts
-        unless ranks were lost meanwhile: then it is done again with new ones."""
+        """Returns the result of `work`, which calls trainers and can be repeated from its beginning. If ranks were lost
+        meanwhile, an error is ignored and `work` is repeated with new ranks."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
             try:
                 return await work()
             except SlimxError as error:
-                if self._epoch == epoch and not self._replacing.locked() and not await lost(self.trainers, error):
+                if self._epoch == epoch and not self._replacing.locked() and not await is_lost(self.trainers, error):
                     raise
                 await self._replace(error, epoch)
 
     async def watch(self) -> SlimxError:
-        """Watch the ranks and replace them; returns why that is not possible any more."""
+        """Watches the ranks and replaces them; returns the reason once that is impossible."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
             error = await watch_ranks(self.trainers, self.config.trainer.watch_deadline)
             try:
-                if self._epoch == epoch and not await lost(self.trainers, error):
+                if self._epoch == epoch and not await is_lost(self.trainers, error):
                     return error
                 await self._replace(error, epoch)
             except SlimxError as final:
@@ -138,8 +155,7 @@ class TrainerRecovery(Recovery):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Bring up new ranks in place of those of `epoch`, unless that has been done. Raises SlimxError if it cannot
-        be."""
+        """Starts new ranks in place of those of `epoch`, unless that is done. Raises SlimxError if it is impossible."""
         async with self._replacing:
             while self._epoch == epoch:
                 if self._final is None and (self._checkpoints is None or self.replaced >= self.limit):
@@ -149,45 +165,51 @@ class TrainerRecovery(Recovery):
                 reason = await self._attempt(reason) or reason
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
-        """Start all ranks again because of `reason`; returns why the new ones were lost, too. Raises what another
-        attempt would meet again."""
+        """Restarts all ranks because of `reason`; returns the reason if the new ones are lost, too. Raises SlimxError
+        if another attempt would fail the same way."""
         self.replaced += 1
-        note, told = self.records.table.note, first_line(reason)
-        note(f"{told}: trainers are started again, {self.replaced} of {self.limit}")
-        at, began, failed = time.time(), time.perf_counter(), "it was given up"
+        note = self.records.table.note
+        sentence = first_line(reason)
+        note(f"{sentence}: trainers are restarted, {self.replaced} of {self.limit}")
+        at = time.time()
+        began = time.perf_counter()
+        failed = "it was given up"
         try:
             await keep_stacks(Path(self.config.run.dir), note, reason)
             again = await self._start_again()
             failed = "" if again is None else first_line(again)
             return again
         except SlimxError as problem:
-            self._final, failed = problem, first_line(problem)
+            self._final = problem
+            failed = first_line(problem)
             raise
         finally:
             seconds = time.perf_counter() - began
             self._seconds += seconds
-            self.records.trainers_replaced(Restart(part="trainers", reason=told, at=at, seconds=seconds, error=failed))
+            restart = Restart(part="trainers", reason=sentence, at=at, seconds=seconds, error=failed)
+            self.records.trainers_replaced(restart)
 
     async def _start_again(self) -> SlimxError | None:
         await self._end(self.trainers)
-        await self._checkpoints.interrupt()
+        await self.checkpoints.interrupt()
         await self.mirrors.interrupt()
         began = time.perf_counter()
         new = self.trainers.successor()
         try:
             new = await self._placed(new)
-            self._checkpoints.resize(new.sizes)
+            self.checkpoints.resize(new.sizes)
             processes = time.perf_counter() - began
-            again = await watched(new, self.config.trainer.watch_deadline, self._bring_back(new, processes))
+            bring_back = self._bring_back(new, processes)
+            again = await run_watched(new, self.config.trainer.watch_deadline, bring_back)
         except BaseException as problem:
-            lose = isinstance(problem, SlimxError) and await lost(new, problem)
+            loss = problem if isinstance(problem, SlimxError) and await is_lost(new, problem) else None
             await self._end(new)
-            self._checkpoints.resize(self.trainers.sizes)
-            if lose:
-                return problem
+            self.checkpoints.resize(self.trainers.sizes)
+            if loss is not None:
+                return loss
             raise
         if new.sizes != self.trainers.sizes:
-            # Every checkpoint so far is one of the old sizes, and so is every mirror.
+            # All checkpoints and mirrors so far are of the old sizes.
             self.ledger.base = replace(self.ledger.base, same_layout=False)
             self.ledger.steps |= again
             await self.mirrors.stop()
@@ -197,21 +219,23 @@ class TrainerRecovery(Recovery):
         return None
 
     async def _placed(self, new: TrainerGroup) -> TrainerGroup:
-        """`new` once all its ranks have processes; where places for some are lacking, a group with as few data-parallel
-        ranks as there are places for. Raises DeadlineError if none fits."""
-        after = self.config.recovery.shrink_after
+        """Returns `new` once all its ranks have processes; if Ray lacks resources for some, a group with fewer
+        data-parallel ranks that fits. Raises DeadlineError if none fits."""
+        after = self.options.shrink_after
         try:
             await new.identify(after)
             return new
         except DeadlineError:
-            there = 0 if after is None or self._replan is None else await new.placed()
-            smaller = next((sizes for sizes in fewer(new.sizes) if sizes.world <= there), None)
+            if after is None or self._replan is None:
+                raise
+            placed = await new.placed()
+            smaller = next((sizes for sizes in fewer(new.sizes) if sizes.world <= placed), None)
             if smaller is None:
                 raise
         await self._end(new)
         self.records.trainers_shrunk(
-            f"within {after:.0f} s {there} of {new.sizes.world} trainer ranks had found a place: the run goes on with "
-            f"DP{smaller.data} instead of DP{new.sizes.data}, on the same batches; sums are added in another order"
+            f"within {after:.0f} s Ray placed {placed} of {new.sizes.world} trainer ranks: the run continues with "
+            f"DP{smaller.data} instead of DP{new.sizes.data}, on the same batches; the order of summation changes"
         )
         group = self.trainers.fewer(smaller, await in_thread(self._replan, smaller))
         try:
@@ -222,33 +246,36 @@ class TrainerRecovery(Recovery):
         return group
 
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
-        """Bring new ranks, whose processes came up in `processes` seconds, to the state that the lost ones had between
-        two steps; the steps that ranks of other sizes trained, by the number of steps before each, with their metrics.
-        """
+        """Restores new ranks, whose processes started within `processes` seconds, to the state of the lost ones between
+        two steps. Returns the steps trained by ranks of other sizes, with their metrics, by the number of steps before
+        each."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()
         clock.append(time.perf_counter())
         first, source = await self._load_state(new)
         every = self.config.algorithm.reference_refresh
-        if last := reference_step(first, every):
+        last = reference_step(first, every)
+        if last:
             await new.refresh_reference(reference_path(Path(self.config.run.dir), last))
         clock.append(time.perf_counter())
-        await self._checkpoints.write_again(new, first)
+        await self.checkpoints.write_again(new, first)
         step = first
-        while (kept := self.ledger.steps.get(step)) is not None:
-            metrics = await new.train_step(kept.updates, step=step, version=kept.version)
+        while step in self.ledger.steps:
+            recorded = self.ledger.steps[step]
+            metrics = await new.train_step(recorded.updates, step=step, version=recorded.version)
             step += 1
             self.trained_again += 1
             if new.sizes == self.trainers.sizes:
-                check_same(step, kept.metrics, metrics)
+                check_same(step, recorded.metrics, metrics)
             else:
-                check_close(step, kept.metrics, metrics)
-                again[step - 1] = replace(kept, metrics=dict(metrics))  # those that later ranks must have
+                check_close(step, recorded.metrics, metrics)
+                again[step - 1] = replace(recorded, metrics=dict(metrics))  # later ranks must reproduce these metrics
             if reference_step(step, every) == step:
                 await new.refresh_reference()
-            await self._checkpoints.write_again(new, step)
-        started, loaded, trained = (late - early for early, late in pairwise([*clock, time.perf_counter()]))
+            await self.checkpoints.write_again(new, step)
+        clock.append(time.perf_counter())
+        started, loaded, trained = (late - early for early, late in pairwise(clock))
         slowest = {name: max(rank["seconds"][name] for rank in new.started) for name in new.started[0]["seconds"]}
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ({"processes": processes} | slowest).items())
         self.records.table.note(
@@ -258,9 +285,10 @@ class TrainerRecovery(Recovery):
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Have new ranks load the newest state that there is; its step, and its name. A mirror that is beyond a save
-        which has to be written again is of no use: new ranks would not pass the save's step."""
-        base, unwritten = self.ledger.base, self._checkpoints.unwritten
+        """Loads the newest state on new ranks; returns its step and its description. A mirror newer than a save that
+        must be written again is not used: new ranks would not pass the save's step."""
+        base = self.ledger.base
+        unwritten = self.checkpoints.unwritten
         mirrored = self.mirrors.step
         same = new.sizes == self.trainers.sizes
         if same and mirrored is not None and mirrored > base.step and (unwritten is None or mirrored <= unwritten):
@@ -269,33 +297,35 @@ class TrainerRecovery(Recovery):
                 self.from_mirrors += 1
                 return mirrored, f"the mirrors of step {mirrored}"
             except MirrorLost as error:
-                self.records.table.note(f"{first_line(error)}; trainers begin from the newest checkpoint")
+                self.records.table.note(f"{first_line(error)}; trainers start from the newest checkpoint")
         if base.checkpoint is not None:
             same = same and base.same_layout
             await new.restore(base.checkpoint, same_layout=same, load_optimizer=True)
         return base.step, str(base.checkpoint or "the initial weights")
 
     async def _end(self, group: TrainerGroup) -> None:
-        """Have no rank of `group` run, whatever state it is in."""
-        here, pids = local_pids(group), defaultdict(list)
+        """Kills all ranks of `group`, whatever their state."""
+        local = local_pids(group)
+        pids: defaultdict[str | None, list[int]] = defaultdict(list)
         for rank, started in enumerate(group.started):
-            pids[None if rank in here else started["node"]].append(started["pid"])
-        group.started = []  # their numbers may be others' next time
-        await fence(pids, "the lost trainers")
+            pids[None if rank in local else started["node"]].append(started["pid"])
+        group.started = []  # their process ids may be reused
+        await kill_on_nodes(pids, "the lost trainers")
         await kill(group.actors)
 
 
-async def watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
-    """The result of `work`. Raises why a rank of `group` is lost, if that comes first."""
-    task, watch = await race(work, watch_ranks(group, deadline_s))
-    if task is None:
-        raise watch.result()
-    return task.result()
+async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
+    """Returns the result of `work`. Raises the error of a rank of `group` that is lost before."""
+    watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
+    task, _ = await race(work, watch)
+    if task is not None:
+        return task.result()
+    raise watch.result()
 
 
-async def lost(group: TrainerGroup, error: SlimxError) -> bool:
-    """True if `error` comes of a rank of `group` that has died, stands still or does not answer; not if a rank that is
-    well raised it."""
+async def is_lost(group: TrainerGroup, error: SlimxError) -> bool:
+    """Returns True if a rank of `group` that has died, hangs or does not respond caused `error`; False if a working
+    rank raised it."""
     ranks = [group.holder(rank) for rank in range(group.sizes.world)]
     if isinstance(error, PartLost) and error.about in ranks:
         return True

@@ -1,1 +1,1 @@
-"""Recurrent layers: gated delta nets and Mamba-2, and the families that have them."""
+"""Recurrent layers: gated delta nets and Mamba-2, and the families that contain them."""

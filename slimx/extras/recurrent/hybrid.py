@@ -1,5 +1,4 @@
-"""Hybrid decoders, as a kind of layers: Mamba-2 (Dao and Gu, 2405.21060), attention, MLPs and experts, each of which is
-a layer."""
+"""Hybrid decoders as a kind of layers: each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or experts."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK, STATE_CHUNK
-from slimx.extras.recurrent.state_space import Kind, StateSpace
+from slimx.extras.recurrent.state_space import StateSpace
 from slimx.layout.ranks import Sizes
 from slimx.models.layer_kind import LayerKind, LayerParts
 
 FP32 = 4
-_PARTS: Mapping[Kind, LayerParts] = {
+_PARTS: Mapping[str, LayerParts] = {
     "M": LayerParts("recurrent", None),
     "*": LayerParts("attention", None),
     "-": LayerParts(None, "dense"),
@@ -27,7 +26,7 @@ class HybridLayers(LayerKind):
     """Layers of megatron-core's HybridModel."""
 
     pattern: str
-    """A character for each layer: Mamba-2, attention, MLP, experts (M * - E)."""
+    """One character per layer: Mamba-2, attention, MLP, experts (M * - E)."""
 
     unproven = {"Mamba-2": ("trainer.qat", "trainer.optimizer.kind", "trainer.freeze", "trainer.offload_activations")}
 
@@ -40,52 +39,59 @@ class HybridLayers(LayerKind):
         return (shares_groups,)
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
-        """Counts products of a Mamba-2 layer with its weights, those of its convolution among them, and of the
-        state-space rule."""
+        """Counts the products of a Mamba-2 layer with its weights, including the convolution's, and of the state-space
+        rule."""
         sizes = StateSpace.of(model)
         weights = sizes.hidden * (sizes.projected + sizes.inner) + sizes.width * sizes.mixed
         return weights + sizes.rule(STATE_CHUNK)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
-        """Groups of heads are split over the tensor-parallel ranks, tokens are whole. Never measured."""
+        """Returns the bytes of a Mamba-2 layer's activations. Never measured.
+
+        Groups of heads are split over the tensor-parallel ranks, tokens are not."""
         if parts.mixer == "attention":
             return None
-        s, sizes = setting, StateSpace.of(model)
-        tokens = s.tokens / s.sizes.tensor  # as if every rank had all channels of fewer tokens
-        inner, mixed, heads = tokens * sizes.inner, tokens * sizes.mixed, tokens * sizes.heads
-        if s.kernels == "torch":
-            # The projection; of the convolution fp32 inputs of each tap, its result and silu's; in fp32, as
-            # `numerics.state_space` keeps them: inputs, keys and queries, scores and weights of chunks, states.
-            projected = (tokens * sizes.projected + 2 * mixed) * s.itemsize + (sizes.width + 1) * mixed * FP32
+        sizes = StateSpace.of(model)
+        tokens = setting.tokens / setting.sizes.tensor  # as if every rank had all channels of fewer tokens
+        inner = tokens * sizes.inner
+        mixed = tokens * sizes.mixed
+        heads = tokens * sizes.heads
+        itemsize = setting.itemsize
+        if setting.kernels == "torch":
+            # The projection; the convolution's fp32 inputs per tap, its result and silu's. In fp32, saved by
+            # `numerics.state_space`: inputs, keys and queries, scores and weights of chunks, states.
+            projected = (tokens * sizes.projected + 2 * mixed) * itemsize + (sizes.width + 1) * mixed * FP32
             states = heads / CHUNK * sizes.head * sizes.state * FP32
             scores = (2 * heads + tokens * sizes.groups) * CHUNK * FP32
             core = (6 * inner + 2 * heads * sizes.state + 4 * tokens * sizes.keys + 4 * heads) * FP32
             core += scores + 2 * states
             work = scores + (2 * inner + 2 * heads * sizes.state) * FP32
         else:
-            # mamba_ssm's fused function keeps its input and the scan's output, and computes the rest again.
-            projected, core = tokens * sizes.projected * s.itemsize, inner * s.itemsize
+            # mamba_ssm's fused function saves its input and the scan's output, and recomputes the rest.
+            projected = tokens * sizes.projected * itemsize
+            core = inner * itemsize
             states = heads / STATE_CHUNK * sizes.head * sizes.state * FP32
-            work = (2 * tokens * sizes.projected + 2 * inner) * s.itemsize + 2 * states
+            work = (2 * tokens * sizes.projected + 2 * inner) * itemsize + 2 * states
         return {
-            "attention_input": s.share * model["hidden_size"] * s.itemsize,
-            # All kept: recomputation of an attention's core leaves a mixer alone.
+            "attention_input": setting.share * model["hidden_size"] * itemsize,
+            # All saved: recomputation of core attention does not apply to a mixer.
             "projected": projected + core,
-            "context": inner * s.itemsize + s.norm(inner),
+            "context": inner * itemsize + setting.norm(inner),
             "core_work": work,
         }
 
     def state_elements(self, model: Mapping[str, Any]) -> tuple[int, int]:
-        sizes, layers = StateSpace.of(model), self.pattern.count("M")
+        sizes = StateSpace.of(model)
+        layers = self.pattern.count("M")
         return layers * sizes.mixed * (sizes.width - 1), layers * sizes.inner * sizes.state
 
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
         if "M" not in self.pattern:
             return ()
-        lacking = [name for name in ("mamba_ssm", "causal_conv1d") if name not in packages]
-        if device == "cuda" and not lacking:
+        absent = [name for name in ("mamba_ssm", "causal_conv1d") if name not in packages]
+        if device == "cuda" and not absent:
             return ("state-space rule of Mamba-2: mamba_ssm's kernels",)
-        missing = f"{' and '.join(lacking)} not installed" if device == "cuda" else "there is no CUDA"
+        missing = f"{' and '.join(absent)} not installed" if device == "cuda" else "no CUDA device"
         return (f"state-space rule of Mamba-2 in plain torch: {missing}",)
 
     def decoder_spec(self, transformer: Any, chunk: int | None) -> Any:
@@ -99,7 +105,7 @@ class HybridLayers(LayerKind):
         return partial(HybridPolicyModel, hybrid_layer_pattern=segments(self.pattern, sizes.split, sizes.stages))
 
     def fp32_parameters(self, module: Any) -> Iterator[Any]:
-        """Yields the parameters that megatron-core makes in fp32."""
+        """Yields the parameters that megatron-core creates in fp32."""
         from megatron.core.ssm.mamba_mixer import MambaMixer
 
         if isinstance(module, MambaMixer):

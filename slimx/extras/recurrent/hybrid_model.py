@@ -14,7 +14,7 @@ from slimx.trainer.model.policy_model import PolicyOutput
 
 
 class HybridPolicyModel(PolicyOutput, HybridModel):
-    """megatron-core's HybridModel for policy training, whose own forward pass ends in logits or a loss. Written for
+    """megatron-core's HybridModel for policy training; its own forward pass ends in logits or a loss. Written for
     megatron-core 0.19.2."""
 
     def forward(
@@ -27,18 +27,20 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Any:
-        """Compute what a PolicyModel does; input_ids [1, T] of packed sequences, on every pipeline stage."""
-        # Mamba-2 layers take a sequence's number for each token instead of the bounds.
+        """Computes the same as PolicyModel; input_ids [1, T] of packed sequences, on every pipeline stage."""
+        # Mamba-2 layers take each token's sequence index instead of the bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)
-        given = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        hidden = self.decoder(hidden_states=given, attention_mask=attention_mask, packed_seq_params=packed)
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        hidden = self.decoder(hidden_states=embedded, attention_mask=attention_mask, packed_seq_params=packed)
         return self._postprocess(hidden, input_ids, position_ids, labels, None, None, None)
 
 
 def segments(pattern: str, layers: Sequence[int], stages: int) -> str:
-    """The layers' pattern with a | between pipeline stages; `layers`: of each stage, empty for equally many."""
+    """Returns the pattern of layers with a | between pipeline stages. `layers`: number of layers of each stage; empty:
+    equal stages."""
     counts = layers or [len(pattern) // stages] * stages
-    cut, start = [], 0
+    cut = []
+    start = 0
     for count in counts:
         cut.append(pattern[start : start + count])
         start += count

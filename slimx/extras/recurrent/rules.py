@@ -1,4 +1,4 @@
-"""Rules about recurrent layers: how their heads are split, and what trainer and engines do with them."""
+"""Rules for recurrent layers: how their heads are split, and their limits in trainer and engines."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
         yield (
             "trainer.context",
             f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, for which these ranks exchange tokens; choose a divisor of {heads // sizes.tensor}",
+            f"{spec.path}, which context-parallel ranks divide among them; choose a divisor of {heads // sizes.tensor}",
         )
 
 
 @rule("layout.state_space", "trainer.tensor")
 def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
     groups = spec.transformer.get("mamba_num_groups")
-    if not any(layer.mixer == "recurrent" for layer in spec.layer_kind.layers(spec.transformer)) or groups is None:
+    if groups is None or not any(layer.mixer == "recurrent" for layer in spec.layer_kind.layers(spec.transformer)):
         return
     if groups % sizes.tensor:
         yield f"Mamba-2 layers of {spec.path} have {groups} groups; choose a divisor of {groups}"
     if sizes.context > 1:
         yield (
             "trainer.context",
-            f"sequences that are cut were never proven with the Mamba-2 layers of {spec.path}, which megatron-core "
-            "0.19.2 puts together by Transformer Engine; set it to 1",
+            f"context parallelism is not proven for the Mamba-2 layers of {spec.path}, which megatron-core "
+            "0.19.2 combines by Transformer Engine; set it to 1",
         )
 
 
@@ -52,16 +52,18 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
 def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
     if spec.transformer.get("is_hybrid_model") and (algorithm.scores or critic is not None):
         yield (
-            "it has the layers of megatron-core's HybridModel, on which neither critic nor reward model can be built "
-            "here; choose an algorithm without values (algorithm.name)"
+            "its layers are those of megatron-core's HybridModel, for which critics and reward models are not "
+            "supported; choose an algorithm without values (algorithm.name)"
         )
 
 
 @rule("engines.recurrent_state", "rollout.engines.sglang.disable_radix_cache")
-def states_are_one_requests_own(rollout: Rollout, spec: ModelSpec, device: str) -> Problems:
-    for group in rollout.policy_engines if _has_delta_nets(spec) else ():
-        if device == "cuda" and not group.sglang.get("disable_radix_cache"):
+def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Problems:
+    if device != "cuda" or not _has_delta_nets(spec):
+        return
+    for group in rollout.policy_engines:
+        if not group.sglang.get("disable_radix_cache"):
             yield (
-                f"{group.where} serves {spec.path}: requests would begin from states of delta nets that SGLang's "
-                "prefix cache keeps, which were never compared with a request's; set it to true"
+                f"{group.where} serves {spec.path}: requests would start from delta-net states of SGLang's prefix "
+                "cache, which were never compared with a request's; set it to true"
             )

@@ -1,5 +1,5 @@
-"""Hybrid decoders of Mamba-2 layers (Dao and Gu, 2405.21060), attention, MLPs and experts, each a layer of its own:
-their pattern, and the sizes of a Mamba-2 layer."""
+"""Hybrid decoders of Mamba-2 layers (Dao and Gu, 2405.21060), attention, MLPs and experts: their pattern, and the sizes
+of a Mamba-2 layer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace:
-    """Sizes of a Mamba-2 layer. `heads // groups` heads that follow each other share one B and C."""
+    """Sizes of a Mamba-2 layer. `heads // groups` consecutive heads share one B and C."""
 
     hidden: int
     heads: int
     head: int
-    """Dimension of each."""
+    """Dimension of a head."""
     groups: int
     state: int
     """Dimension of B and C."""
     width: int = 4
-    """Tokens that the convolution sees; megatron-core's mixer knows no other number."""
+    """Width of the convolution, in tokens; megatron-core's mixer supports no other."""
 
     @classmethod
     def of(cls, transformer: Mapping[str, Any]) -> Self:
-        """Sizes out of fields of megatron-core's TransformerConfig."""
+        """Returns the sizes from fields of megatron-core's TransformerConfig."""
         return cls(
             hidden=transformer["hidden_size"],
             heads=transformer["mamba_num_heads"],
@@ -43,7 +43,7 @@ class StateSpace:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads together: of the input x, of the gate z, and of the output."""
+        """Channels of all heads: of the input x, of the gate z, and of the output."""
         return self.heads * self.head
 
     @property
@@ -57,11 +57,11 @@ class StateSpace:
         return self.inner + 2 * self.keys
 
     def rule(self, chunk: int) -> int:
-        """Products of the state-space rule for every token, in chunks of `chunk` tokens (2405.21060, section 6): per
-        group C with the chunk's B, per head the scores with the chunk's inputs, and the state written and read."""
+        """Counts products of the state-space rule per token, in chunks of `chunk` tokens (2405.21060, section 6): per
+        group C with the chunk's B, per head the scores with the chunk's inputs, and writing and reading the state."""
         return chunk * (self.keys + self.inner) + 2 * self.inner * self.state
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection: z, x, B, C, and a step for each head."""
+        """Rows of the input projection: z, x, B, C, and a step per head."""
         return self.inner + self.mixed + self.heads

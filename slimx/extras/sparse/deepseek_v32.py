@@ -1,8 +1,8 @@
-"""The DeepSeek-V3.2 family (V3.2-Exp, V3.2): a DeepSeek-V3 whose attention is sparse (DSA, 2512.02556, section 2.1).
+"""The DeepSeek-V3.2 family (V3.2-Exp, V3.2): DeepSeek-V3 with sparse attention (DSA, 2512.02556, section 2.1).
 
-In every layer an indexer scores each earlier token of the sequence for each query, and the latent attention sees the
-`index_topk` tokens with the highest scores only. It rotates the first dimensions of its heads in halves, where the
-attention rotates pairs. The choice has no gradient: the indexer stays as the checkpoint has it (`UNTRAINED`).
+In every layer an indexer scores each earlier token of the sequence for each query, and latent attention reads only the
+`index_topk` tokens with the highest scores. The indexer rotates the first dimensions of its heads by halves, where the
+attention rotates pairs. The choice has no gradient: the indexer is not trained (`UNTRAINED`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from slimx.models.fields import Fields
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
-NO_CPU_ENGINE = "its indexer and its sparse attention are CUDA kernels there"
+NO_CPU_ENGINE = "its indexer and its sparse attention are CUDA kernels in SGLang"
 UNTRAINED = ("*.core_attention.indexer.*",)
-"""Parameters that no loss of slimx reaches: they have no gradient and no optimizer state."""
+"""Parameters that no loss reaches: they have no gradient and no optimizer state."""
 
 
 def transformer_config(hf: Fields, *, interleaved: bool = False) -> dict[str, Any]:
-    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype). `interleaved`:
-    the indexer rotates pairs."""
-    every, offset = period(indexers(hf)) or (1, 0)
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype).
+    `interleaved`: the indexer rotates pairs."""
+    interval, offset = period(indexers(hf)) or (1, 0)
     return {
         **deepseek_v3.transformer_config(hf),
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": hf["index_n_heads"],
         "dsa_indexer_head_dim": hf["index_head_dim"],
         "dsa_indexer_topk": hf["index_topk"],
-        "dsa_indexer_topk_freq": every,
+        "dsa_indexer_topk_freq": interval,
         "dsa_indexer_skip_topk_offset": offset,
         "dsa_indexer_rope_interleaved": interleaved,
-        # DeepSeek's own code turns queries and keys by a Hadamard matrix before it rounds them to fp8. The products are
-        # the same without: the matrix is orthogonal.
+        # DeepSeek's code multiplies queries and keys by a Hadamard matrix before it rounds them to fp8. The matrix is
+        # orthogonal, so the products are the same without it.
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_k_norm_fp32": True,
-        # The only way in which megatron-core's sparse attention knows context parallelism.
+        # The only context parallelism that megatron-core's sparse attention supports.
         "cp_comm_type": "allgather",
     }
 
 
 def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    """Returns the unsupported part of config.json `hf`; None if all are supported."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
     if not all(indexers(hf)):
@@ -62,73 +62,84 @@ def unsupported(hf: Fields) -> str | None:
 
 
 def unsupported_sparse(hf: Fields) -> str | None:
-    """Name the part of the sparse attention that cannot be built; None if all can."""
+    """Returns the unsupported part of the sparse attention; None if all are supported."""
     if hf["q_lora_rank"] is None:
-        return "q_lora_rank null, the latent that the indexer's queries are made of,"
+        return "q_lora_rank null, although the indexer's queries are computed from that latent,"
     if hf["index_head_dim"] < hf["qk_rope_head_dim"]:
         return f"index_head_dim {hf['index_head_dim']}, less than qk_rope_head_dim {hf['qk_rope_head_dim']}"
     if set(hf.get("layer_types") or ()) - {"indexed_attention"}:
         return "layer_types other than indexed_attention"
-    if not (has := indexers(hf))[0] or period(has) is None:
+    with_indexer = indexers(hf)
+    if not with_indexer[0] or period(with_indexer) is None:
         return f"{sharing_field(hf)} whose layers share choices of tokens without a period"
-    if not all(has) and mtp_layers(hf) > 1:
+    if not all(with_indexer) and mtp_layers(hf) > 1:
         # megatron-core would apply the period to them, from layer 1 on.
         return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share a choice of tokens"
-    hf.get("index_share_for_mtp_iteration")  # how layers of multi-token prediction draft, several times in an engine
+    hf.get("index_share_for_mtp_iteration")  # read and ignored: affects an engine's draft iterations only
     return unsupported_places(hf)
 
 
 def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
+    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
+    prediction."""
     return table_with_prediction(hf, partial(_attention, hf), mtp=mtp)
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.deepseek_v2`)."""
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.deepseek_v2`)."""
 
-    def indexer(at: Layer) -> tuple[Row, ...]:
-        heads, head, hidden = hf["index_n_heads"], hf["index_head_dim"], hf["hidden_size"]
+    def indexer(layer: Layer) -> tuple[Row, ...]:
+        heads = hf["index_n_heads"]
+        head = hf["index_head_dim"]
+        hidden = hf["hidden_size"]
         return (
-            *engine_indexer(hf, at),
-            engine_rows.same(at, "self_attn.indexer.wk", head, hidden, quantised=True),
-            engine_rows.same(at, "self_attn.indexer.weights_proj", heads, hidden, dtype="bfloat16"),
+            *engine_indexer(hf, layer),
+            engine_rows.same(layer, "self_attn.indexer.wk", head, hidden, quantised=True),
+            engine_rows.same(layer, "self_attn.indexer.weights_proj", heads, hidden, dtype="bfloat16"),
         )
 
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)
 
 
-def engine_indexer(hf: Fields, at: Layer) -> tuple[Row, ...]:
-    """The part of an indexer that SGLang holds alike for all models, whole on every rank."""
-    wide, norm = hf["index_n_heads"] * hf["index_head_dim"], [("self_attn.indexer.k_norm", (hf["index_head_dim"],))]
+def engine_indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+    """Returns the part of an indexer that is the same in SGLang for all models, complete on every rank."""
+    head = hf["index_head_dim"]
+    norm = [("self_attn.indexer.k_norm", (head,))]
     return (
-        engine_rows.same(at, "self_attn.indexer.wq_b", wide, hf["q_lora_rank"], quantised=True),
-        *(at.row(f"self_attn.indexer.k_norm.{kind}", norm, kind=kind, dtype="float32") for kind in ("weight", "bias")),
+        engine_rows.same(
+            layer, "self_attn.indexer.wq_b", hf["index_n_heads"] * head, hf["q_lora_rank"], quantised=True
+        ),
+        layer.row("self_attn.indexer.k_norm.weight", norm, kind="weight", dtype="float32"),
+        layer.row("self_attn.indexer.k_norm.bias", norm, kind="bias", dtype="float32"),
     )
 
 
-def _attention(hf: Fields, at: Layer) -> tuple[Row, ...]:
-    """Latent attention whose norms stand alone, because the indexer takes the query's normed latent, and the indexer,
-    which every tensor-parallel rank holds whole."""
-    return *deepseek_v3.attention(hf, at, fused=False), *_indexer(hf, with_indexers(hf, at))
+def _attention(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+    """Returns latent attention and its indexer, which is complete on every tensor-parallel rank. The norms are separate
+    modules, because the indexer reads the normed query latent."""
+    return *deepseek_v3.attention(hf, layer, fused=False), *_indexer(hf, with_indexers(hf, layer))
 
 
-def with_indexers(hf: Fields, at: Layer) -> Layer:
-    """The layers of `at` that have an indexer: each layer of multi-token prediction does."""
-    if at.stage == "mtp" or all(indexers(hf)):
-        return at
-    layers = range(hf["num_hidden_layers"]) if at.layers is None else at.layers
-    return replace(at, layers=tuple(layer for layer in layers if indexers(hf)[layer]))
+def with_indexers(hf: Fields, layer: Layer) -> Layer:
+    """Returns the layers of `layer` that have an indexer; all layers of multi-token prediction have one."""
+    if layer.stage == "mtp" or all(indexers(hf)):
+        return layer
+    every = range(hf["num_hidden_layers"]) if layer.layers is None else layer.layers
+    with_indexer = indexers(hf)
+    return replace(layer, layers=tuple(index for index in every if with_indexer[index]))
 
 
-def _indexer(hf: Fields, at: Layer) -> tuple[Row, ...]:
-    hidden, heads, head = hf["hidden_size"], hf["index_n_heads"], hf["index_head_dim"]
-    here, there = "self_attention.core_attention.indexer.", "self_attn.indexer."
+def _indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+    hidden = hf["hidden_size"]
+    heads = hf["index_n_heads"]
+    head = hf["index_head_dim"]
+    prefix = "self_attention.core_attention.indexer."
+    source_prefix = "self_attn.indexer."
+    norm = [(f"{source_prefix}k_norm", (head,))]
     return (
-        at.linear(f"{here}linear_wq_b.weight", f"{there}wq_b", (heads * head, hf["q_lora_rank"])),
-        at.linear(f"{here}linear_wk.weight", f"{there}wk", (head, hidden)),
-        *(
-            at.row(f"{here}k_norm.{kind}", [(f"{there}k_norm", (head,))], kind=kind, dtype="float32")
-            for kind in ("weight", "bias")
-        ),
-        at.row(f"{here}linear_weights_proj.weight", [(f"{there}weights_proj", (heads, hidden))]),
+        layer.linear(f"{prefix}linear_wq_b.weight", f"{source_prefix}wq_b", (heads * head, hf["q_lora_rank"])),
+        layer.linear(f"{prefix}linear_wk.weight", f"{source_prefix}wk", (head, hidden)),
+        layer.row(f"{prefix}k_norm.weight", norm, kind="weight", dtype="float32"),
+        layer.row(f"{prefix}k_norm.bias", norm, kind="bias", dtype="float32"),
+        layer.row(f"{prefix}linear_weights_proj.weight", [(f"{source_prefix}weights_proj", (heads, hidden))]),
     )

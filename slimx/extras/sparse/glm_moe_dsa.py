@@ -1,4 +1,4 @@
-"""GLM-5 and 5.1: a DeepSeek-V3.2 under a name of its own, whose indexer rotates pairs as its attention does."""
+"""GLM-5 and 5.1: a DeepSeek-V3.2 under another name, whose indexer rotates pairs as its attention does."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
 def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 
 def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    """Returns the unsupported part of config.json `hf`; None if all are supported."""
     if not hf.get("indexer_rope_interleave", True):
         return "indexer_rope_interleave false"
     return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), where it holds two
-    projections of an indexer that rotates pairs as one. Raises SlimxError without the field that tells SGLang so."""
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), which fuses two
+    projections of an indexer that rotates pairs. Raises SlimxError if config.json lacks the field that SGLang decides
+    by."""
     if hf.get("indexer_rope_interleave") is not True:
         raise SlimxError(
             f"{ARCHITECTURE} without indexer_rope_interleave: SGLang 0.5.23 would serve another model; write it into "
@@ -44,11 +45,13 @@ def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
             about="indexer_rope_interleave",
         )
 
-    def indexer(every: Layer) -> tuple[Row, ...]:
-        at = deepseek_v32.with_indexers(hf, every)
-        heads, head, hidden = hf["index_n_heads"], hf["index_head_dim"], hf["hidden_size"]
-        both = [("self_attn.indexer.wk", (head, hidden)), ("self_attn.indexer.weights_proj", (heads, hidden))]
-        fused = at.row("self_attn.indexer.wk_weights_proj.weight", both, map=Concat(), dtype="bfloat16")
-        return *deepseek_v32.engine_indexer(hf, at), fused
+    def indexer(layer: Layer) -> tuple[Row, ...]:
+        with_indexer = deepseek_v32.with_indexers(hf, layer)
+        heads = hf["index_n_heads"]
+        head = hf["index_head_dim"]
+        hidden = hf["hidden_size"]
+        sources = [("self_attn.indexer.wk", (head, hidden)), ("self_attn.indexer.weights_proj", (heads, hidden))]
+        fused = with_indexer.row("self_attn.indexer.wk_weights_proj.weight", sources, map=Concat(), dtype="bfloat16")
+        return *deepseek_v32.engine_indexer(hf, with_indexer), fused
 
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)

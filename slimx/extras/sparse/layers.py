@@ -1,5 +1,5 @@
-"""Sparse attention (DSA, 2512.02556, section 2.1) as a kind of layers: latent attention to tokens that an indexer
-chooses."""
+"""Sparse attention (DSA, 2512.02556, section 2.1) as a kind of layers: latent attention to tokens chosen by an
+indexer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from slimx.models.layer_kind import LayerKind, LayerParts, Packing, SequenceFlop
 
 FP32 = INT32 = 4
 _INDEXER_ROWS = 8192
-"""Queries whose scores megatron-core's fused indexer holds at once (`fused_indexer_block_size`)."""
+"""Queries per block of megatron-core's fused indexer (`fused_indexer_block_size`)."""
 
 
 @dataclass(frozen=True)
 class SparseAttention(LayerKind):
-    """Sparse attention in every layer. A layer without an indexer sees the tokens that the last one before it chose."""
+    """Sparse attention in every layer. A layer without an indexer reads the tokens chosen by the closest earlier layer
+    with one."""
 
     indexers: tuple[bool, ...]
     """True for layers with an indexer."""
@@ -29,43 +30,58 @@ class SparseAttention(LayerKind):
 
     def attention_flops(self, model: Mapping[str, Any], layers: int, pairs: int) -> SequenceFlops:
         """Counts products of each query with the tokens that the indexer chooses, and the indexer's with every earlier
-        token, which have no backward pass. The former are with the latents themselves: each query chooses other tokens,
-        of which the heads share one key."""
-        rank, heads = model["kv_lora_rank"], model["num_attention_heads"]
-        pairs = heads * (2 * rank + model["qk_pos_emb_head_dim"])
-        choosing, head, hidden = model["dsa_indexer_n_heads"], model["dsa_indexer_head_dim"], model["hidden_size"]
+        token, which have no backward pass. The former are products with the latents: each query chooses different
+        tokens, and all heads share one key per token."""
+        rank = model["kv_lora_rank"]
+        pairs = model["num_attention_heads"] * (2 * rank + model["qk_pos_emb_head_dim"])
+        choosing = model["dsa_indexer_n_heads"]
+        head = model["dsa_indexer_head_dim"]
+        hidden = model["hidden_size"]
         read = model["q_lora_rank"] * choosing * head + hidden * (head + choosing)
-        scored = choosing * (head + 1)  # dimensions of a pair's score, the sum over heads included
+        scored = choosing * (head + 1)  # dimensions of a pair's score, including the sum over heads
         linear = 3 * 2 * layers * pairs * model["dsa_indexer_topk"] + 2 * sum(self.indexers) * read
         return SequenceFlops(linear=linear, quadratic=2 * sum(self.indexers) * scored / 2)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float]:
-        """Without a fused kernel (`materialised`) scores are taken of every pair of the whole micro-batch, sequences
-        apart or not, the indexer's too, of all its heads on every rank."""
-        s, heads, rank = setting, model["num_attention_heads"] / setting.sizes.tensor, model["kv_lora_rank"]
-        wide, seen = rank + model["qk_pos_emb_head_dim"], s.tokens * s.sizes.context
-        query, key, latent = s.tokens * heads * wide, seen * wide, s.tokens * heads * rank
-        value = s.tokens * heads * model["v_head_dim"]
-        latents = s.share * (model["q_lora_rank"] + rank)
+        """Returns the bytes of a layer's activations.
+
+        Without a fused kernel (`materialised`), scores are computed for every pair of tokens in the micro-batch, across
+        sequences as well, and the indexer's for all its heads on every rank."""
+        itemsize = setting.itemsize
+        tokens = setting.tokens
+        rank = model["kv_lora_rank"]
+        heads = model["num_attention_heads"] / setting.sizes.tensor
+        wide = rank + model["qk_pos_emb_head_dim"]
+        seen = tokens * setting.sizes.context
+        query = tokens * heads * wide
+        key = seen * wide
+        latent = tokens * heads * rank
+        value = tokens * heads * model["v_head_dim"]
+        latents = setting.share * (model["q_lora_rank"] + rank)
         # Queries before their products with the latents' projection, and the attention's output before its own.
-        projected = (s.tokens * heads * model["qk_head_dim"] + latent) * s.itemsize
+        projected = (tokens * heads * model["qk_head_dim"] + latent) * itemsize
         scores = model["dsa_indexer_n_heads"] * seen * FP32  # of one query
-        if s.materialised:
-            pairs = heads * s.tokens * seen * FP32
-            core = (query + key) * FP32 + pairs + (pairs / FP32 * s.itemsize if s.itemsize < FP32 else 0.0)
-            core_work = max(2 * pairs, 3 * scores * s.tokens)
+        if setting.materialised:
+            pairs = heads * tokens * seen * FP32
+            core = (query + key) * FP32 + pairs
+            if itemsize < FP32:
+                core += pairs / FP32 * itemsize
+            core_work = max(2 * pairs, 3 * scores * tokens)
         else:
-            projected += (query + key) * s.itemsize
-            core = s.tokens * heads * FP32
-            core += 0 if self.shares else s.tokens * model["dsa_indexer_topk"] * FP32
-            core_work = (query + key + latent) * s.itemsize + seen * min(s.tokens, _INDEXER_ROWS) * FP32
+            projected += (query + key) * itemsize
+            core = tokens * heads * FP32
+            if not self.shares:
+                core += tokens * model["dsa_indexer_topk"] * FP32
+            core_work = (query + key + latent) * itemsize + seen * min(tokens, _INDEXER_ROWS) * FP32
         return {
-            "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
+            "attention_input": setting.share * model["hidden_size"] * itemsize
+            + setting.norm(latents)
+            + latents * itemsize,
             "projected": projected,
             "up_projected": projected,
             "core": core,
             "core_work": core_work,
-            "context": value * s.itemsize,
+            "context": value * itemsize,
         }
 
     @property
@@ -74,12 +90,13 @@ class SparseAttention(LayerKind):
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
-        """Counts choices that layers share: megatron-core keeps them with the bounds of the sequences, in torch as
+        """Counts choices that layers share: megatron-core stores them with the bounds of the sequences, in torch as
         int64."""
         if not self.shares:
             return 0.0
         chosen = min(model["dsa_indexer_topk"], setting.tokens * setting.sizes.context) * setting.tokens
-        return sum(self.indexers[layer] for layer in layers) * chosen * (2 * FP32 if setting.materialised else FP32)
+        item = 2 * FP32 if setting.materialised else FP32
+        return sum(self.indexers[layer] for layer in layers) * chosen * item
 
     def stage_starts(self, layers: int) -> Sequence[int]:
         return [layer for layer, chooses in enumerate(self.indexers) if chooses]
@@ -88,7 +105,7 @@ class SparseAttention(LayerKind):
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
 
     def cache_bytes(self, model: Mapping[str, Any]) -> int:
-        """Counts the indexer's key: fp8 with a scale of four bytes per 128 elements, whatever the cache is."""
+        """Counts the indexer's key: fp8 with a scale of four bytes per 128 elements, whatever the cache's dtype."""
         key = model["dsa_indexer_head_dim"]
         return key + key // 128 * 4
 
@@ -107,51 +124,59 @@ class SparseAttention(LayerKind):
         return block_spec(transformer, vp_stage=chunk)
 
     def fp32_parameters(self, module: Any) -> Iterator[Any]:
-        """Yields the norm of an indexer's keys, as checkpoints and engines have it."""
+        """Yields the parameters of the norm of an indexer's keys, which is fp32 in checkpoints and engines."""
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 
         if isinstance(module, DSAIndexer):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Records the tokens that queries see, with `trainer.indexer_replay` R2."""
+        """Returns a maker of recorders of the chosen tokens, with `trainer.indexer_replay` R2."""
+        if trainer.indexer_replay != "R2":
+            return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences
 
-        return (lambda: partial(SparseSequences, chosen={})) if trainer.indexer_replay == "R2" else None
+        return lambda: partial(SparseSequences, chosen={})
 
 
 def indexers(hf: Fields) -> tuple[bool, ...]:
-    """Returns True for each layer that has an indexer, as transformers and SGLang read config.json: by its
-    `indexer_types`, else by `index_topk_pattern`, else every `index_topk_freq` layers after the first
-    `index_skip_topk_offset` (2)."""
-    layers, types, pattern = hf["num_hidden_layers"], hf.get("indexer_types"), hf.get("index_topk_pattern")
-    types = types or pattern
-    period, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset")
+    """Returns True for each layer with an indexer, as transformers and SGLang read config.json: from `indexer_types`,
+    else from `index_topk_pattern`, else every `index_topk_freq` layers after the first `index_skip_topk_offset` (2)."""
+    layers = hf["num_hidden_layers"]
+    pattern = hf.get("index_topk_pattern")
+    types = hf.get("indexer_types") or pattern
+    interval = hf.get("index_topk_freq") or 1
+    offset = hf.get("index_skip_topk_offset")
     if types:
-        if odd := {*types} - {"full", "shared", "F", "S"}:
+        odd = {*types} - {"full", "shared", "F", "S"}
+        if odd:
             raise ValueError(f"{sharing_field(hf)} has a layer of type {min(odd)}")
         if len(types) != layers:
             raise ValueError(f"{sharing_field(hf)} has {len(types)} layers of {layers}")
         return tuple(kind in ("full", "F") for kind in types)
-    first = 2 if offset is None else max(offset, 1)
-    return tuple(max(layer - first + 1, 0) % period == 0 for layer in range(layers))
+    return _periodic(layers, interval, 2 if offset is None else max(offset, 1))
+
+
+def _periodic(layers: int, interval: int, offset: int) -> tuple[bool, ...]:
+    return tuple(max(layer - offset + 1, 0) % interval == 0 for layer in range(layers))
 
 
 def sharing_field(hf: Fields) -> str:
-    """Returns the field of config.json that `indexers` goes by."""
+    """Returns the field of config.json that `indexers` reads."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
 
-def period(has: tuple[bool, ...]) -> tuple[int, int] | None:
-    """Returns `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` of megatron-core for layers of which those in
-    which `has` is true have an indexer; None if no two numbers stand for them."""
-    for offset in range(1, len(has) + 1):
-        for every in range(1, len(has) + 1):
-            if has == tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(len(has))):
-                return every, offset
+def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
+    """Returns megatron-core's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for layers of which those with
+    True have an indexer; None if no pair of values describes them."""
+    layers = len(with_indexer)
+    for offset in range(1, layers + 1):
+        for interval in range(1, layers + 1):
+            if with_indexer == _periodic(layers, interval, offset):
+                return interval, offset
     return None
 
 
 def layer_kind(hf: Fields) -> LayerKind:
-    """Returns the kind of a model of DeepSeek-V3.2's shape."""
+    """Returns the layer kind of models with DeepSeek-V3.2's architecture."""
     return SparseAttention(indexers(hf))

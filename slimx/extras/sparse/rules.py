@@ -1,4 +1,4 @@
-"""Rules about sparse attention: its indexer and the replay of its choices."""
+"""Rules for sparse attention: its indexer and the replay of its choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_sparse(spec: ModelSpec) -> bool:
 @rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.megatron.get("dsa_indexer_loss_coeff") and _is_sparse(spec):
-        yield f"the indexer of {spec.path} is not trained: it stays as the checkpoint has it; leave the key out"
+        yield f"the indexer of {spec.path} is not trained, it keeps the checkpoint's values; leave the key out"
 
 
 @rule("sparse.shared_stage", "trainer.layers_per_stage")
@@ -32,10 +32,10 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
     if sum(counts) != layers:
         return
     fitting = spec.layer_kind.stage_starts(layers)
-    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages behind the last layer are empty
+    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages after the last layer are empty
         yield (
-            f"a pipeline stage begins with layer {layer} of {spec.path}, which sees the tokens that a layer of the "
-            f"stage before chooses; stages may begin with one of {', '.join(map(str, fitting))}: set "
+            f"a pipeline stage begins with layer {layer} of {spec.path}, which reads the tokens chosen by a layer of "
+            f"the previous stage; stages may begin with one of {', '.join(map(str, fitting))}: set "
             "trainer.layers_per_stage, or fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
         )
 
@@ -48,10 +48,10 @@ def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
 
 @rule("sparse.engine_choice", "trainer.indexer_replay")
 def chosen_by_engines(trainer: Trainer) -> Problems:
-    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses and looks up the page table in one kernel, and
-    # sglang.srt.state_capturer.indexer_topk answers with what that gives.
+    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses tokens and looks up the page table in one kernel, whose
+    # result sglang.srt.state_capturer.indexer_topk reports.
     if trainer.indexer_replay == "R3":
         yield (
-            "SGLang 0.5.23 reports the tokens that an indexer chose as places in its KV cache, not as positions; set "
+            "SGLang 0.5.23 reports the tokens chosen by an indexer as slots of its KV cache, not as positions; set "
             "it to R2 or none"
         )

@@ -52,12 +52,13 @@ def test_minimaxs_norms_on_the_cpu_are_those_over_all_heads_of_all_ranks() -> No
     sums = sum(sglang_cpu.sums_of_squares(q, k) for q, k, _, _ in halves)
     found = [sglang_cpu.normed_by_sums(*half, sums, 2, 1e-3) for half in halves]
     for number, (whole, weight) in enumerate(zip((query, key), weights, strict=True)):
-        wanted = torch.nn.functional.rms_norm(whole, weight.shape, weight, 1e-3)
-        torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), wanted)
+        expected = torch.nn.functional.rms_norm(whole, weight.shape, weight, 1e-3)
+        torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), expected)
 
 
 def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu_as_long_as_sglang_does_not() -> None:
-    """When the second part fails, let the hook go: outputs would be scaled twice."""
+    """Fails in its second part once SGLang applies the factor: then remove the hook, or outputs would be scaled
+    twice."""
     block = SimpleNamespace(routed_scaling_factor=2.5)
     found = sglang_cpu.scaled_experts(lambda _, hidden, batch: hidden + batch, block, torch.ones(2, 3), 1)
     assert torch.equal(found, torch.full((2, 3), 5.0))
@@ -68,7 +69,7 @@ def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu_as_long_as_sglang_d
 
 def test_the_cpus_hash_is_murmurhash3() -> None:
     def reference(seed: int, position: int, column: int) -> int:
-        """MurmurHash3_x86_32 with seed 0 of four little-endian words."""
+        """Computes MurmurHash3_x86_32 with seed 0 of four little-endian words."""
         state, mask = 0, 0xFFFFFFFF
         for word in (seed & mask, seed >> 32, position, column):
             word = word * 0xCC9E2D51 & mask

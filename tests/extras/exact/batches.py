@@ -9,7 +9,8 @@ from tests.extras.exact.stand import assert_same_bits, values
 
 
 def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> None:
-    """A row alone, at the start, in the middle and at the end of a batch has the bits that it has among `count`."""
+    """Checks that a row alone, at the start, in the middle and at the end of a batch has the same bits as among
+    `count`."""
     rows, other = (values(count, 64, dtype=dtype, seed=seed).to(device) for seed in (1, 5))
     weight, vector = (values(*n, dtype=dtype, seed=2).to(device) for n in ((48, 64), (64,)))
     experts, bias = (
@@ -17,10 +18,10 @@ def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> No
         values(48, dtype=torch.float32, seed=4).to(device),
     )
     table = exact.rope_table(exact.rope_frequencies(16, 10000.0), 4).to(device)
-    own = torch.arange(count, device=device)
+    positions = torch.arange(count, device=device)
 
     def by_expert(at: torch.Tensor) -> torch.Tensor:
-        """Each row by the expert of its place in the batch, sorted as a dispatcher does."""
+        """Computes each row by the expert of its position in the batch, sorted as a dispatcher does."""
         order = (at % 3).argsort(stable=True)
         out = exact.grouped_linear(rows[at][order], experts, torch.bincount(at % 3, minlength=3).tolist(), 2)
         return torch.empty_like(out).index_copy(0, order, out)
@@ -46,14 +47,14 @@ def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> No
     }
     parts = (slice(0, 1), slice(count - 1, count), slice(3, 10), slice(5, 22), slice(1, count))
     for name, operation in operations.items():
-        whole = operation(own)
+        whole = operation(positions)
         for part in parts:
-            assert_same_bits(operation(own[part]), whole[part], (name, part))
-        assert_same_bits(operation(own.flip(0)).flip(0), whole, (name, "backwards"))
+            assert_same_bits(operation(positions[part]), whole[part], (name, part))
+        assert_same_bits(operation(positions.flip(0)).flip(0), whole, (name, "backwards"))
 
 
 def check_attention(dtype: torch.dtype, device: torch.device | str) -> None:
-    """Bits of a sequence alone, packed, in some rows, decoded, and prefilled behind a cached prefix."""
+    """Checks the bits of a sequence alone, packed, in some rows, decoded, and prefilled after a cached prefix."""
     query, key, value, other = (
         values(150, heads, 32, dtype=dtype, seed=seed).to(device) for seed, heads in enumerate((4, 2, 2, 4))
     )
@@ -67,6 +68,8 @@ def check_attention(dtype: torch.dtype, device: torch.device | str) -> None:
     slots = torch.randperm(400, generator=torch.Generator().manual_seed(5))[:150].int().to(device)
     cache = [torch.zeros(400, 2, 32, dtype=dtype, device=device).index_copy(0, slots.long(), t) for t in (key, value)]
     decode, chunk = torch.tensor([149], device=device), torch.arange(64, 150, device=device)
-    for own in (decode, chunk, rows):
-        found = exact.gathered_attention(query[own], *cache, slots, torch.zeros_like(own), own + 1, 0.2)
-        assert_same_bits(found, alone[own], len(own))
+    for positions in (decode, chunk, rows):
+        found = exact.gathered_attention(
+            query[positions], *cache, slots, torch.zeros_like(positions), positions + 1, 0.2
+        )
+        assert_same_bits(found, alone[positions], len(positions))

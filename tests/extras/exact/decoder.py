@@ -33,7 +33,8 @@ class Decoder:
         ]
 
     def logprobs(self, tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-        """Packed tokens [T], sequences between `bounds` -> log-probabilities [T, VOCABULARY] of what follows each."""
+        """Computes packed tokens [T], sequences between `bounds` -> log-probabilities [T, VOCABULARY] of the next
+        token."""
         ends = torch.tensor(bounds)
         positions = torch.cat([torch.arange(n) for n in (ends[1:] - ends[:-1]).tolist()]).to(tokens.device)
         residual = self.embedding[tokens]
@@ -65,12 +66,12 @@ class Decoder:
 
 
 def sequences(lengths: list[int]) -> list[torch.Tensor]:
-    """Tokens of each sequence."""
+    """Returns the tokens of each sequence."""
     dice = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCABULARY, (n,), generator=dice) for n in lengths]
 
 
-def packed(own: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Sequences one behind the other, and their bounds."""
-    ends = torch.tensor([0, *(len(tokens) for tokens in own)]).cumsum(0)
-    return torch.cat(own), ends.tolist()
+def packed(parts: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Returns concatenated sequences and their bounds."""
+    ends = torch.tensor([0, *(len(tokens) for tokens in parts)]).cumsum(0)
+    return torch.cat(parts), ends.tolist()

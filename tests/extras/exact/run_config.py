@@ -8,7 +8,7 @@ from slimx.config.schema import Config
 
 
 def config(**sections: Any) -> Config:
-    """A run in exact mode with `sections` merged in."""
+    """Returns a run in exact mode with `sections` merged in."""
     base = {
         "run": {"dir": "/tmp/x"},
         "model": {"path": "/model"},

@@ -45,7 +45,7 @@ print(*uncovered(model), sep="|")
 def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
     done = run_with_sglang("-c", UNCOVERED)
     assert done.returncode == 0, done.stderr
-    assert [told.split()[:2] for told in done.stdout.splitlines()[-1].split("|")] == [
+    assert [line.split()[:2] for line in done.stdout.splitlines()[-1].split("|")] == [
         ["d", "(DeepseekV2AttentionMLA)"],
         ["hf", "(RMSNorm)"],
         ["gate", "(Linear)"],

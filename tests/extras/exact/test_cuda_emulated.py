@@ -35,7 +35,7 @@ def emulator_library() -> Path:
 
 @pytest.fixture(autouse=True)
 def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any tensor of the CPU lies on the emulated device."""
+    """Runs kernels on an emulated device, whose tensors are those of the CPU."""
     monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", emulator_library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -109,7 +109,7 @@ def test_attention(
 
 @both_dtypes
 def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
+    """Runs them as engine and trainer do: the checks of tests/gpu/test_numerics.py, and the attested digest."""
     attested = fingerprint(dtype)
     monkeypatch.setattr("slimx.extras.exact.operations.forward.kernel", kernel_cuda)
     monkeypatch.setattr("slimx.extras.exact.ordered._has_kernels", lambda: True)

@@ -52,7 +52,7 @@ def test_linear(dtype: torch.dtype, rows: int, columns: int, width: int, leaves:
 
 @both_dtypes
 def test_linear_of_many_rows_and_columns_is_that_of_each_part(dtype: torch.dtype) -> None:
-    """Past one tile in both directions: parts are of other tiles, and few rows have a layout of their own."""
+    """Covers more than one tile in both directions: parts are in other tiles, and few rows have a different layout."""
     x, weight = values(300, 70, dtype=dtype, seed=1), values(150, 70, dtype=dtype, seed=2)
     expected = kernel.linear(x, [weight], [300], 1, torch.float32, isa="scalar")
     for isa in ISAS:
@@ -92,7 +92,7 @@ def test_row_operations(dtype: torch.dtype, width: int) -> None:
 
 
 def test_exp_of_every_kind_of_number() -> None:
-    """Through silu, whose gate over e^-gate shows every last bit of it."""
+    """Uses silu, whose gate over e^-gate shows every bit of it."""
     special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 87.3, 87.34, -88.7, -88.73, 1e9, -1e9, torch.inf, torch.nan])
     gates = torch.cat((special, torch.linspace(-90, 90, 20000)))
     x = torch.stack((gates, torch.ones_like(gates)), dim=1).reshape(1, -1, 2).transpose(1, 2).reshape(1, -1)
@@ -124,7 +124,7 @@ def test_attention(dtype: torch.dtype, rows: int, heads: int, groups: int, d: in
 
 @both_dtypes
 def test_bits_do_not_depend_on_threads_or_rounding_of_denormals(dtype: torch.dtype, threads: None) -> None:
-    """The kernels set their own arithmetic: what the program does with denormals is no business of theirs."""
+    """Changes the program's treatment of denormals, which the kernels must override."""
     x, weight = values(256, 256, dtype=dtype, seed=1), values(512, 256, dtype=dtype, seed=2)
     query, key = values(64, 8, 32, dtype=dtype, seed=3), values(64, 2, 32, dtype=dtype, seed=4)
     place = torch.arange(64)

@@ -67,8 +67,8 @@ def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
         assert argument in on_gpus, "it would go around an operation"
     assert on_gpus[on_gpus.index("--moe-runner-backend") + 1] == "triton"
     assert server_mode(server_argv(replace(SPEC, numerics=NumericsMode()))) == NumericsMode()
-    given = ["server.py", "--", "--exact-leaves", "4"]
-    assert server_mode(given) == NumericsMode(), "an argument of SGLang's is not ours"
+    arguments = ["server.py", "--", "--exact-leaves", "4"]
+    assert server_mode(arguments) == NumericsMode(), "an argument of SGLang's is not ours"
 
 
 def test_a_server_with_another_contract_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_server_in_which_nothing_was_registered_attests_it() -> None:
 
 
 def computing_by(method: str) -> torch.nn.Module:
-    """A layer with an SGLang method of this class."""
+    """Returns a layer with an SGLang method of this class."""
     layer = torch.nn.Module()
     layer.quant_method = type(method, (), {})()
     return layer
@@ -167,7 +167,7 @@ def test_blocks_do_not_stand_for_an_unquantised_linear_layer(monkeypatch: pytest
 def test_ranks_of_a_server_add_up_to_what_one_computes(
     dtype: torch.dtype, tensor: int, expert: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tensor`: ranks that share an expert."""
+    """Covers `tensor` ranks that share an expert."""
     generator = torch.Generator().manual_seed(1)
     shapes = (5, 32), (4, 2 * 48, 32), (4, 32, 48)
     x, w13, w2 = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -180,13 +180,13 @@ def test_ranks_of_a_server_add_up_to_what_one_computes(
         monkeypatch.setattr(sglang_ranks, "gathered", gathered)
         place = SimpleNamespace(tp_group=None, tp_rank=rank)
         context.get_parallel = lambda: place
-        own = slice(rank % tensor * 48 // tensor, (rank % tensor + 1) * 48 // tensor)
+        columns = slice(rank % tensor * 48 // tensor, (rank % tensor + 1) * 48 // tensor)
         experts = slice(rank // tensor * 4 // expert, (rank // tensor + 1) * 4 // expert)
-        held, sizes = w13[experts], {"moe_tp_size": tensor, "moe_ep_size": expert}
-        gate, up = held.chunk(2, dim=1)
+        local_w13, sizes = w13[experts], {"moe_tp_size": tensor, "moe_ep_size": expert}
+        gate, up = local_w13.chunk(2, dim=1)
         layer = SimpleNamespace(
-            w13_weight=torch.cat((gate[:, own], up[:, own]), dim=1),
-            w2_weight=w2[experts][:, :, own].contiguous(),
+            w13_weight=torch.cat((gate[:, columns], up[:, columns]), dim=1),
+            w2_weight=w2[experts][:, :, columns].contiguous(),
             **sizes,
         )
         local = torch.where(
@@ -207,7 +207,7 @@ def test_ranks_of_a_server_add_up_to_what_one_computes(
 
 @pytest.mark.parametrize("step", ["prefill", "decode"])
 def test_half_of_attention_by_another_backend_is_refused(step: str) -> None:
-    names = {f"{each}_attention_backend_str": ATTENTION for each in ("prefill", "decode")}
+    names = {f"{step}_attention_backend_str": ATTENTION for step in ("prefill", "decode")}
     runner = SimpleNamespace(**names | {f"{step}_attention_backend_str": "torch_native"})
     with refused("exact.backend", about=f"{step}_attention_backend"):
         ExactServer(1).attention_backend(runner)

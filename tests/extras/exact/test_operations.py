@@ -34,7 +34,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_multiply_add_rounds_once() -> None:
-    """Against the C library's; the last case is one that two roundings, to fp64 and then to fp32, get wrong."""
+    """Compares with the C library; two roundings, to fp64 and then to fp32, get the last case wrong."""
     library = ctypes.CDLL(ctypes.util.find_library("m"))
     library.fmaf.restype, library.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
     dice = torch.Generator().manual_seed(0)
@@ -67,13 +67,13 @@ def test_functions_are_within_their_bounds() -> None:
 def assert_gradients(
     ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> None:
-    """Compare the gradients of a randomly weighted sum with autograd through plain torch in fp64."""
-    own = [t.clone().requires_grad_() for t in inputs]
+    """Compares the gradients of a randomly weighted sum with autograd through plain torch in fp64."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
     wide = [t.double().requires_grad_() for t in inputs]
-    out, expected = ours(*own), plain(*wide)
+    out, expected = ours(*leaves), plain(*wide)
     pull = values(*out.shape, dtype=torch.float32, seed=99)
     for found, true in zip(
-        torch.autograd.grad(out, own, pull.to(out.dtype)),
+        torch.autograd.grad(out, leaves, pull.to(out.dtype)),
         torch.autograd.grad(expected, wide, pull.double()),
         strict=True,
     ):
@@ -100,7 +100,7 @@ def test_gradients_of_linears() -> None:
     experts, counts = values(3, 12, 40, dtype=torch.float32, seed=4), [4, 0, 2]
     assert_gradients(
         lambda x, w: exact.grouped_linear(x, w, counts),
-        lambda x, w: torch.cat([F.linear(part, own) for part, own in zip(x.split(counts), w, strict=True)]),
+        lambda x, w: torch.cat([F.linear(part, matrix) for part, matrix in zip(x.split(counts), w, strict=True)]),
         x[:, 0],
         experts,
     )
@@ -149,7 +149,7 @@ def test_rotation(interleaved: bool) -> None:
     angle = positions.double()[:, None] * frequencies.double()
 
     def plain(x: torch.Tensor) -> torch.Tensor:
-        """Pairs as complex numbers, of the first 16 dimensions of 24."""
+        """Computes with pairs as complex numbers, of the first 16 dimensions of 24."""
         turned, rest = x[..., :16], x[..., 16:]
         a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
         turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -197,8 +197,8 @@ def test_log_probabilities() -> None:
     assert_same_bits(exact.token_logprobs(logits, tokens), found.gather(1, tokens[:, None])[:, 0])
     plain = lambda x: torch.log_softmax(x, dim=-1)  # noqa: E731
     assert_gradients(exact.log_softmax, plain, logits)
-    own = lambda x: exact.token_logprobs(x, tokens)  # noqa: E731
-    assert_gradients(own, lambda x: plain(x).gather(1, tokens[:, None])[:, 0], logits)
+    computed = lambda x: exact.token_logprobs(x, tokens)  # noqa: E731
+    assert_gradients(computed, lambda x: plain(x).gather(1, tokens[:, None])[:, 0], logits)
 
 
 def test_combination_of_experts() -> None:
@@ -217,10 +217,10 @@ def test_softmax_router_chooses_and_weighs_as_transformers_does() -> None:
     for renormalise in (True, False):
         weights, ids = exact.route(exact.linear(hidden, weight), 4, renormalise=renormalise)
         scores = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
-        best, chosen = scores.topk(4)
+        best, module_for = scores.topk(4)
         best = best / best.sum(1, keepdim=True) if renormalise else best
-        order = chosen.argsort(1)
-        assert torch.equal(ids, chosen.gather(1, order))
+        order = module_for.argsort(1)
+        assert torch.equal(ids, module_for.gather(1, order))
         assert relative(weights, best.gather(1, order)) < 1e-5
 
 
@@ -233,9 +233,9 @@ def test_sigmoid_router_with_bias_and_groups() -> None:
         groups = choice.topk(2).values.sum(1).topk(2).indices
         allowed = torch.full((4, 4), -torch.inf, dtype=torch.float64)
         allowed[groups] = choice[groups]
-        chosen = allowed.flatten().topk(4).indices.sort().values
-        assert torch.equal(ids[row], chosen)
-        assert relative(weights[row], score[chosen] / score[chosen].sum() * 2.5) < 1e-5
+        module_for = allowed.flatten().topk(4).indices.sort().values
+        assert torch.equal(ids[row], module_for)
+        assert relative(weights[row], score[module_for] / score[module_for].sum() * 2.5) < 1e-5
 
 
 def test_equal_scores_go_to_the_lower_id() -> None:
@@ -250,8 +250,8 @@ def test_gradients_of_routing() -> None:
         ids = exact.route(logits, 3, score=score)[1]
 
         def plain(x: torch.Tensor, score=score, renormalise=renormalise, ids=ids) -> torch.Tensor:
-            own = (torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)).gather(1, ids)
-            return 1.5 * (own / own.sum(1, keepdim=True) if renormalise else own)
+            scores = (torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)).gather(1, ids)
+            return 1.5 * (scores / scores.sum(1, keepdim=True) if renormalise else scores)
 
         ours = lambda x: exact.route(x, 3, score=score, renormalise=renormalise, factor=1.5)[0]  # noqa: B023, E731
         assert_gradients(ours, plain, logits)
@@ -283,17 +283,17 @@ def test_ranks_that_own_leaves_make_the_bits_of_one(dtype: torch.dtype) -> None:
 
 
 def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = exact.contract(leaves=4, dtype="bfloat16")
-    assert own == exact.contract(leaves=4, dtype="bfloat16")
-    assert own["leaves"] != exact.contract(leaves=2)["leaves"]
-    assert own["bits"] != exact.contract(leaves=4, dtype="float32")["bits"]
+    attested = exact.contract(leaves=4, dtype="bfloat16")
+    assert attested == exact.contract(leaves=4, dtype="bfloat16")
+    assert attested["leaves"] != exact.contract(leaves=2)["leaves"]
+    assert attested["bits"] != exact.contract(leaves=4, dtype="float32")["bits"]
     fingerprint.cache_clear()
     monkeypatch.setattr("slimx.extras.exact.operations.forward.kernel", reference)
     monkeypatch.setattr("slimx.extras.exact.ordered._has_kernels", lambda: True)
-    assert exact.contract(leaves=4, dtype="bfloat16") == own  # torch has the kernels' bits
+    assert exact.contract(leaves=4, dtype="bfloat16") == attested  # torch has the kernels' bits
     fingerprint.cache_clear()
     monkeypatch.setattr(reference, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps + 0.001))
-    assert exact.contract(leaves=4, dtype="bfloat16")["bits"] != own["bits"]
+    assert exact.contract(leaves=4, dtype="bfloat16")["bits"] != attested["bits"]
     fingerprint.cache_clear()
 
 

@@ -32,5 +32,5 @@ def test_the_table_is_that_of_transformers_frequencies(rotary: Rotary, words: di
     table = rotary.table(300)
     assert table.shape == (300, rotary.dimensions) and table.dtype == torch.float32
     angles = torch.arange(300.0).double()[:, None] * frequencies.double()
-    wanted = torch.cat((angles.cos(), angles.sin()), dim=1) * factor
-    torch.testing.assert_close(table.double(), wanted, rtol=0, atol=300 * 2e-7)
+    expected = torch.cat((angles.cos(), angles.sin()), dim=1) * factor
+    torch.testing.assert_close(table.double(), expected, rtol=0, atol=300 * 2e-7)

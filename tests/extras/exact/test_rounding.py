@@ -28,12 +28,12 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every other element": lambda x: x[::2],
     "a transposed matrix": lambda x: x[:200_000].view(400, 500).t(),
 }
-"""Views of a tensor, for each of which torch has a loop of its own."""
+"""Views of a tensor, for each of which torch has a different loop."""
 shapes = pytest.mark.parametrize("shape", SHAPES)
 
 
 def nearest(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 values rounded to `dtype`, to nearest even: [n] fp64. Whole numbers, scaled by powers of two."""
+    """Rounds fp64 values to `dtype`, to nearest even: [n] fp64. Computed with integers, scaled by powers of two."""
     digits, least = PRECISION[dtype]
     _, exponent = np.frexp(x)
     unit = np.maximum(exponent - digits, least)
@@ -41,21 +41,21 @@ def nearest(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def spread(seed: int, least: int = -40, most: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random signs and digits, exponents of two from `least` to `most`."""
+    """Returns values with random signs and digits, exponents of two from `least` to `most`."""
     dice = np.random.default_rng(seed)
     size = np.ldexp(dice.uniform(1, 2, COUNT), dice.integers(least, most, COUNT))
     return torch.from_numpy(size * dice.choice([-1.0, 1.0], COUNT)).to(dtype)
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare with `expected`, fp64."""
+    """Compares with `expected`, fp64."""
     wrong = found.double() != expected
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are not the nearest, as {found[wrong][0]!r}"
 
 
 @shapes
 def test_fp32_products_and_quotients(shape: str) -> None:
-    """A quotient in fp64 has more than twice the digits, so that rounding it again is rounding it once."""
+    """Uses fp64 quotients, which have more than twice the digits: rounding them again equals rounding once."""
     for low, high in ((-40, 40), (-140, -60)):  # the second: results below the least normal number
         a, b = SHAPES[shape](spread(1, low, high)), SHAPES[shape](spread(2, -8, 8))
         wide = a.contiguous().double().numpy(), b.contiguous().double().numpy()
@@ -68,7 +68,7 @@ def test_fp32_products_and_quotients(shape: str) -> None:
 
 @shapes
 def test_fp32_sums(shape: str) -> None:
-    """Exponents that lie so close that the sum is exact in fp64."""
+    """Uses exponents so close that the sum is exact in fp64."""
     a, b = SHAPES[shape](spread(1, -12, 12)), SHAPES[shape](spread(2, -12, 12))
     wide = a.contiguous().double().numpy(), b.contiguous().double().numpy()
     assert_equal(a + b, nearest(wide[0] + wide[1], torch.float32))
@@ -86,7 +86,8 @@ def test_bf16_sums(shape: str) -> None:
 
 @shapes
 def test_fp32_square_roots(shape: str) -> None:
-    """Every one lies between the middles to its neighbours, whose squares of 50 digits are exact in fp64."""
+    """Checks that each root is between the midpoints to its neighbours, whose squares of 50 digits are exact in
+    fp64."""
     for low, high in ((-60, 60), (-149, -126)):
         x = SHAPES[shape](spread(3, low, high).abs())
         root = elementary.sqrt(x).contiguous()
@@ -96,7 +97,7 @@ def test_fp32_square_roots(shape: str) -> None:
 
 @shapes
 def test_fp64_operations(shape: str) -> None:
-    """Results are compared with those of Python's own numbers, one by one."""
+    """Compares results with Python floats, one by one."""
     a, b = (SHAPES[shape](spread(seed, -200, 200, torch.float64)) for seed in (4, 5))
     a, b = (t[: 5000 if t.dim() == 1 else 10] for t in (a, b))
     c = a * torch.where(b > 0, 1.0 + 1e-9, 1e-9)  # near a, or small beside it
@@ -112,7 +113,8 @@ def test_fp64_operations(shape: str) -> None:
 @shapes
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 def test_conversions(shape: str, dtype: torch.dtype) -> None:
-    """Conversions round to nearest even; halves between two numbers are converted too, and numbers below the least."""
+    """Checks that conversions round to nearest even, including halves between two numbers and numbers below the
+    least."""
     for low, high in ((-100, 100), (-150, -120)):
         fine = spread(6, low, high, torch.float64)
         coarse = fine.to(torch.float32) if dtype == torch.bfloat16 else fine

@@ -26,8 +26,8 @@ from tests.refusals import invalid, refused
 TRITON = {"sglang": {"moe_runner_backend": "triton"}}
 
 
-def asked(config: Config, spec: Any, local_device: str) -> list[str]:
-    """Codes of the rules about exact mode, model and machine that the configuration breaks."""
+def broken_codes(config: Config, spec: Any, local_device: str) -> list[str]:
+    """Returns the codes of the broken rules about exact mode, model and machine."""
     facts = config.sections | {"spec": spec, "local_device": local_device}
     return [problem.code for problem in broken(rules_in(rules), facts)]
 
@@ -133,36 +133,36 @@ def test_what_exact_mode_cannot_do_is_refused_by_the_key_to_change(
 def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
-    assert asked(config(), spec, "cpu") == []
+    assert broken_codes(config(), spec, "cpu") == []
     monkeypatch.setattr(kernel_cuda.ordered, "LIBRARY", tmp_path / "absent.so")
-    assert asked(config(), spec, "cuda") == ["library.missing"]
+    assert broken_codes(config(), spec, "cuda") == ["library.missing"]
     monkeypatch.setattr(kernel_cuda, "load", lambda path: None)
-    assert asked(config(), spec, "cuda") == []
+    assert broken_codes(config(), spec, "cuda") == []
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
-    assert asked(config(), spec, "cpu") == []
-    assert asked(config(), spec, "cuda") == ["exact.architecture_cuda"]
+    assert broken_codes(config(), spec, "cpu") == []
+    assert broken_codes(config(), spec, "cuda") == ["exact.architecture_cuda"]
     many = config(numerics={"mode": "exact", "leaves": 128})
-    assert asked(many, spec, "cpu") == ["exact.leaves_width"]
+    assert broken_codes(many, spec, "cpu") == ["exact.leaves_width"]
     for family in (gpt_oss, qwen3_5, qwen3_next):
         spec.family.ARCHITECTURE = family.ARCHITECTURE
-        assert asked(config(), spec, "cpu") == ["exact.architecture"]
-    assert asked(config(numerics={"mode": "fast"}), spec, "cuda") == []
+        assert broken_codes(config(), spec, "cpu") == ["exact.architecture"]
+    assert broken_codes(config(numerics={"mode": "fast"}), spec, "cuda") == []
 
 
 def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path) -> None:
     fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
     blocks = config(publish={"quantise": "ieee"}, rollout={"engines": [{"model": str(tmp_path)}]})
-    for held, codes in (([64, 64], ["exact.blocks"]), (None, ["exact.blocks"]), ([128, 128], [])):
-        described = {} if held is None else {"quantization_config": {"weight_block_size": held}}
+    for block_size, codes in (([64, 64], ["exact.blocks"]), (None, ["exact.blocks"]), ([128, 128], [])):
+        described = {} if block_size is None else {"quantization_config": {"weight_block_size": block_size}}
         (tmp_path / "config.json").write_text(json.dumps(described))
-        assert asked(blocks, spec, "cpu") == codes
-    assert "exact.quantise_device" in asked(blocks, spec, "cuda")
+        assert broken_codes(blocks, spec, "cpu") == codes
+    assert "exact.quantise_device" in broken_codes(blocks, spec, "cuda")
     for architecture in ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"):
         spec.family.ARCHITECTURE = architecture
-        assert asked(blocks, spec, "cpu") == []
+        assert broken_codes(blocks, spec, "cpu") == []
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
-    assert asked(blocks, spec, "cpu") == ["exact.quantise_architecture"]
+    assert broken_codes(blocks, spec, "cpu") == ["exact.quantise_architecture"]
 
 
 def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:

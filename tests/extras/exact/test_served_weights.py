@@ -35,14 +35,14 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
         Sizes(tensor=2, data=2, expert=2),
         quantisation(rule),
     )
-    whole, held = checkpoint(model), held_by_trainers(model, sizes)
+    whole, by_rank = checkpoint(model), held_by_trainers(model, sizes)
     count = 1 + max(int(t.max()) for t in whole.values())
     values, rounded = Values(count), torch.zeros(count, dtype=DTYPES[dtype])
     quantised = {name for e in model.table.entries() if e.row.quantised for name in e.sources}
     for name in quantised:
         codes, scales = reference.quantise(values.dress(whole, DTYPES[dtype])[name], RULE[rule.upper()], how.block)
         rounded[whole[name]] = reference.dequantise(codes, scales, how.block, DTYPES[dtype])
-    for rank, numbers in enumerate(held):
+    for rank, numbers in enumerate(by_rank):
         parameters = values.dress(numbers, DTYPES[dtype])
         parts = MegatronLayout(model.table, sizes).held(rank)
         served = ServedWeights(parts, parameters, how, dtype)
@@ -76,10 +76,10 @@ def test_experts_are_dequantised_from_what_they_hold_now_where_they_have_tokens(
     x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
     codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
-    wanted = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
+    expected = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
     method = SimpleNamespace(weight_block_size=[32, 64])
     layer = SimpleNamespace(w2=codes.view(torch.float8_e4m3fn), w2_scale_inv=scales, quant_method=method)
     found = expert_weights(layer, "w2", [2, 0, 1], torch.bfloat16)
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[2], wanted[2])
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
     scales *= 2  # as a publication writes in place
-    assert torch.equal(expert_weights(layer, "w2", [0, 1, 0], torch.bfloat16)[1], wanted[1] * 2)
+    assert torch.equal(expert_weights(layer, "w2", [0, 1, 0], torch.bfloat16)[1], expected[1] * 2)

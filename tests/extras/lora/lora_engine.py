@@ -1,15 +1,15 @@
-"""SGLang's own LoRA layers around a tiny Qwen3 on the CPU: as SGLang makes them, without pinned memory, and as servers
-have them that slimx publishes adapters to.
+"""SGLang's LoRA layers around a tiny Qwen3 on the CPU: as shipped but without pinned memory, and as in servers to which
+slimx publishes adapters.
 
     python -m tests.extras.lora.lora_engine MODEL --publish-adapters first=ALPHA,second=ALPHA
 
-MODEL is a directory with a checkpoint of one layer. Prints one JSON object: the error with which SGLang ends where
-torch finds no GPU, and the place in its files ("pinned"); the largest distance of its outputs from those of the merged
-weights, over tokens that ask for two adapters and for none ("distance"), and the largest that the adapters make
-("effect"); the same after publications to the receiver of everything for the policy `first` ("whole"), of adapters for
-`second` ("alone"), of everything for it ("whole, beside others") and of adapters for `first` ("again"), with what
-`verify` said then ("proof") and whether the other policy's slot kept its bytes ("kept"); what `verify` said after a
-number of either policy's adapters or of the base was changed ("spoilt"), and the codes of what was refused ("refused").
+MODEL is a directory with a checkpoint of one layer. Prints one JSON object with these keys: "pinned": the error that
+ends SGLang without a GPU, and its file; "distance", "effect": the largest distance of outputs from those of the merged
+weights, over tokens with two adapters and without, and the largest effect of the adapters; "whole", "alone", "whole,
+with others", "again": the same after publications of everything for the policy `first`, of adapters for `second`, of
+everything for `second` and of adapters for `first`, with the result of `verify` ("proof") and whether the other
+policy's slot was unchanged ("kept"); "spoilt": the result of `verify` after a value of either policy's adapters or of
+the base was changed; "refused": the codes of the refused publications.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RANK, ALPHAS = 4, {"first": 8.0, "second": 2.0}
 PUBLISHED = (
     ("whole", "first", "first"),
     ("alone", "second", "second"),
-    ("whole, beside others", "second", "newer"),
+    ("whole, with others", "second", "newer"),
     ("again", "first", "second"),
 )
 """Publications in their order: name, policy, and name of the adapters."""
@@ -59,7 +59,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def managed(model: torch.nn.Module) -> Any:
-    """SGLang's manager of the adapters beside `model`, which it wraps."""
+    """Returns SGLang's manager of the adapters of `model`, which it wraps."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.runtime_context import get_server_args
@@ -78,7 +78,7 @@ def managed(model: torch.nn.Module) -> Any:
 
 
 def adapters(checkpoint: Tensors) -> dict[str, Tensors]:
-    """Adapters in PEFT's names beside every projection of `checkpoint`, by name."""
+    """Returns adapters of every projection of `checkpoint`, by their PEFT names."""
     generator, out = torch.Generator().manual_seed(1), {}
     for name in (*ALPHAS, "newer"):
         out[name] = {}
@@ -92,25 +92,25 @@ def adapters(checkpoint: Tensors) -> dict[str, Tensors]:
 
 
 def merged(checkpoint: Tensors, tensors: Tensors, alpha: float, module: str) -> torch.Tensor:
-    """The weight of `module` with the adapter `tensors`."""
+    """Returns the weight of `module` merged with the adapter `tensors`."""
     a, b = (tensors[f"base_model.model.{module}.lora_{letter}.weight"] for letter in "AB")
     return checkpoint[f"{module}.weight"] + alpha / RANK * b @ a
 
 
-def serve(manager: Any, given: dict[str, Tensors]) -> None:
-    """Load adapters as the server's endpoint does, and prepare a batch of `TOKENS`."""
+def serve(manager: Any, tensors_of: dict[str, Tensors]) -> None:
+    """Loads adapters as the server's endpoint does, and prepares a batch of `TOKENS`."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     for name, alpha in ALPHAS.items():
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": TARGETS}
         reference = LoRARef(lora_id=name, lora_name=name, lora_path="__tensor__", pinned=True)
-        told = manager.load_lora_adapter_from_tensors(reference, given[name], config)
-        assert told.success, told.error_message
+        result = manager.load_lora_adapter_from_tensors(reference, tensors_of[name], config)
+        assert result.success, result.error_message
     prepare_batch(manager, [name for name, _ in TOKENS])
 
 
 def prepare_batch(manager: Any, names: list[str | None]) -> None:
-    """Have the layers compute the next batch: as many tokens as `TOKENS` has, of requests for the adapters `names`."""
+    """Prepares the layers for the next batch: the token counts of `TOKENS`, of requests for the adapters `names`."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     manager.fetch_new_loras(set(names))
@@ -127,8 +127,8 @@ def prepare_batch(manager: Any, names: list[str | None]) -> None:
     )
 
 
-def compare(manager: Any, checkpoint: Tensors, wanted: list[tuple[Tensors | None, float]]) -> dict[str, float]:
-    """The largest "distance" and "effect" over all layers; `wanted`: adapter and alpha of each request."""
+def compare(manager: Any, checkpoint: Tensors, expected: list[tuple[Tensors | None, float]]) -> dict[str, float]:
+    """Returns the largest "distance" and "effect" over all layers; `expected`: adapter and alpha of each request."""
     apart, effects = [], []
     for module, parts in PARTS.items():
         name = f"model.layers.0.{module}"
@@ -136,7 +136,7 @@ def compare(manager: Any, checkpoint: Tensors, wanted: list[tuple[Tensors | None
         below = name.rpartition(".")[0]
         x = torch.randn(sum(c for _, c in TOKENS), checkpoint[f"{below}.{parts[0]}.weight"].shape[1])
         found, start = layer(x)[0], 0
-        for (adapter, alpha), (_, count) in zip(wanted, TOKENS, strict=True):
+        for (adapter, alpha), (_, count) in zip(expected, TOKENS, strict=True):
             rows = slice(start, start + count)
             base, whole = (
                 torch.cat(
@@ -156,41 +156,43 @@ def compare(manager: Any, checkpoint: Tensors, wanted: list[tuple[Tensors | None
 
 
 def published(
-    plain: torch.nn.Module, model: torch.nn.Module, checkpoint: Tensors, given: dict[str, Tensors]
+    plain: torch.nn.Module, model: torch.nn.Module, checkpoint: Tensors, by_name: dict[str, Tensors]
 ) -> dict[str, Any]:
-    """Publish to `model`, which SGLang wraps with the plugin's hooks in force, and to `plain`; return the outcome."""
+    """Publishes to `model`, which SGLang wraps with the plugin's hooks active, and to `plain`; returns the outcome."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    told: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, given["first"], encoding="adapters"))]}
+    report: dict[str, Any] = {"refused": [code_of(lambda: publish(plain, by_name["first"], encoding="adapters"))]}
     server_form(sys.argv).register(HookRegistry, HookType)
     HookRegistry.apply_hooks()
     manager, receiver = managed(model), receiver_of(model)
-    told["refused"].append(code_of(lambda: publish(model, given["first"], encoding="adapters", policy="first")))
-    told["refused"].append(code_of(lambda: publish(model, checkpoint, policy="third")))
+    report["refused"].append(code_of(lambda: publish(model, by_name["first"], encoding="adapters", policy="first")))
+    report["refused"].append(code_of(lambda: publish(model, checkpoint, policy="third")))
     holding: dict[str | None, Tensors] = {}
     for version, (how, policy, name) in enumerate(PUBLISHED, 1):
         encoding = "hf" if how.startswith("whole") else "adapters"
-        weights = given[name] if encoding == "adapters" else {**checkpoint, **given[name]}
+        weights = by_name[name] if encoding == "adapters" else {**checkpoint, **by_name[name]}
         others = {other: copied(slot.buffers()) for other, slot in receiver.adapters.items() if other != policy}
         publish(model, weights, version, encoding=encoding, policy=policy)
         proof = receiver.verify()
         receiver.commit(version=version)
         same = (
-            torch.equal(receiver.adapters[o].buffers()[n], b) for o, held in others.items() for n, b in held.items()
+            torch.equal(receiver.adapters[o].buffers()[n], b)
+            for o, buffers in others.items()
+            for n, b in buffers.items()
         )
-        holding[policy] = given[name]
-        prepare_batch(manager, [asked_for for asked_for, _ in TOKENS])
-        wanted = [(holding.get(name or "first"), ALPHAS[name or "first"]) for name, _ in TOKENS]
-        told[how] = compare(manager, checkpoint, wanted) | {"proof": proof, "kept": all(same)}
-    told["attested"] = server_form(sys.argv).attest(SimpleNamespace(lora_manager=manager))
-    other = {name: value + 1 for name, value in checkpoint.items()} | given["second"]
-    told["refused"].append(code_of(lambda: publish(model, other, 9, policy="second")))
-    told["spoilt"] = []
+        holding[policy] = by_name[name]
+        prepare_batch(manager, [adapter for adapter, _ in TOKENS])
+        expected = [(holding.get(name or "first"), ALPHAS[name or "first"]) for name, _ in TOKENS]
+        report[how] = compare(manager, checkpoint, expected) | {"proof": proof, "kept": all(same)}
+    report["attested"] = server_form(sys.argv).attest(SimpleNamespace(lora_manager=manager))
+    other = {name: value + 1 for name, value in checkpoint.items()} | by_name["second"]
+    report["refused"].append(code_of(lambda: publish(model, other, 9, policy="second")))
+    report["spoilt"] = []
     of_slots = (receiver.adapters[policy].buffers()[f"{SPOILT}.lora_B"] for policy in ALPHAS)
-    for held in (*of_slots, model.get_submodule(SPOILT).weight.data):
-        held.view(-1)[-1] += 1
-        told["spoilt"].append(receiver.verify()["differ"])
-    return told
+    for tensor in (*of_slots, model.get_submodule(SPOILT).weight.data):
+        tensor.view(-1)[-1] += 1
+        report["spoilt"].append(receiver.verify()["differ"])
+    return report
 
 
 def copied(buffers: Tensors) -> Tensors:
@@ -199,7 +201,7 @@ def copied(buffers: Tensors) -> Tensors:
 
 
 def code_of(work: Callable[[], None]) -> str | None:
-    """The code of the refusal of `work`."""
+    """Returns the code of the refusal of `work`."""
     try:
         work()
     except SlimxError as error:
@@ -214,26 +216,26 @@ def main() -> None:
     model = built(path, 0, 1, {"dtype": "float32"}, device="cpu")
     checkpoint: Tensors = load_file(Path(path) / "model.safetensors")
     model.load_weights(iter(checkpoint.items()))
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     try:
         managed(model)
     except RuntimeError as error:
         frames = (frame for frame in traceback.extract_tb(error.__traceback__) if "sglang" in frame.filename)
-        told["pinned"] = {"error": str(error), "file": Path([*frames][-1].filename).name}
-    given = adapters(checkpoint)
+        report["pinned"] = {"error": str(error), "file": Path([*frames][-1].filename).name}
+    by_name = adapters(checkpoint)
     with torch.no_grad():
         with sglang_lora.unpinned():
             manager = managed(built_again(model, checkpoint))
-            serve(manager, given)
-            wanted = [(given.get(name), ALPHAS.get(name, 0.0)) for name, _ in TOKENS]
-            told |= compare(manager, checkpoint, wanted)
+            serve(manager, by_name)
+            expected = [(by_name.get(name), ALPHAS.get(name, 0.0)) for name, _ in TOKENS]
+            report |= compare(manager, checkpoint, expected)
         plain, model = (built_again(model, checkpoint) for _ in range(2))
-        told |= published(plain, model, checkpoint, given)
-    print(json.dumps(told))
+        report |= published(plain, model, checkpoint, by_name)
+    print(json.dumps(report))
 
 
 def built_again(model: torch.nn.Module, checkpoint: Tensors) -> torch.nn.Module:
-    """A model like `model`, which a manager that failed may have wrapped in part."""
+    """Returns a new model like `model`, which a failed manager may have wrapped in part."""
     fresh = type(model)(config=model.config)
     fresh.load_weights(iter(checkpoint.items()))
     return fresh

@@ -1,4 +1,4 @@
-"""SGLang with adapters of its own: what rules refuse, and what holds where nothing refuses it."""
+"""SGLang with its own LoRA layers: the cases that rules refuse, and the results in all others."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ HF = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The findings of tests/extras/lora/lora_engine.py."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns the findings of tests/extras/lora/lora_engine.py."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(HF))
     generator = torch.Generator().manual_seed(1)
@@ -53,34 +53,34 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_without_that(
-    told: dict[str, Any],
+    report: dict[str, Any],
 ) -> None:
-    """As shipped it needs a GPU (`lora.served_on_cpu`). With that taken away, one batch asks for two adapters of
-    different scales and for none, and every projection is that of its own merged weights."""
-    assert told["pinned"]["file"] == "layers.py", told
-    assert told["distance"] <= 1e-5 < 0.1 < told["effect"], told
+    """Removes the need for a GPU (`lora.served_on_cpu`). One batch then uses two adapters of different scales and none,
+    and every projection is that of merged weights."""
+    assert report["pinned"]["file"] == "layers.py", report
+    assert report["distance"] <= 1e-5 < 0.1 < report["effect"], report
 
 
-def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(told: dict[str, Any]) -> None:
-    """Each policy's publication writes its slot alone, and vouches for the base and for every slot. Requests that name
-    no adapter get the first policy's; another policy cannot bring another base."""
+def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(report: dict[str, Any]) -> None:
+    """Checks that each policy's publication writes its slot only, and verifies the base and every slot. Requests
+    without an adapter get the first policy's; another policy cannot publish another base."""
     refusals = ["receiver.no_adapters", "receiver.no_base", "receiver.policy", "receiver.other_base"]
-    assert told["refused"] == refusals
-    assert told["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}}
+    assert report["refused"] == refusals
+    assert report["attested"] == {"rank": 4, "scales": {"first": 2.0, "second": 0.5}}
     counts = {}
-    kinds = ("whole", "alone", "whole, beside others", "again")
+    kinds = ("whole", "alone", "whole, with others", "again")
     for how in kinds:
-        assert told[how]["distance"] <= 1e-5 < 0.1 < told[how]["effect"], told
-        assert told[how]["kept"]
-        proof = told[how]["proof"]
+        assert report[how]["distance"] <= 1e-5 < 0.1 < report[how]["effect"], report
+        assert report[how]["kept"]
+        proof = report[how]["proof"]
         assert not proof["differ"] and not proof["missing"]
         counts[how] = proof["tensors"]
     few = 2 * sum(FUSED.values())
-    assert counts == dict(zip(kinds, 2 * [told["weights"] + few, few], strict=True))
+    assert counts == dict(zip(kinds, 2 * [report["weights"] + few, few], strict=True))
     up = "model.layers.0.mlp.up_proj"
     adapter = f"base_model.model.{up}.lora_B.weight"
     wrong = [adapter, f"second:{adapter}", f"{up}.weight"]
-    assert [set(differ) for differ in told["spoilt"]] == [set(wrong[:count]) for count in (1, 2, 3)]
+    assert [set(differ) for differ in report["spoilt"]] == [set(wrong[:count]) for count in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_wi
 def test_requests_to_several_policies_name_theirs(
     policies: dict[str, float], named: str | None, rid: str, taken: bool
 ) -> None:
-    """An unnamed one would silently be another policy's, and a wrong name would end SGLang's scheduler."""
+    """Refuses unnamed requests, which would silently use another policy, and unknown names, which would crash SGLang's
+    scheduler."""
     with contextlib.nullcontext() if taken else pytest.raises(ValueError, match=", ".join(policies)):
         ServedLora(policies).check_request(SimpleNamespace(lora_id=named, rid=rid))

@@ -1,4 +1,4 @@
-"""A merged weight has the same bits wherever it is computed, and passes gradients on to A and B."""
+"""A merged weight has the same bits in all computations, and passes gradients on to A and B."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ def test_a_merged_weight_is_rounded_once():
 def test_gradients_are_those_of_the_sum():
     weight, a, b = drawn(torch.float32)
     upstream = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(4))
-    found, wanted = [], []
-    for compute, out in ((lambda: Merged.apply(weight, a, b, SCALE), found), (lambda: weight + SCALE * b @ a, wanted)):
+    found, expected = [], []
+    for compute, out in (
+        (lambda: Merged.apply(weight, a, b, SCALE), found),
+        (lambda: weight + SCALE * b @ a, expected),
+    ):
         a.requires_grad_(), b.requires_grad_()
         a.grad = b.grad = None
         compute().backward(upstream)
         out += [a.grad, b.grad]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert weight.grad is None

@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def adapters() -> tuple[dict[str, Any], Tensors]:
-    """Configuration and tensors of adapters of the tiny Qwen3-MoE."""
+    """Returns configuration and tensors of adapters of the tiny Qwen3-MoE."""
     made = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
 
@@ -65,31 +65,31 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(tensor=2, pipeline=2, data=2)], ids=["one", "TP2-PP2-DP2"])
 def test_adapters_that_are_published_alone_leave_the_ranks_as_they_were_read(qwen, tmp_path, sizes):
-    """Each module's A and B, whatever ranks hold of them; what several ranks hold is sent by one."""
+    """Checks each module's A and B, however the ranks split them; one rank sends data that several have."""
     config, tensors = adapters()
     found = PeftAdapters(write(tmp_path / "peft", config, tensors))
-    table, held = read_model(str(qwen)).table, []
+    table, by_rank = read_model(str(qwen)).table, []
     for rank in range(sizes.world):
-        held.append(own := {})
+        by_rank.append(tensors_of_rank := {})
         for part in MegatronLayout(table, sizes).held(rank):
             if adapts(["attention"], part.name):
                 path = part.name.removesuffix(".weight")
-                own |= zip((f"{path}.lora_a", f"{path}.lora_b"), found.matrices(part), strict=True)
+                tensors_of_rank |= zip((f"{path}.lora_a", f"{path}.lora_b"), found.matrices(part), strict=True)
     plan = compile_plan(
         adapter_parts(MegatronLayout(table, sizes).parts(), ["attention"], RANK),
         adapter_targets(table, ["attention"], RANK),
         precision=Precision("float32", "float32"),
         bucket_bytes=4096,
     )
-    wanted = {name: tensor for name, tensor in tensors.items() if ".self_attn." in name}
+    expected = {name: tensor for name, tensor in tensors.items() if ".self_attn." in name}
     sent = {}
-    for packed, memory in pack_all(plan, held):
+    for packed, memory in pack_all(plan, by_rank):
         for one in packed.tensors:
             run = memory[one.offset : one.offset + one.nbytes]
-            assert checksum_tensor(wanted[one.name]) == one.checksum
+            assert checksum_tensor(expected[one.name]) == one.checksum
             sent[one.name] = run.view(torch.float32).view(one.shape)
-    assert plan.count > 1 and not plan.unread and sent.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in sent.items())
+    assert plan.count > 1 and not plan.unread and sent.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
 def shares(product: torch.Tensor, heads: int) -> torch.Tensor:
@@ -97,13 +97,13 @@ def shares(product: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def test_a_rank_reads_the_rows_and_columns_that_it_holds(qwen, tmp_path):
-    _, tensors = given = adapters()
-    found = PeftAdapters(write(tmp_path / "peft", *given))
+    _, tensors = written = adapters()
+    found = PeftAdapters(write(tmp_path / "peft", *written))
     table = read_model(str(qwen)).table
     found.check(table, LORA)
     for rank in range(2):
-        held = MegatronLayout(table, Sizes(tensor=2, expert=2, expert_tensor=1)).held(rank)
-        parts = {part.name: part for part in held}
+        local = MegatronLayout(table, Sizes(tensor=2, expert=2, expert_tensor=1)).held(rank)
+        parts = {part.name: part for part in local}
 
         a, b = found.matrices(parts["decoder.layers.1.self_attention.linear_qkv.weight"])
         whole = {m: tensors[f"{K_PROJ.replace('k_proj', m)}.lora_B.weight"] for m in ROWS}
@@ -181,7 +181,7 @@ def test_directories_that_hold_no_adapters_are_refused_before_a_run(qwen, tmp_pa
         )
         facts = model_facts(config, read_model(str(qwen)))
         found = broken(all_rules(), facts | weight_facts(config), before=facts)
-        return [(each.code, each.about) for each in found]
+        return [(error.code, error.about) for error in found]
 
     assert QWEN3_MOE["hidden_size"] == HIDDEN
     assert problems(write(tmp_path / "good", *adapters())) == []

@@ -48,7 +48,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merge(spec: ModelSpec, adapters: Path, lora: Lora, sizes: Sizes, out: Path) -> Path:
-    """The checkpoint with all adapters in it, merged rank by rank as trainers of `sizes` hold them."""
+    """Returns the checkpoint with all adapters merged, rank by rank as in trainers of `sizes`."""
     found, reader = PeftAdapters(adapters), CheckpointReader(spec.path)
     found.check(spec.table, lora)
     whole = {name: torch.empty(shape) for name, shape in spec.table.checkpoint_shapes().items()}
@@ -104,7 +104,7 @@ def test_ranks_merge_to_what_peft_computes(config, lora, sizes, dense, tmp_path)
 
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(tensor=2, expert=2, expert_tensor=1)], ids=["one", "TP2-EP2"])
 def test_experts_that_are_modules_of_transformers_4_are_those_that_peft_converts(sizes, experts, tmp_path):
-    """The names of most adapters of models with experts; peft 0.21.2 loads them beside transformers 5."""
+    """Uses the names of most adapters of models with experts; peft 0.21.2 loads them with transformers 5."""
     random = torch.Generator().manual_seed(4)
     tensors = {}
     spec = read_model(str(experts))

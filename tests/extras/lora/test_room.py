@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.extras.lora.attached import MergingRoom
+from slimx.extras.lora.attached import MergingBuffer
 from slimx.extras.lora.room import merged_room
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
@@ -35,8 +35,8 @@ def plan() -> Plan:
     return compile_plan(source, parts, precision=Precision("bfloat16", "bfloat16"), bucket_bytes=BUCKET, ranks=2)
 
 
-def merging(held: Tensors, factor: list[float]) -> dict[str, Callable[[], torch.Tensor]]:
-    return {name: lambda value=value: value * factor[0] for name, value in held.items() if adapted(name)}
+def merging(weights: Tensors, factor: list[float]) -> dict[str, Callable[[], torch.Tensor]]:
+    return {name: lambda value=value: value * factor[0] for name, value in weights.items() if adapted(name)}
 
 
 def packed(packer: Packer) -> list[tuple[bytes, ...]]:
@@ -45,7 +45,7 @@ def packed(packer: Packer) -> list[tuple[bytes, ...]]:
         memories = [torch.zeros(packer.form(bucket).size, dtype=torch.uint8) for _ in range(packer.parts)]
         share = packer.pack(bucket, *memories)
         runs = [packer.pack_run(bucket, part=part)[1] for part in range(packer.parts)]
-        sums = (each.sums.tobytes() for each in (share, *runs))
+        sums = (payload.sums.tobytes() for payload in (share, *runs))
         out.append((*sums, *(memory.numpy().tobytes() for memory in memories)))
     return out
 
@@ -53,24 +53,26 @@ def packed(packer: Packer) -> list[tuple[bytes, ...]]:
 @pytest.mark.parametrize("apart", [False, True])
 def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
-        held, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
-        packer = Packer(plan, rank, held, made=MergingRoom(plan, rank, held, merging(held, factor)), apart=apart)
-        before = {name: value.clone() for name, value in held.items()}
+        weights, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
+        packer = Packer(
+            plan, rank, weights, made=MergingBuffer(plan, rank, weights, merging(weights, factor)), apart=apart
+        )
+        before = {name: value.clone() for name, value in weights.items()}
         for factor[0] in (0.5, -2.0):
-            whole = {name: value * factor[0] if adapted(name) else value for name, value in held.items()}
+            whole = {name: value * factor[0] if adapted(name) else value for name, value in weights.items()}
             assert packed(packer) == packed(Packer(plan, rank, whole, apart=apart))
-        assert all(torch.equal(held[name], value) for name, value in before.items())
+        assert all(torch.equal(weights[name], value) for name, value in before.items())
 
 
 def test_the_room_is_that_of_the_fullest_bucket(plan):
     rooms = merged_room(plan, adapted)
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
-        held = VALUES.dress(tensors, torch.bfloat16)
-        room = MergingRoom(plan, rank, held, merging(held, [1.0]))
+        weights = VALUES.dress(tensors, torch.bfloat16)
+        room = MergingBuffer(plan, rank, weights, merging(weights, [1.0]))
         read = [np.unique(plan.moves_of(rank, bucket)["parameter"]) for bucket in range(plan.count)]
-        sizes = [sum(-(-held[n].nbytes // 64) * 64 for n in names_in(plan, numbers)) for numbers in read]
+        sizes = [sum(-(-weights[n].nbytes // 64) * 64 for n in names_in(plan, numbers)) for numbers in read]
         assert room.nbytes == rooms[rank] == max(sizes)
-        assert 0 < rooms[rank] < sum(value.nbytes for name, value in held.items() if adapted(name)) / 2
+        assert 0 < rooms[rank] < sum(value.nbytes for name, value in weights.items() if adapted(name)) / 2
 
 
 def names_in(plan: Plan, numbers: np.ndarray) -> list[str]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters are refused by name wherever they were never proven."""
+"""Low-rank adapters are refused by name in all unproven combinations."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def test_frozen_parameters_and_adapters_exclude_each_other():
 
 def test_a_reference_beside_adapters_costs_no_copy_of_the_weights(qwen):
     def copies(**trainer: Any) -> int:
-        given = config(str(qwen), trainer, algorithm={"reference": True})
-        return trainer_memory(given, read_model(str(qwen)), Sizes(), "cpu")[0].host_copies
+        run = config(str(qwen), trainer, algorithm={"reference": True})
+        return trainer_memory(run, read_model(str(qwen)), Sizes(), "cpu")[0].host_copies
 
     assert copies() == 0 < copies(lora=None)
 
 
 def test_what_the_model_does_not_have_is_refused(qwen):
     def codes(trainer: dict[str, Any], device: str = "cpu") -> set[tuple[str | None, str | None]]:
-        given = config(str(qwen), trainer)
-        facts = model_facts(given, read_model(str(qwen))) | {"device": device}
+        run = config(str(qwen), trainer)
+        facts = model_facts(run, read_model(str(qwen))) | {"device": device}
         return {(p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))}
 
     assert not codes({})
@@ -86,19 +86,19 @@ def test_what_the_model_does_not_have_is_refused(qwen):
 
 @pytest.mark.parametrize("argument", [{"enable_lora": True}, {"lora_paths": ["a=b"]}])
 def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cpu(qwen, argument):
-    """A layer that SGLang has wrapped cannot be published to, with trained adapters or without."""
+    """Covers trained adapters and runs without: a layer that SGLang has wrapped cannot be published to."""
     served = {"name": "actor", "sglang": argument}
     key = f"rollout.engines.sglang.{next(iter(argument))}"
     for lora in (LORA, None):
         with invalid("lora.served", about=key):
             config("m", {"lora": lora}, rollout={"prompts": "p", "engines": [served]})
     judge = {"name": "judge", "frozen": True, "model": "j", "sglang": argument}
-    given = config(str(qwen), {"lora": None}, rollout={"prompts": "p", "engines": [{"name": "actor"}, judge]})
-    for device, wanted in (("cpu", {("lora.served_on_cpu", key)}), ("cuda", set())):
-        facts = model_facts(given, read_model(str(qwen))) | {"device": device}
+    run = config(str(qwen), {"lora": None}, rollout={"prompts": "p", "engines": [{"name": "actor"}, judge]})
+    for device, expected in (("cpu", {("lora.served_on_cpu", key)}), ("cuda", set())):
+        facts = model_facts(run, read_model(str(qwen))) | {"device": device}
         assert {
             (p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))
-        } == wanted
+        } == expected
 
 
 ALONE = {"publish": {"adapters": "alone", "transport": "memory"}}
@@ -140,8 +140,8 @@ def test_engines_that_were_never_given_adapters_alone_are_refused_in_whatever_gr
 
 
 def test_adapters_alone_are_those_of_dense_layers_over_memory(qwen, tmp_path):
-    def codes(given: Config, model: str = str(qwen)) -> set[tuple[str | None, str | None]]:
-        facts = model_facts(given, read_model(model)) | {"device": "cpu"}
+    def codes(run: Config, model: str = str(qwen)) -> set[tuple[str | None, str | None]]:
+        facts = model_facts(run, read_model(model)) | {"device": "cpu"}
         return {(p.code, p.about) for p in broken(all_rules(), facts) if p.code.startswith(("lora.", "unproven"))}
 
     assert not codes(config(str(qwen), ATTENTION, **ALONE))

@@ -37,11 +37,11 @@ def main() -> None:
     def described(quantizer: Any) -> dict[str, Any]:
         rows, columns = (list(quantizer.get_scale_shape(SHAPE, columnwise=across)) for across in (False, True))
         fields = ("amax_epsilon", "force_pow_2_scales", "block_scaling_dim", "block_len")
-        own = {name: getattr(quantizer, name) for name in fields if hasattr(quantizer, name)}
+        described_fields = {name: getattr(quantizer, name) for name in fields if hasattr(quantizer, name)}
         kind, dtype = type(quantizer).__name__, quantizer.dtype.name
-        if "block_scaling_dim" in own:
-            own["reads"] = reads(quantizer)
-        return own | {"kind": kind, "dtype": dtype, "scales": [rows, columns]}
+        if "block_scaling_dim" in described_fields:
+            described_fields["reads"] = reads(quantizer)
+        return described_fields | {"kind": kind, "dtype": dtype, "scales": [rows, columns]}
 
     def reads(quantizer: Any) -> bool:
         """Returns True if codes and scales by slimx are the same numbers to Transformer Engine's own tensor."""
@@ -49,8 +49,8 @@ def main() -> None:
         block = (quantizer.block_len if square else 1, quantizer.block_len)
         codes, scales = quantise(values, RULE.TE, block)
         padded = torch.full(quantizer.get_scale_shape(SHAPE, columnwise=False), torch.nan)
-        held = scales if square else scales.T
-        padded[: held.shape[0], : held.shape[1]] = held
+        local_scales = scales if square else scales.T
+        padded[: local_scales.shape[0], : local_scales.shape[1]] = local_scales
         tensor = Float8BlockwiseQTensorStorage(codes, padded, None, None, quantizer.dtype, quantizer, square)
         return torch.equal(tensor.dequantize(dtype=torch.float32), dequantise(codes, scales, block, torch.float32))
 

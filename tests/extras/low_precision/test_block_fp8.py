@@ -22,7 +22,7 @@ from tests.refusals import refused
 
 
 def described(directory: Path, **changes: Any) -> Path:
-    """A directory of nothing but a config.json."""
+    """Returns a directory with a config.json only."""
     (directory / "config.json").write_text(json.dumps(QWEN3_MOE | changes))
     return directory
 
@@ -45,8 +45,8 @@ def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
 
 def test_a_stack_has_the_values_of_its_matrices():
     values = torch.randn(3, 100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scales = map(torch.stack, zip(*(quantise(each, RULE.IEEE, (32, 64)) for each in values), strict=True))
-    expected = [dequantise(*each, (32, 64)) for each in zip(codes, scales, strict=True)]
+    codes, scales = map(torch.stack, zip(*(quantise(matrix, RULE.IEEE, (32, 64)) for matrix in values), strict=True))
+    expected = [dequantise(*matrix, (32, 64)) for matrix in zip(codes, scales, strict=True)]
     assert torch.equal(dequantise(codes, scales, (32, 64)), torch.stack(expected))
     assert torch.equal(dequantise(codes[::2], scales[::2], (32, 64)), torch.stack(expected[::2]))
     assert dequantise(codes[:0], scales[:0], (32, 64)).shape == (0, 100, 200)

@@ -30,7 +30,7 @@ def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
         recipe = RECIPES[name]
         for what, slot in slots.items():
             block = recipe.weight if what == "weight" else recipe.vector
-            # Scales by rows and by columns, padded for the product's kernel. A block that is cut has one of its own.
+            # Scales by rows and by columns, padded for the product's kernel. A smaller last block has a scale as well.
             rows, cols = SHAPE
             if name == "mxfp8":
                 assert (slot["kind"], recipe.rule, block) == ("MXFP8Quantizer", "mxfp8", (1, 32))

@@ -1,4 +1,4 @@
-"""Training in fp8 is refused by name, before anything starts, wherever it was not proven, and planned where it was."""
+"""Training in fp8 is refused by name, before anything starts, where it is unproven, and planned where it is proven."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_stages_and_parts_of_sequences_are_taken(split: dict[str, int]) -> None:
     Config.model_validate({**BASE, "model": {"path": "m"}, "trainer": trainer})
 
 
-@pytest.mark.parametrize(("recipe", "each"), [("blockwise", 1 + 4 / 128**2), ("mxfp8", 1 + 1 / 32)])
-def test_a_plan_counts_the_copies_of_weights(tmp_path: Path, recipe: str, each: float) -> None:
+@pytest.mark.parametrize(("recipe", "bytes_per_weight"), [("blockwise", 1 + 4 / 128**2), ("mxfp8", 1 + 1 / 32)])
+def test_a_plan_counts_the_copies_of_weights(tmp_path: Path, recipe: str, bytes_per_weight: float) -> None:
     found = {}
     for fp8 in (None, recipe):
         config, facts = planned(tmp_path / "model", WIDE, {"fp8": fp8}, schedule={"colocate": True})
@@ -144,7 +144,7 @@ def test_a_plan_counts_the_copies_of_weights(tmp_path: Path, recipe: str, each: 
             (found[fp8, device],) = trainer_memory(config, facts["spec"], facts["sizes"], device)
     heads, hidden, inner, experts = 4 + 2 * 2, 256, 256, WIDE["num_experts"]
     layer = (heads + 4) * 128 * hidden + 3 * experts * hidden * inner
-    added = 2 * layer * WIDE["num_hidden_layers"] * each
+    added = 2 * layer * WIDE["num_hidden_layers"] * bytes_per_weight
     assert found[recipe, "cuda"].copies == added
     assert found[recipe, "cuda"].weights == found[None, "cuda"].weights
     assert found[recipe, "cuda"].peak - found[None, "cuda"].peak == added

@@ -34,7 +34,7 @@ def matrix() -> torch.Tensor:
 
 
 def scale_of(weight: torch.Tensor) -> torch.Tensor:
-    """The rule of docs/numerics.md in torch."""
+    """Computes the rule of docs/numerics.md in torch."""
     amax = weight.unflatten(1, (-1, GROUP)).abs().amax(-1)
     scale = (amax.float() / 7).to(torch.bfloat16)
     return torch.where(scale < 2.0**-126, torch.tensor(EPSILON, dtype=scale.dtype), scale)
@@ -142,17 +142,17 @@ def test_the_kernel_for_gpus_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatc
     int4.round_(narrow)
     emulate(monkeypatch)
     for dtype in (torch.bfloat16, torch.float32):
-        given = weight.to(dtype)
-        codes, scales, finite = int4.quantise(given)
-        int4.round_(given)
+        rounded = weight.to(dtype)
+        codes, scales, finite = int4.quantise(rounded)
+        int4.round_(rounded)
         assert (same(codes, expected[0]), same(scales, expected[1]), finite) == (True, True, True)
-        assert same(given, narrow.to(dtype))
+        assert same(rounded, narrow.to(dtype))
     weight[9, 70] = float("nan")
     assert int4.quantise(weight)[2] is False
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernel's own source, its threads one after another, round what lies in the host's memory."""
+    """Runs the kernel's source on host memory, its threads one after another."""
     sources = (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), EMULATION / "device.cuh")
     emulated = int4._cuda(
         library(Path(__file__).with_name("int4_emulation") / "int4.cpp", sources, "-O2", "-std=c++17")

@@ -1,4 +1,4 @@
-"""INT4 is refused by name, before anything starts, wherever it has no form."""
+"""INT4 is refused by name, before anything starts, where no tensor can be stored in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found(
     publish: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> set[tuple]:
-    """Codes of the broken rules about INT4, and what they are about."""
+    """Returns the codes of the broken rules about INT4, and their subjects."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model))
     values = {"run": {"dir": "r"}, "model": {"path": str(folder)}, "rollout": {"prompts": "p", **rollout}}
@@ -65,7 +65,7 @@ def test_an_engine_group_s_own_model_is_read_as_the_trained_one_is(tmp_path: Pat
 
 
 def test_experts_that_the_checkpoint_stacks_have_no_int4(tmp_path: Path) -> None:
-    """Its columns are whole groups, but an export, or an engine, would have to pack the stack."""
+    """Uses columns of complete groups; still, an export or an engine would have to pack the stack."""
     assert found(tmp_path / "qat", GPT_OSS, {"qat": "int4"}) == {("qat.experts", "trainer.qat")}
     assert ("qat.experts", "publish.quantise") in published(
         tmp_path / "published", GPT_OSS, model=str(tmp_path / "int4")
@@ -76,7 +76,7 @@ TRITON = {"sglang": {"moe_runner_backend": "triton"}}
 
 
 def published(folder: Path, hf: dict[str, Any], **engine: Any) -> set[tuple]:
-    """Like `found`, of a run that publishes INT4 to engines with Triton's kernels."""
+    """Returns the same for a run that publishes INT4 to engines with Triton's kernels."""
     return found(folder, hf, publish={"quantise": "int4"}, engines=[TRITON | engine])
 
 

@@ -14,7 +14,7 @@ RULES = {"blockwise": RULE.TE, "mxfp8": RULE.MXFP8}
 
 
 def spread(seed: int, *shape: int) -> torch.Tensor:
-    """Numbers whose size differs from row to row and from column to column, some rows zero."""
+    """Returns numbers whose size differs from row to row and from column to column, with some rows zero."""
     random = torch.Generator().manual_seed(seed)
     down, across = (10 ** torch.randn(n, generator=random) for n in shape)
     down[::7] = 0

@@ -19,18 +19,18 @@ def ended() -> list[Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, ended: list[Any]) -> list[Any]:
-    """Nobody is killed, and Ray knows of a death soon; returns what would have been fenced."""
-    fenced: list[Any] = []
+    """Records processes instead of killing them, and makes Ray report deaths soon; returns the recorded ones."""
+    killed: list[Any] = []
 
-    async def fence(pids: Any, what: str) -> None:
-        fenced.append({node: list(own) for node, own in pids.items()})
+    async def kill_on_nodes(pids: Any, about: str) -> None:
+        killed.append({node: list(node_pids) for node, node_pids in pids.items()})
 
     async def kill(actors: Any) -> None:
         ended.extend(actors)
 
-    monkeypatch.setattr(recovering, "fence", fence)
+    monkeypatch.setattr(recovering, "kill_on_nodes", kill_on_nodes)
     monkeypatch.setattr(recovering, "kill", kill)
     monkeypatch.setattr(waiting, "DEATH_S", 0.1)
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     monkeypatch.setattr(watch, "PING_S", 0.01)
-    return fenced
+    return killed

@@ -113,7 +113,7 @@ class Group:
                 files.write_report(path, rank, Report({}, []))
 
     async def call(self, method: str, what: str, *, step: int, per_rank: Any = ()) -> None:
-        """Operations of the role that mirrors."""
+        """Runs operations of the mirror role."""
         stores = [store for (store,) in per_rank]
         match method:
             case "mirror.send":
@@ -155,10 +155,12 @@ class Stand:
 
     def __init__(self, tmp_path: Path, world: World):
         self.world, self.group = world, Group(world)
-        self.told: list[Restart] = []
+        self.restarts: list[Restart] = []
         self.shrunk: list[str] = []
         table = SimpleNamespace(note=lambda text: None)
-        records = SimpleNamespace(table=table, trainers_replaced=self.told.append, trainers_shrunk=self.shrunk.append)
+        records = SimpleNamespace(
+            table=table, trainers_replaced=self.restarts.append, trainers_shrunk=self.shrunk.append
+        )
         self.recovery = TrainerRecovery(self.group, records, tmp_path, lambda sizes: {})
         self.saves = Saves(tmp_path / "checkpoints", keep=2)
         self.checkpoints = Checkpointer({"actor": self.group}, self.saves, Timeline(tmp_path), lambda text: None)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from slimx.extras.recovery import fence as fencing
-from slimx.extras.recovery.fence import fence
+from slimx.extras.recovery import kill_workers
+from slimx.extras.recovery.kill_workers import kill_on_nodes
 from tests.refusals import refused
 
 SLEEP = "import time; time.sleep(600)"
@@ -30,13 +30,13 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 async def test_a_stopped_worker_is_ended_and_a_stranger_is_left_alone(processes) -> None:
     worker, stranger = processes
     worker.send_signal(signal.SIGSTOP)
-    await fence({None: [worker.pid, stranger.pid]}, "the lost trainers")
+    await kill_on_nodes({None: [worker.pid, stranger.pid]}, "the lost trainers")
     assert worker.wait() == -signal.SIGKILL and stranger.poll() is None
-    await fence({None: [worker.pid]}, "the lost trainers")
+    await kill_on_nodes({None: [worker.pid]}, "the lost trainers")
 
 
 async def test_a_worker_that_does_not_end_is_named(processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fencing, "END_S", 0.1)
+    monkeypatch.setattr(kill_workers, "END_S", 0.1)
     monkeypatch.setattr(os, "kill", lambda pid, signum: None)
     with refused("rank.held", about="the lost trainers"):
-        await fence({None: [processes[0].pid]}, "the lost trainers")
+        await kill_on_nodes({None: [processes[0].pid]}, "the lost trainers")

@@ -21,7 +21,7 @@ from tests.unit.orchestration.checkpointing_stand import state
 
 
 def sent(store: MirrorStore, step: int, rank: int, data: bytes, *, spoilt: bool = False) -> None:
-    """Bytes as a rank sends them."""
+    """Sends bytes as a rank does."""
     store.begin(step, rank, len(data))
     array = np.frombuffer(data, np.uint8)
     for part in np.array_split(array + spoilt, 2):
@@ -34,7 +34,7 @@ def test_a_store_holds_the_committed_step_and_the_one_that_comes_in() -> None:
     for step in (2, 4):
         for rank in (0, 1):
             sent(store, step, rank, b"%d%d" % (step, rank))
-        assert store.whole(step) == [0, 1]
+        assert store.complete(step) == [0, 1]
         with refused("mirror.absent", about="trainer rank 0", kind=MirrorLost):
             store.describe(step, 0)
         store.commit(step)
@@ -42,7 +42,7 @@ def test_a_store_holds_the_committed_step_and_the_one_that_comes_in() -> None:
         assert bytes(store.read(step, 1, 0)) == b"%d1" % step
     sent(store, 6, 0, b"60")
     sent(store, 8, 0, b"80")
-    assert sorted(store.held) == [(4, 0), (4, 1), (8, 0)], "what came in of step 6 is dropped, it was never whole"
+    assert sorted(store.states) == [(4, 0), (4, 1), (8, 0)], "what came in of step 6 is dropped, it was never whole"
 
 
 def test_bytes_that_are_not_what_was_sent_are_never_whole() -> None:
@@ -53,7 +53,7 @@ def test_bytes_that_are_not_what_was_sent_are_never_whole() -> None:
     store.write(2, 0, np.zeros(3, np.uint8))
     with refused("mirror.differs", about="trainer rank 0", kind=MirrorLost):
         store.finish(2, 0, xxhash.xxh3_128_hexdigest(bytes(5)))
-    assert store.whole(2) == [] and store.held == {}
+    assert store.complete(2) == [] and store.states == {}
 
 
 class FakeStore:
@@ -109,7 +109,7 @@ async def test_new_ranks_begin_from_the_newest_mirrors_and_each_was_kept_on_the_
         if step < 2:
             await mirrored.take(step + 1)
     assert mirrored.mirrors.step == 2 and [store.node for store in mirrored.stores] == ["n0", "n1"]
-    assert [sorted(store.store.held) for store in mirrored.stores] == [[(2, 1)], [(2, 0)]]
+    assert [sorted(store.store.states) for store in mirrored.stores] == [[(2, 1)], [(2, 0)]]
     world.done.clear()
     world.dies["train 3"] = 1
     await stand.train(3)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 def test_data_parallel_ranks_become_fewer_by_whole_shards_and_leave_experts_their_ranks() -> None:
     def data(**sizes: int) -> list[int]:
-        return [each.data for each in fewer(Sizes(**sizes))]
+        return [smaller.data for smaller in fewer(Sizes(**sizes))]
 
     assert data(data=8) == [4, 2, 1] and data(data=6) == [3, 2, 1] and data(data=1) == []
     assert data(data=8, expert=4) == [4] and data(data=2, expert=2) == []

@@ -17,7 +17,7 @@ from slimx.config.sections.schedule import Schedule
 from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import DeadlineError, SlimxError
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_same
-from slimx.extras.recovery.rules import recovers_beside
+from slimx.extras.recovery.rules import recovers_with
 from slimx.extras.recovery.section import Recovery
 from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import invalid, refused
@@ -46,7 +46,7 @@ async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the
     assert quick == [{None: [os.getpid()] * 2}], "every rank, not only the one that died"
     assert ended == lost
     assert sorted(stand.recovery.ledger.steps) == [2, 3, 4]
-    assert stand.recovery.metrics()["recovery/trainers"] == 1 and [told.error for told in stand.told] == [""]
+    assert stand.recovery.metrics()["recovery/trainers"] == 1 and [restart.error for restart in stand.restarts] == [""]
 
 
 async def test_ranks_that_are_lost_while_they_come_back_are_replaced_too_until_none_is_left(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_ranks_that_are_lost_while_they_come_back_are_replaced_too_until_n
     world.dies |= {"train 1": 1, "start": 1, "train 0": 1}
     await stand.train(1)
     assert stand.recovery.replaced == 3
-    assert [bool(told.error) for told in stand.told] == [True, True, False]
+    assert [bool(restart.error) for restart in stand.restarts] == [True, True, False]
     world.dies["train 2"] = 1
     with refused("actor.died", about="trainer rank 0"):
         await stand.train(2)
@@ -126,7 +126,7 @@ async def test_the_watch_replaces_ranks_that_die_between_two_calls(tmp_path: Pat
     watching = asyncio.create_task(stand.recovery.watch())
     stand.group.dead = True
     async with asyncio.timeout(60):
-        while stand.told == []:
+        while stand.restarts == []:
             await asyncio.sleep(0.01)
         assert world.done == ["train 0", "start", "train 0"] and not watching.done()
         stand.group.dead = True
@@ -139,7 +139,7 @@ async def test_before_the_run_is_open_a_loss_ends_it(tmp_path: Path) -> None:
     stand.group.dead = True
     async with asyncio.timeout(60):
         assert (await stand.recovery.watch()).code == "actor.died"
-    assert stand.told == []
+    assert stand.restarts == []
 
 
 def test_batches_are_kept_until_a_checkpoint_holds_their_step() -> None:
@@ -200,7 +200,7 @@ def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it
     def found(transport: str, replaced: int, device: str = "cpu") -> list[str]:
         publish = Publish(transport=transport, staging="bucket")
         facts = {"recovery": Recovery(trainers=replaced), "publish": publish, "device": device, "schedule": Schedule()}
-        return [problem.code for problem in broken([recovers_beside], facts)]
+        return [problem.code for problem in broken([recovers_with], facts)]
 
     assert found("cuda_ipc", 1) == ["recovery.transport"]
     assert found("cuda_ipc", 0) == []

@@ -16,7 +16,7 @@ from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_by
 from slimx.extras.recurrent.delta_nets import DeltaNets
 from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe, qwen3_next
 from slimx.extras.recurrent.hybrid import HybridLayers
-from slimx.extras.recurrent.rules import states_are_one_requests_own
+from slimx.extras.recurrent.rules import states_are_not_shared
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
@@ -130,9 +130,8 @@ SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2,
 
 
 def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
-    """SGLang's classes as it builds them for CUDA, on one rank and on the last of two, also with copies of the
-    attention that have two ranks each: names, shapes, dtypes, and which part of which tensor is where, by the loaded
-    model's own account."""
+    """Checks SGLang's classes as built for CUDA, on one rank and on the last of two, also with attention replicated on
+    two ranks: names, shapes, dtypes, and the location of each part of each tensor, by the loaded model's account."""
     wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
     copies = (EngineSizes(tensor=4, attention_data=2), 3)
     cases = [
@@ -217,17 +216,17 @@ def test_an_engine_is_refused_a_fused_shared_expert(family: Any, hf: dict[str, A
         family.engine_table(hf, fused_shared_experts=True)
 
 
-OWN_STATES = {"sglang": {"disable_radix_cache": True}}
+WITHOUT_RADIX = {"sglang": {"disable_radix_cache": True}}
 
 
 @pytest.mark.parametrize(
     ("device", "engine", "about"),
     [
-        ("cuda", OWN_STATES, []),
+        ("cuda", WITHOUT_RADIX, []),
         ("cpu", {}, []),
         ("cuda", {}, ["disable_radix_cache"]),
         ("cpu", {"sglang": {"speculative_algorithm": "NEXTN"}}, ["speculative_algorithm"]),
-        ("cuda", OWN_STATES | {"role": "decode"}, ["role"]),
+        ("cuda", WITHOUT_RADIX | {"role": "decode"}, ["role"]),
     ],
     ids=["own states", "on the CPU", "prefix cache", "drafts", "roles"],
 )
@@ -239,15 +238,15 @@ def test_states_that_requests_would_share_are_refused(
     groups = [config.rollout.engines[0].model_copy(update=engine)]
     rollout = config.rollout.model_copy(update={"engines": groups})
     facts = {"rollout": rollout, "trainer": config.trainer, "device": device}
-    rules = [states_are_one_requests_own, unproven_layers]
+    rules = [states_are_not_shared, unproven_layers]
     found = broken(rules, facts | {"spec": spec})
     assert [problem.about.rpartition(".")[2] for problem in found] == about
     assert not broken(rules, facts | {"spec": SimpleNamespace(transformer={}, layer_kind=LayerKind(), path="")})
 
 
 def test_recurrent_states_take_their_memory_from_the_kv_cache(tmp_path: Path):
-    """As SGLang 0.5.23 shares it out: 36 delta nets with 32 heads of 128 x 128 in fp32, and three inputs of 8,192
-    channels in bf16."""
+    """Computes SGLang 0.5.23's split of memory: 36 delta nets with 32 heads of 128 x 128 in fp32, and three inputs of
+    8,192 channels in bf16."""
     spec = read(tmp_path, NEXT)
     state = 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
     assert state_bytes(spec.transformer, spec.layer_kind, EngineSizes(), "bfloat16", None) == state
@@ -262,8 +261,8 @@ def test_recurrent_states_take_their_memory_from_the_kv_cache(tmp_path: Path):
     assert state_bytes({}, LayerKind(), EngineSizes(), "bfloat16", None) == 0
     config = run(tmp_path, numerics={"dtype": "bfloat16"})
     machine = Machine(gpu=None, memory=200 * 2**30, per_node=8, nodes=1, host_memory=None)
-    for given, slots in (({}, None), ({"max_mamba_cache_size": 64}, 64), ({"max_running_requests": 8}, 8)):
-        group = config.rollout.engines[0].model_copy(update={"sglang": given | {"mem_fraction_static": 0.9}})
+    for options, slots in (({}, None), ({"max_mamba_cache_size": 64}, 64), ({"max_running_requests": 8}, 8)):
+        group = config.rollout.engines[0].model_copy(update={"sglang": options | {"mem_fraction_static": 0.9}})
         memory = engine_memory(config, spec, group, machine, staged=0)
         room = memory.static - memory.weights
         if slots is None:

@@ -12,7 +12,7 @@ HEADS, KEY, VALUE = 3, 5, 4
 
 
 def inputs(tokens: int) -> list[torch.Tensor]:
-    """query, key (normed as models do), value, decay (logarithm) and rate, fp32."""
+    """Returns query, key (normed as models do), value, decay (logarithm) and rate, fp32."""
     make = torch.Generator().manual_seed(tokens)
     query, key = (torch.randn(tokens, HEADS, KEY, generator=make) for _ in range(2))
     value = torch.randn(tokens, HEADS, VALUE, generator=make)
@@ -23,7 +23,7 @@ def inputs(tokens: int) -> list[torch.Tensor]:
 
 
 def recurrence(query, key, value, decay, rate, initial=None):
-    """One sequence token by token, in the inputs' dtype: outputs and the last state."""
+    """Computes one sequence token by token, in the inputs' dtype: outputs and the last state."""
     state = query.new_zeros(HEADS, KEY, VALUE) if initial is None else initial
     out = []
     for q, k, v, g, beta in zip(query, key, value, decay, rate, strict=True):
@@ -36,8 +36,8 @@ def recurrence(query, key, value, decay, rate, initial=None):
 
 def of_sequences(tensors, lengths, initial=None):
     parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
-    each = [recurrence(*part, None if initial is None else initial[k]) for k, part in enumerate(parts)]
-    return torch.cat([out for out, _ in each]), torch.stack([state for _, state in each])
+    results = [recurrence(*part, None if initial is None else initial[k]) for k, part in enumerate(parts)]
+    return torch.cat([out for out, _ in results]), torch.stack([state for _, state in results])
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1], [200], [5, 5, 5]], ids=str)
@@ -47,9 +47,9 @@ def test_packed_sequences_are_computed_as_each_of_them_alone(lengths: list[int],
     initial = torch.randn(len(lengths), HEADS, KEY, VALUE) if begun else None
     out, states = gated_delta_rule(*tensors, lengths, initial)
     exact = [tensor.double() for tensor in tensors]
-    wanted, wanted_states = of_sequences(exact, lengths, None if initial is None else initial.double())
-    assert (out - wanted).abs().max() <= 1e-5
-    assert (states - wanted_states).abs().max() <= 1e-5
+    expected, expected_states = of_sequences(exact, lengths, None if initial is None else initial.double())
+    assert (out - expected).abs().max() <= 1e-5
+    assert (states - expected_states).abs().max() <= 1e-5
 
 
 def test_gradients_are_those_of_the_recurrence():
@@ -58,8 +58,8 @@ def test_gradients_are_those_of_the_recurrence():
     weight = torch.randn(sum(LENGTHS), HEADS, VALUE)
     (gated_delta_rule(*tensors, LENGTHS)[0] * weight).sum().backward()
     (of_sequences(exact, LENGTHS)[0] * weight).sum().backward()
-    for tensor, wanted in zip(tensors, exact, strict=True):
-        assert (tensor.grad - wanted.grad).abs().max() <= 3e-5 * wanted.grad.abs().max()
+    for tensor, expected in zip(tensors, exact, strict=True):
+        assert (tensor.grad - expected.grad).abs().max() <= 3e-5 * expected.grad.abs().max()
 
 
 def test_a_cut_sequence_goes_on_from_its_state():
@@ -78,7 +78,7 @@ def test_the_convolution_is_torchs_of_each_sequence_alone():
     for initial in (None, before):
         found = causal_convolution(x, weight, lengths, initial).split(lengths)
         for number, part in enumerate(x.split(lengths)):
-            held = torch.zeros(channels, width - 1) if initial is None else initial[number]
-            padded = torch.cat([held, part.T], dim=1)
-            wanted = torch.nn.functional.conv1d(padded[None], weight[:, None], groups=channels)[0].T
-            assert torch.allclose(found[number], wanted, atol=1e-6)
+            before = torch.zeros(channels, width - 1) if initial is None else initial[number]
+            padded = torch.cat([before, part.T], dim=1)
+            expected = torch.nn.functional.conv1d(padded[None], weight[:, None], groups=channels)[0].T
+            assert torch.allclose(found[number], expected, atol=1e-6)

@@ -37,7 +37,7 @@ class Net:
         return [x.view(1, len(x), n, -1) for x, n in zip(parts, (KEYS, KEYS, VALUES), strict=True)]
 
     def extend(self, spans: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
-        """Tokens [start, stop) of each slot as parts of prompts: outputs [tokens, heads, dv]."""
+        """Computes tokens [start, stop) of each slot as parts of prompts: outputs [tokens, heads, dv]."""
         x, a, b = (
             torch.cat([of[slot][slice(*span)] for slot, span in spans.items()]) for of in (self.x, self.a, self.b)
         )
@@ -69,7 +69,7 @@ class Net:
         return dict(zip(spans, out[0].split(lengths), strict=True))
 
     def decode(self, places: dict[int, int]) -> dict[int, torch.Tensor]:
-        """One token of each slot."""
+        """Computes one token of each slot."""
         x, a, b = (torch.stack([of[slot][at] for slot, at in places.items()]) for of in (self.x, self.a, self.b))
         slots = torch.tensor(list(places), dtype=torch.int32)
         mixed = delta_net.causal_conv1d_update(x, self.conv, self.weight, None, "silu", conv_state_indices=slots)
@@ -82,7 +82,7 @@ class Net:
 
 
 def by_definition(net: Net, slot: int) -> torch.Tensor:
-    """Outputs of a whole request, token by token in fp64."""
+    """Computes the outputs of a request, token by token in fp64."""
     x, weight = net.x[slot].double(), net.weight.double()
     behind = F.pad(x, (0, 0, WIDTH - 1, 0)).unfold(0, WIDTH, 1)
     q, k, v = (heads[0] for heads in net.heads(F.silu((behind * weight).sum(-1))))
@@ -112,8 +112,8 @@ def test_prompts_in_parts_and_tokens_one_by_one_give_what_the_definition_does(cu
             found[slot].append(out)
     for slot, parts in found.items():
         assert (torch.cat(parts) - by_definition(net, slot)).abs().max() <= 1e-5
-        own = F.pad(net.x[slot], (0, 0, WIDTH - 1, 0))[-(WIDTH - 1) :].T
-        assert net.conv[slot].equal(own), "its own last inputs"
+        last_inputs = F.pad(net.x[slot], (0, 0, WIDTH - 1, 0))[-(WIDTH - 1) :].T
+        assert net.conv[slot].equal(last_inputs), "its own last inputs"
     assert net.conv[net.others].equal(untouched[0]) and net.states[net.others].equal(untouched[1])
 
 

@@ -91,7 +91,7 @@ def test_the_trainers_ranks_hold_every_element_of_the_checkpoint_once(tmp_path: 
 
 
 def test_a_rank_has_its_share_of_each_of_a_mixers_projections(tmp_path: Path):
-    """z, x, B, C and dt stand one behind the other in the checkpoint, each of which the ranks share out."""
+    """Checks z, x, B, C and dt, which are concatenated in the checkpoint and split over the ranks."""
     layout = MegatronLayout(read(tmp_path, TINY).table, Sizes(tensor=2))
     (part,) = (part for part in layout.held(1) if part.name == "decoder.layers.0.mixer.in_proj.weight")
     rows = [row for rect in part.rects for row in range(rect.row, rect.row + rect.rows)]
@@ -206,5 +206,7 @@ def test_ways_to_train_that_never_ran_on_them_are_refused(tmp_path: Path, traine
 
 
 def test_decays_and_skips_stay_in_fp32_as_megatron_core_makes_them(tmp_path: Path):
-    own = {row.name.rpartition(".")[2]: row.dtype for row in read(tmp_path, TINY).table.rows if ".mixer." in row.name}
-    assert {name for name, dtype in own.items() if dtype == "float32"} == {"A_log", "D"}
+    dtypes = {
+        row.name.rpartition(".")[2]: row.dtype for row in read(tmp_path, TINY).table.rows if ".mixer." in row.name
+    }
+    assert {name for name, dtype in dtypes.items() if dtype == "float32"} == {"A_log", "D"}

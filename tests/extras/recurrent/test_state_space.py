@@ -12,7 +12,7 @@ HEADS, GROUPS, HEAD, STATE = 6, 2, 5, 4
 
 
 def inputs(tokens: int) -> list[torch.Tensor]:
-    """x, step, decay, key (B), query (C) and skip (D), fp32."""
+    """Returns x, step, decay, key (B), query (C) and skip (D), fp32."""
     make = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HEADS, HEAD, generator=make)
     key, query = (torch.randn(tokens, GROUPS, STATE, generator=make) for _ in range(2))
@@ -21,10 +21,10 @@ def inputs(tokens: int) -> list[torch.Tensor]:
 
 
 def recurrence(x, step, decay, key, query, skip):
-    """One sequence token by token, in the inputs' dtype."""
+    """Computes one sequence token by token, in the inputs' dtype."""
     state, out = x.new_zeros(HEADS, HEAD, STATE), []
     for one, dt, b, c in zip(x, step, key, query, strict=True):
-        b, c = (each.repeat_interleave(HEADS // GROUPS, 0) for each in (b, c))
+        b, c = (tensor.repeat_interleave(HEADS // GROUPS, 0) for tensor in (b, c))
         state = state * (dt * decay).exp()[:, None, None] + (dt[:, None] * one)[:, :, None] * b[:, None]
         out.append(torch.einsum("hpn,hn->hp", state, c) + skip[:, None] * one)
     return torch.stack(out)
@@ -32,20 +32,22 @@ def recurrence(x, step, decay, key, query, skip):
 
 def of_sequences(tensors, lengths):
     x, step, decay, key, query, skip = tensors
-    packed = zip(*(each.split(lengths) for each in (x, step, key, query)), strict=True)
+    packed = zip(*(tensor.split(lengths) for tensor in (x, step, key, query)), strict=True)
     return torch.cat([recurrence(x, dt, decay, b, c, skip) for x, dt, b, c in packed])
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[::-1], [200], [5, 5, 5]], ids=str)
 def test_packed_sequences_are_computed_as_each_of_them_alone(lengths: list[int]):
     tensors = inputs(sum(lengths))
-    wanted = of_sequences([each.double() for each in tensors], lengths)
-    torch.testing.assert_close(state_space_rule(*tensors, lengths).double(), wanted, rtol=0, atol=1e-5)
+    expected = of_sequences([tensor.double() for tensor in tensors], lengths)
+    torch.testing.assert_close(state_space_rule(*tensors, lengths).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_recurrence():
     lengths = [1, 70, 3]
-    ours, exact = ([each.to(dtype).requires_grad_() for each in inputs(74)] for dtype in (torch.float, torch.double))
+    ours, exact = (
+        [tensor.to(dtype).requires_grad_() for tensor in inputs(74)] for dtype in (torch.float, torch.double)
+    )
     weight = torch.randn(74, HEADS, HEAD, generator=torch.Generator().manual_seed(0))
     (state_space_rule(*ours, lengths) * weight).sum().backward()
     (of_sequences(exact, lengths) * weight.double()).sum().backward()
@@ -55,7 +57,7 @@ def test_gradients_are_those_of_the_recurrence():
 
 def test_bfloat16_inputs_are_computed_in_fp32():
     x, step, decay, key, query, skip = inputs(70)
-    half = [each.bfloat16() for each in (x, key, query)]
+    half = [tensor.bfloat16() for tensor in (x, key, query)]
     out = state_space_rule(half[0], step, decay, half[1], half[2], skip, [70])
     wide = state_space_rule(half[0].float(), step, decay, half[1].float(), half[2].float(), skip, [70])
     assert torch.equal(out, wide.bfloat16())

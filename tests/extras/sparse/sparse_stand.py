@@ -1,4 +1,4 @@
-"""Configurations of models with sparse attention, for the tests beside this file."""
+"""Configurations of models with sparse attention, for the tests of this directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(directory: Path, hf: dict[str, Any], **how: Any) -> ModelSpec:
 
 
 def small(hf: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Five layers of four experts."""
+    """Returns a model of five layers with four experts."""
     return {**hf, "num_hidden_layers": 5, "n_routed_experts": 16, "num_nextn_predict_layers": 0, **fields}
 
 

@@ -44,7 +44,7 @@ both = pytest.mark.parametrize("hf", [V32, GLM_5], ids=["V3.2", "GLM-5"])
 
 @pytest.mark.parametrize(("hf", "count"), [(V32, 685.4), (GLM_5, 755.8)], ids=["V3.2", "GLM-5"])
 def test_parameters_are_as_many_as_the_published_files_hold(tmp_path: Path, hf: dict[str, Any], count: float):
-    """With the layer of multi-token prediction and its copies of embedding and output."""
+    """Counts the layer of multi-token prediction and its copies of embedding and output as well."""
     table = read(tmp_path, hf).table
     shapes = table.checkpoint_shapes()
     repeated = [shapes[original] for original in table.aliases.values()]
@@ -61,7 +61,7 @@ def test_an_engine_takes_every_tensor_of_the_checkpoint(hf: dict[str, Any]):
 
 
 def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
-    """SGLang's classes as it builds them for CUDA: names, shapes and dtypes of all parameters, and where they are."""
+    """Checks SGLang's classes as built for CUDA: names, shapes and dtypes of all parameters, and their locations."""
     specs = []
     # SGLang's CPU builds no rotary embedding of pairs without scaling.
     yarn = {**V32["rope_scaling"], "rope_type": "yarn", "rope_theta": 10000}
@@ -87,16 +87,16 @@ def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
 @both
 def test_the_indexer_and_nothing_else_is_not_trained(tmp_path: Path, hf: dict[str, Any]):
     spec = read(tmp_path, small(hf, num_nextn_predict_layers=1), mtp_layers=1)
-    own = {name for name in spec.table.checkpoint_shapes() if INDEXER in name}
-    assert len(own) == 5 * 6
-    assert {name for sources in spec.frozen(()) for name in sources} == own
-    given = spec.frozen(("*.input_layernorm.weight",))
-    assert {name for sources in given for name in sources} - own == {
+    names = {name for name in spec.table.checkpoint_shapes() if INDEXER in name}
+    assert len(names) == 5 * 6
+    assert {name for sources in spec.frozen(()) for name in sources} == names
+    frozen = spec.frozen(("*.input_layernorm.weight",))
+    assert {name for sources in frozen for name in sources} - names == {
         f"model.layers.{layer}.input_layernorm.weight" for layer in range(6)
     }
     config = run(tmp_path)
     runs = holdings(config.trainer, config.numerics, spec).runs(Sizes(), 0)
-    assert {each.name for each in runs if each.parameter and not each.trained} == {
+    assert {run.name for run in runs if run.parameter and not run.trained} == {
         row.name for row in spec.table.rows if "core_attention.indexer" in row.name
     }
 
@@ -134,27 +134,27 @@ def test_a_model_without_an_indexer_has_no_choice_to_replay(tmp_path: Path):
 
 
 def test_a_layer_of_multi_token_prediction_neither_takes_nor_leaves_a_choice():
-    """It bears the number of the decoder's first layer."""
+    """Gives it the number of the decoder's first layer, as megatron-core does."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences
     from slimx.trainer.model.policy_model import bounds_alone
 
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 5}
-    plain = PackedSeqParams(**given)
+    bounds_of_sequences = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 5}
+    plain = PackedSeqParams(**bounds_of_sequences)
     plain._dsa_index_share_topk_holder = {1: torch.zeros(1, 8, 5)}  # as layers that share a choice leave it
-    for sequences in (plain, SparseSequences(**given, chosen={1: torch.zeros(1, 8, 5)})):
+    for sequences in (plain, SparseSequences(**bounds_of_sequences, chosen={1: torch.zeros(1, 8, 5)})):
         alone = bounds_alone(sequences)
         assert type(alone) is PackedSeqParams
-        assert {name: vars(alone)[name] for name in given} == given
+        assert {name: vars(alone)[name] for name in bounds_of_sequences} == bounds_of_sequences
         assert vars(alone).keys() == {field.name for field in fields(PackedSeqParams)}
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 @both
 def test_the_indexer_is_published_as_engines_hold_it(tmp_path: Path, hf: dict[str, Any], encoding: str):
-    """The norm in fp32, and what is no fp8 there not in fp8 either."""
+    """Checks that the norm is fp32, and that only tensors in fp8 there are in fp8."""
     spec = read(tmp_path, small(hf))
     config = run(tmp_path, publish={"encoding": encoding, "quantise": "triton"})
     plan = publication_plan(config, spec, Sizes(), "cuda").plan
@@ -198,7 +198,7 @@ def test_what_cannot_be_built_is_refused_by_its_field(tmp_path: Path, hf: dict[s
 
 
 def test_an_engine_is_refused_a_glm_that_it_would_misread():
-    """transformers writes such files and rotates pairs, SGLang would rotate halves."""
+    """Reads files as written by transformers, which rotates pairs where SGLang would rotate halves."""
     with refused("model.served_field", about="indexer_rope_interleave"):
         glm_moe_dsa.engine_table({key: value for key, value in GLM_5.items() if key != "indexer_rope_interleave"})
 
@@ -216,7 +216,7 @@ def test_engines_on_the_cpu_and_exact_mode_are_refused(tmp_path: Path, hf: dict[
 
 
 def test_the_indexers_flops_are_those_that_torch_counts():
-    """By the difference between the model with an indexer and the one without; neither eager attention is sparse."""
+    """Takes the difference between the model with an indexer and the one without; eager attention of both is dense."""
     sizes = {
         "vocab_size": 160,
         "hidden_size": 64,
@@ -260,7 +260,7 @@ def test_the_indexers_flops_are_those_that_torch_counts():
 
 
 def test_a_step_keeps_its_choice_of_tokens_in_host_memory(tmp_path: Path):
-    """Four bytes for each of 2048 tokens that each of a rank's tokens sees in each of its layers."""
+    """Counts four bytes for each of the 2048 tokens that each of a rank's tokens reads in each of its layers."""
     spec, layout = read(tmp_path, small(V32, num_hidden_layers=4)), {"world_size": 4, "pipeline": 2, "context": 2}
     sizes = Sizes(pipeline=2, context=2)
     rollout = {"prompts": "p", "engines": [{"name": "actor"}], "prompts_per_step": 6, "group_size": 4}
@@ -277,7 +277,7 @@ def test_a_step_keeps_its_choice_of_tokens_in_host_memory(tmp_path: Path):
 
 
 def test_an_engine_caches_the_indexers_keys_beside_the_latents():
-    """In fp8: 128 bytes and a scale per token and layer."""
+    """Counts fp8 keys: 128 bytes and a scale per token and layer."""
     latent, sparse = (family.transformer_config(V32) for family in (deepseek_v3, deepseek_v32))
     bytes_of = {
         cache: [

@@ -1,8 +1,7 @@
-"""Inert stand-ins for the packages that SGLang imports but never calls on the CPU: sgl_kernel, torchvision.
+"""Inert stand-ins for packages that SGLang imports but never calls on the CPU: sgl_kernel, torchvision.
 
-Written for sglang 0.5.23 beside CPU builds of torch. SGLang imports names of these packages at module level; their
-wheels are CUDA builds (torchvision's even breaks transformers beside a CPU torch). A package that is installed is never
-replaced.
+Written for sglang 0.5.23 with CPU builds of torch. SGLang imports names of these packages at module level, but their
+wheels are CUDA builds (torchvision's even breaks transformers with a CPU torch). Installed packages are never replaced.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ PACKAGES = {
 
 
 class StandIn(ModuleType):
-    """A module in which every name exists: classes are empty, functions refuse to run, submodules are stand-ins."""
+    """A module with an attribute for every name: classes are empty, functions raise, submodules are stand-ins."""
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # import machinery and inspect probe dunder names and expect the truth
+            raise AttributeError(name)  # import machinery and inspect probe dunder names
         full = f"{self.__name__}.{name}"
-        value = sys.modules.get(full) or (_empty_class(name) if name[0].isupper() else StandIn(full))
+        value: Any = sys.modules.get(full)
+        if value is None:
+            value = _empty_class(name) if name[0].isupper() else StandIn(full)
         setattr(self, name, value)
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{self.__name__} was called, but {self.__name__.partition('.')[0]} is not installed here"
-        )
+        raise NotImplementedError(f"{self.__name__} was called, but {self.__name__.partition('.')[0]} is not installed")
 
 
 def _empty_class(name: str) -> type:
@@ -44,7 +43,7 @@ def _empty_class(name: str) -> type:
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of absent packages. It stands last in `sys.meta_path`, so a real package always wins."""
+    """Finder of the modules of absent packages. It is last in `sys.meta_path`, so a real package always wins."""
 
     def __init__(self, absent: frozenset[str]) -> None:
         self.absent = absent
@@ -58,16 +57,17 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A stand-in has no code to run."""
+        """Does nothing: a stand-in has no code."""
 
 
 def install() -> tuple[str, ...]:
-    """Put stand-ins in the place of absent packages and return their names; call it before `import sglang`."""
-    if any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
-        return tuple(sorted(next(f for f in sys.meta_path if isinstance(f, StandInFinder)).absent))
+    """Installs stand-ins for absent packages and returns their names. Call it before `import sglang`."""
+    for finder in sys.meta_path:
+        if isinstance(finder, StandInFinder):
+            return tuple(sorted(finder.absent))
     absent = frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)
     if absent:
-        # transformers looks for torchvision too and remembers the answer: let it hear the true one first.
+        # transformers also looks for torchvision and caches the result: let it look before the stand-in exists.
         from transformers.utils import is_torchvision_available
 
         is_torchvision_available()

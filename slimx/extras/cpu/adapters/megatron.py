@@ -1,8 +1,8 @@
-"""Lets megatron-core 0.19.2 train where torch has no CUDA: 'cuda' means the CPU, NCCL means gloo.
+"""Lets megatron-core 0.19.2 train without CUDA: the device 'cuda' becomes the CPU, NCCL becomes gloo.
 
-`install()` changes torch for the whole process, so only the trainer's process entry calls it, before it imports
-megatron.core. Where torch has CUDA it does nothing. Each entry below names the line of upstream that needs it.
-A TorchFunctionMode instead of the replaced functions does not work: it is off while autograd runs backward.
+`install()` patches torch for the whole process, so only the trainer's process entry calls it, before it imports
+megatron.core. With CUDA it does nothing. Each entry below names the upstream code that needs it. A TorchFunctionMode
+would not work instead of patches: it is off while autograd runs backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
 
 def install() -> list[str]:
-    """Apply every entry that this machine needs; returns their names (empty where CUDA exists)."""
+    """Applies every entry that this machine needs; returns their names (empty with CUDA)."""
     if torch.cuda.is_available():
         return []
     entries = (_devices, _cuda_module, _collectives, _compile)
@@ -35,13 +35,20 @@ def install() -> list[str]:
 
 
 def install_megatron() -> list[str]:
-    """Entries inside megatron.core itself; call after `install()`, before a model is built."""
+    """Applies the entries inside megatron.core. Call it after `install()`, before a model is built."""
     if torch.cuda.is_available():
         return []
     entries = (_yarn_device, _token_dispatcher, _shared_storage)
     for entry in entries:
         entry()
     return [entry.__name__.strip("_") for entry in entries]
+    return [entry.__name__.strip("_") for entry in entries]
+
+
+def _patch(target: object, **replacements: object) -> None:
+    """Sets attributes of a module or class."""
+    for name, value in replacements.items():
+        setattr(target, name, value)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -51,7 +58,7 @@ def _is_cuda(device: Any) -> bool:
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
-def _served_by_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
@@ -64,27 +71,37 @@ def _served_by_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _devices() -> None:
-    """Tensors asked for on 'cuda' come from the CPU (megatron.core names the device in some 200 places)."""
-    # torch.device as a context looks for its factories once, and calls them by what they are here: transformers loads
-    # models within torch.device("meta"), and buffers that are not there stay uninitialised.
+    """Creates tensors for 'cuda' on the CPU (megatron.core names the device in about 200 places)."""
+    # torch.device as a context manager looks up its factories once and calls them as they are then: transformers loads
+    # models within torch.device("meta"), and buffers missing from that list stay uninitialised.
     _device_constructors()
     for name in _FACTORIES.split():
-        setattr(torch, name, _served_by_cpu(getattr(torch, name)))
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _METHODS.split():
-        setattr(torch.Tensor, name, _served_by_cpu(getattr(torch.Tensor, name)))
-    move = _served_by_cpu(torch.Tensor.to)
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    move = _on_cpu(torch.Tensor.to)
     kind = torch.Tensor.type
-    torch.Tensor.to = lambda self, *args, **kwargs: move(self, *("cpu" if _is_cuda(a) else a for a in args), **kwargs)
-    # The distributed optimizer groups parameters by type() and asserts that it begins with torch.cuda.
-    torch.Tensor.type = lambda self, *args, **kwargs: (
-        kind(self, *args, **kwargs) if args or kwargs else kind(self).replace("torch.", "torch.cuda.", 1)
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return move(tensor, *("cpu" if _is_cuda(argument) else argument for argument in args), **kwargs)
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return kind(tensor, *args, **kwargs)
+        # The distributed optimizer groups parameters by type() and asserts that it begins with torch.cuda.
+        return kind(tensor).replace("torch.", "torch.cuda.", 1)
+
+    _patch(
+        torch.Tensor,
+        to=to,
+        type=type_name,
+        cuda=lambda self, *args, **kwargs: self,
+        pin_memory=lambda self, *args, **kwargs: self,
+        record_stream=lambda self, stream: None,
     )
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
-    torch.Tensor.record_stream = lambda self, stream: None
 
 
-class _Event(torch.cpu.Event):
+class _CpuEvent(torch.cpu.Event):
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
@@ -92,37 +109,51 @@ class _Event(torch.cpu.Event):
         return 0.0
 
 
-class _Stream(torch.cpu.Stream):
+class _CpuStream(torch.cpu.Stream):
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or _CpuEvent()
 
     def synchronize(self) -> None:
         pass
 
 
 def _cuda_module() -> None:
-    """torch.cuda answers for one device without streams; its random state is the CPU's."""
-    cuda, generator, stream = torch.cuda, torch.default_generator, _Stream()
+    """Makes torch.cuda behave as one device without streams; its random state is the CPU's."""
+    cuda = torch.cuda
+    generator = torch.default_generator
+    stream = _CpuStream()
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init"):
         setattr(cuda, name, lambda *args, **kwargs: None)
-    cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
-    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, lambda s: contextlib.nullcontext()
-    cuda.current_stream = cuda.default_stream = lambda *args: stream
-    cuda._lazy_call = lambda function, **kwargs: function()  # tensor_parallel.random sets its states through it
-    cuda.default_generators = (generator,)
+    _patch(
+        cuda,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        Stream=_CpuStream,
+        Event=_CpuEvent,
+        stream=lambda s: contextlib.nullcontext(),
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        _lazy_call=lambda function, **kwargs: function(),  # used by tensor_parallel.random to set its states
+        default_generators=(generator,),
+    )
     for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device=None: generator.get_state()
-        module.set_rng_state = lambda state, device=None: generator.set_state(state)
-        module.manual_seed = lambda seed: generator.manual_seed(seed)
+        _patch(
+            module,
+            get_rng_state=lambda device=None: generator.get_state(),
+            set_rng_state=lambda state, device=None: generator.set_state(state),
+            manual_seed=lambda seed: generator.manual_seed(seed),
+        )
 
 
 def _collectives() -> None:
-    """gloo's all_gather and reduce_scatter want equal shards, NCCL's do not (EP with ETP > 1 counts on it)."""
+    """Pads unequal shards, which NCCL's all_gather and reduce_scatter support (used by EP with ETP > 1), but gloo's do
+    not."""
     dist = torch.distributed
-    gather, scatter = dist.all_gather, dist.reduce_scatter
+    gather = dist.all_gather
+    scatter = dist.reduce_scatter
 
     def rows(shards: Sequence[torch.Tensor]) -> list[int]:
         return [shard.shape[0] if shard.dim() else 1 for shard in shards]
@@ -151,28 +182,33 @@ def _collectives() -> None:
         out.copy_(padded[: out.shape[0]])
         return None
 
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+    _patch(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
 
 def _compile() -> None:
-    """megatron.core's jit_fuser is torch.compile; inductor costs a compiler run per small function and gains nothing
-    here. torch imports the compiler too, a second of CPU time, for it to pass over these methods."""
-    torch.compile = lambda model=None, **kwargs: model or (lambda function: function)
+    """Disables torch.compile, which is megatron.core's jit_fuser: inductor would run a compiler per small function,
+    without a gain.
+
+    The optimizer's methods are marked as disabled as well: otherwise torch imports the compiler, a second of CPU time,
+    only to skip them.
+    """
+    _patch(torch, compile=lambda model=None, **kwargs: model or (lambda function: function))
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(torch.optim.Optimizer, name).__wrapped__
         setattr(method, "__dynamo_disable", method)
 
 
 def _yarn_device() -> None:
-    """YarnRotaryEmbedding enters torch.device(torch.cuda.current_device()), and MLA does not tell it that the model is
-    initialised on the CPU."""
+    """Makes YarnRotaryEmbedding initialise on the CPU: it enters torch.device(torch.cuda.current_device()), and MLA
+    does not pass on that the model is initialised on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     YarnRotaryEmbedding.__init__ = functools.partialmethod(YarnRotaryEmbedding.__init__, use_cpu_initialization=True)
 
 
 def _token_dispatcher() -> None:
-    """gloo's all_to_all_single wants lists as split sizes; the dispatcher's helper leaves CPU tensors as they are."""
+    """Keeps split sizes as lists, which gloo's all_to_all_single requires; the dispatcher's helper leaves CPU tensors
+    unchanged."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -182,12 +218,13 @@ def _token_dispatcher() -> None:
 
 
 def _shared_storage() -> None:
-    """A recomputed output is copied into the storage of the first one (`CheckpointWithoutOutput`): upstream compiles a
-    C++ extension in the first backward pass so that they share it, which needs ninja and 20 seconds."""
+    """Copies a recomputed output into the storage of the first one (`CheckpointWithoutOutput`). Upstream shares the
+    storage by a C++ extension, compiled in the first backward pass, which needs ninja and 20 seconds."""
     from megatron.core.tensor_parallel import random
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:
-        target, source = to.untyped_storage(), of.untyped_storage()
+        target = to.untyped_storage()
+        source = of.untyped_storage()
         target.resize_(source.nbytes())
         target.copy_(source)
 

@@ -1,8 +1,8 @@
-"""The gaps of SGLang's CPU path, filled: one entry per gap, applied only where the server runs on the CPU.
+"""Gaps of SGLang's CPU path and their fixes, applied only if the server runs on the CPU.
 
-Written for sglang 0.5.23. `Gap.open` tells whether SGLang still lacks it; an entry whose gap has closed refuses to
-start, so that it is deleted and does not shadow SGLang's own code. What functions can be wrapped go through SGLang's
-HookRegistry (it also reaches the modules that imported the function by name); the rest are entries in SGLang's own
+Written for sglang 0.5.23. `Gap.open` returns True while SGLang has the gap. An entry whose gap has closed raises at
+startup, so that it is deleted and does not shadow SGLang's code. Functions are wrapped through SGLang's HookRegistry
+where possible (it also reaches modules that imported the function by name); the other fixes are entries in SGLang's
 tables.
 """
 
@@ -36,12 +36,15 @@ MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column): uint32 [seeds, columns].
+    """Computes MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column): uint32 [seeds,
+    columns].
 
-    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py), so that a seed draws the same
-    tokens on the CPU and on a GPU. Words are held in int64 because torch has no wrapping uint32 arithmetic.
+    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py): a seed draws the same tokens on
+    the CPU and on a GPU. Words are stored in int64 because torch has no wrapping uint32 arithmetic.
     """
-    seed, positions, columns = seed.long()[:, None], positions.long()[:, None], columns.long()[None, :]
+    seed = seed.long()[:, None]
+    positions = positions.long()[:, None]
+    columns = columns.long()[None, :]
     state = torch.zeros_like(seed)
     for word in (seed & MASK, (seed >> 32) & MASK, positions & MASK, columns & MASK):
         mixed = _product(_rotate(_product(word, 0xCC9E2D51), 15), 0x1B873593)
@@ -57,7 +60,7 @@ def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _product(word: torch.Tensor, factor: int) -> torch.Tensor:
-    """word * factor mod 2^32 by halves of the factor: the full product would overflow int64."""
+    """Computes word * factor mod 2^32 by halves of the factor: the full product would overflow int64."""
     return (word * (factor & 0xFFFF) + (((word * (factor >> 16)) & 0xFFFF) << 16)) & MASK
 
 
@@ -101,7 +104,8 @@ def _add_host_allocator() -> None:
     _host_allocators()["cpu"] = _allocate_on_host
 
 
-def _native_attention() -> type:
+def _native_attention() -> Any:
+    """Returns the class of SGLang's torch backend."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     return TorchNativeAttnBackend
@@ -119,20 +123,20 @@ CHOICES = (
         close=lambda: _deterministic_choices().append("torch_native"),
     ),
     Gap(
-        # Deterministic mode also has SGLang's dispatch take absorbed MLA for every batch, the only form that
-        # torch_native computes. Side effect of the list: the radix cache stays on unless --disable-radix-cache.
+        # Deterministic mode also makes SGLang use absorbed MLA for every batch, the only form that torch_native
+        # computes. Side effect of the list: the radix cache stays on unless --disable-radix-cache.
         "deterministic-mla",
         "--enable-deterministic-inference refuses torch_native for models with absorbed MLA (DeepSeek)",
         open=lambda: "torch_native" not in _deterministic_mla_choices(),
         close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
-"""Gaps of argument checking: closed in every process, before arguments are read."""
+"""Gaps of argument checking, closed in every process before arguments are parsed."""
 
 GAPS = (
     Gap(
         "seeded-sampling",
-        "an operator of sgl_kernel's CPU build, of which PyPI has no wheel; without it a seed ends the scheduler",
+        "an operator of sgl_kernel's CPU build, which is not on PyPI; without it a seed crashes the scheduler",
         open=lambda: not _has_murmur(),
         close=_add_murmur,
     ),
@@ -144,7 +148,7 @@ GAPS = (
     ),
     Gap(
         "idle-length",
-        "DP-attention pads batches with sequences of a length that torch_native does not name",
+        "DP-attention pads batches with sequences of a length that torch_native does not define",
         open=lambda: not hasattr(_native_attention(), "get_cpu_graph_seq_len_fill_value"),
         close=_add_idle_length,
     ),
@@ -155,15 +159,16 @@ GAPS = (
 
 
 def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
-    """Deterministic mode swaps in Triton kernels for CUDA and XPU; there is none for the CPU and nothing to swap."""
+    """Does nothing: deterministic mode would install Triton kernels, which exist for CUDA and XPU only."""
 
 
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Expert parallelism marks experts of other ranks by id -1, which SGLang's native CPU path takes for an index.
+    """Computes experts with ids of -1, by which expert parallelism marks experts of other ranks. SGLang's native CPU
+    path would use -1 as an index.
 
-    With such ids, one top-k slot is computed at a time, over the rows whose expert is here. x: [tokens, hidden].
+    With such ids, one top-k slot is computed at a time, over the rows whose expert is local. x: [tokens, hidden].
     """
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
@@ -178,23 +183,24 @@ def moe_without_absent_experts(
 
 
 def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Ling-2 leaves the factor of the routed experts to the kernels, and SGLang's native CPU path knows none; the other
-    families multiply for themselves. hidden: [tokens, hidden]."""
+    """Multiplies the output of Ling-2's routed experts by its factor. Ling-2 leaves that to the kernels, and SGLang's
+    native CPU path ignores it; other families multiply themselves. hidden: [tokens, hidden]."""
     return original(block, hidden, batch) * block.routed_scaling_factor
 
 
 def device_module(device: Any = None) -> ModuleType:
-    """In place of torch's, which names torch.cuda in a CUDA build without a GPU too: SGLang would synchronise with one
-    to release memory."""
+    """Returns torch.cpu instead of torch's choice, which is torch.cuda in a CUDA build even without a GPU: SGLang would
+    synchronise with one to release memory."""
     return torch.cpu
 
 
 def no_device_to_wait_for(device: Any = None) -> None:
-    """In place of torch.cuda's, which models call after they share embedding and head with their draft."""
+    """Does nothing instead of torch.cuda.synchronize, which models call after they share embedding and head with their
+    draft."""
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """In place of MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
+    """Replaces MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
 
 
@@ -207,17 +213,16 @@ def normed_by_sums(
     ranks: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of MiniMax-M2's Triton kernel: query and key by the `sums` of squares of all ranks."""
-    means = (total[:, None] / (x.shape[-1] * ranks) for x, total in zip((query, key), sums.chunk(2), strict=True))
-    return tuple(
-        rms_scale(x, mean, weight, eps)
-        for x, mean, weight in zip((query, key), means, (query_weight, key_weight), strict=True)
-    )
+    """Replaces MiniMax-M2's Triton kernel: norms query and key with the `sums` of squares of all ranks."""
+    query_sum, key_sum = sums[:, None].chunk(2)
+    normed_query = rms_scale(query, query_sum / (query.shape[-1] * ranks), query_weight, eps)
+    normed_key = rms_scale(key, key_sum / (key.shape[-1] * ranks), key_weight, eps)
+    return normed_query, normed_key
 
 
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
-    """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
-    experts, which are not called where numerics.mode replaces them."""
+    """Registers the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: include those of
+    experts, which are unused if numerics.mode replaces them."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONISE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
@@ -231,12 +236,12 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
 
 
 def open_choices() -> None:
-    """Have SGLang's arguments accept what works on the CPU."""
+    """Makes SGLang's arguments accept the choices that work on the CPU."""
     _close(CHOICES)
 
 
 def close_gaps() -> None:
-    """Close the gaps of the scheduler process."""
+    """Closes the gaps of the scheduler process."""
     _close(_gaps())
 
 
@@ -245,21 +250,21 @@ def _gaps() -> tuple[Gap, ...]:
 
 
 def _layer_kinds() -> Iterable[Any]:
-    """Modules with ROWS, GAPS and REPLACEMENTS of kinds of layers."""
+    """Returns the modules with ROWS, GAPS and REPLACEMENTS of layer kinds."""
     return entry_points.load_all(GROUP).values()
 
 
 def _close(gaps: tuple[Gap, ...]) -> None:
-    """Close them; refuse if SGLang closed one itself."""
+    """Closes gaps. Raises SlimxError if SGLang has closed one itself."""
     for gap in gaps:
         if not gap.open():
             raise SlimxError(
-                f"sglang now has what slimx.extras.cpu.adapters.sglang adds as '{gap.name}' ({gap.reason}); delete "
-                "that entry",
+                f"sglang now provides the entry '{gap.name}' of slimx.extras.cpu.adapters.sglang ({gap.reason}); "
+                "delete that entry",
             )
         gap.close()
 
 
 def attest() -> dict[str, bool]:
-    """Name of every gap -> whether it is closed now."""
+    """Returns by name of every gap whether it is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

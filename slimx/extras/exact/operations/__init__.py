@@ -1,7 +1,7 @@
-"""Exact mode: the operations that engine and trainer share so that their log-probabilities agree to the last bit.
+"""Operations shared by engine and trainer in exact mode, whose log-probabilities therefore agree to the last bit.
 
-`docs/numerics.md` has the contract. Forward results of a row depend on that row alone: not on the batch, its place in
-it, the number of threads, the packing, or the code path. Backward is ordinary torch.
+`docs/numerics.md` has the contract. A row's forward result depends on that row alone: not on the batch, the position in
+the batch, the number of threads, the packing or the code path. The backward pass is ordinary torch.
 """
 
 from slimx.extras.exact.operations.activation import silu_and_mul as silu_and_mul

@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from slimx.extras.exact.operations.forward import Computed, forward_on
+from slimx.extras.exact.operations.forward import ExactForward, forward_on
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Gated activation silu(gate) * up in fp32, rounded to x's dtype once: x [..., 2 n], gates then ups -> [..., n]."""
-    return Computed.apply(_exact, _plain, x)
+    """Computes silu(gate) * up in fp32, rounded once to x's dtype: x [..., 2 n], gates then ups -> [..., n]."""
+    return ExactForward.apply(_exact, _plain, x)
 
 
 def _exact(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attestation of a side's numerics: equal on both sides, or the run is refused."""
+"""Attestation of numerics: both sides of a run must have the same."""
 
 import functools
 import hashlib
@@ -24,10 +24,10 @@ from slimx.extras.exact.operations.sizes import CONTRACT_VERSION, check_leaves
 
 
 def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -> dict[str, int | str]:
-    """The attestation, by name. `leaves`: of row-parallel linears. `dtype`: of weights and activations.
+    """Returns the attestation by name. `leaves`: those of row-parallel linears. `dtype`: of weights and activations.
 
-    `bits` is a digest of what the operations make of fixed inputs on `device` in this process: two machines or builds
-    that would compute differently do not have the same, while a GPU that follows the contract has that of a CPU.
+    `bits` is a digest of the operations' results for fixed inputs on `device`: it differs between machines or builds
+    that compute differently, and a GPU that follows the contract has the same one as a CPU.
     """
     check_leaves(leaves)
     bits = fingerprint(getattr(torch, dtype), device)
@@ -36,7 +36,7 @@ def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -
 
 @functools.cache
 def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
-    """A digest of the bits of every operation's result for inputs of `dtype`, in hexadecimal digits."""
+    """Returns a hexadecimal digest of the bits of every operation's result for inputs of `dtype`."""
     digest = hashlib.blake2b(digest_size=8)
     with torch.no_grad():
         for result in _results(dtype, torch.device(device)):
@@ -46,18 +46,21 @@ def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
 
 def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     def values(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
-        """The same on every machine: whole numbers, scrambled (Knuth's multiplicative hash), then divided."""
+        """Returns the same values on every machine: integers, hashed (Knuth's multiplicative hash), then divided."""
         count = torch.arange(seed, seed + torch.Size(shape).numel(), dtype=torch.int64) * 2654435761 % 2**32
         return ((count - 2**31).double() / 2**31 * size).view(shape).to(device, dtype)
 
-    x, weight = values(9, 72, seed=1), values(40, 72, seed=2)
-    query, key, value = values(5, 4, 24, seed=3, size=3.0), values(5, 2, 24, seed=4), values(5, 2, 8, seed=5)
+    x = values(9, 72, seed=1)
+    weight = values(40, 72, seed=2)
+    query = values(5, 4, 24, seed=3, size=3.0)
+    key = values(5, 2, 24, seed=4)
+    value = values(5, 2, 8, seed=5)
     table = rope_table(rope_frequencies(24, 10000.0), 64).to(device)
     logits = linear(x.float(), weight.float())
     weights, ids = route(logits, 4)
     by_bias, ids_by_bias = route(logits, 4, score="sigmoid", bias=logits[0], groups=4, top_groups=2, factor=2.5)
-    scalings = Llama3(8.0, 1.0, 4.0, 8192), Yarn(40.0, 4096, 32.0, 1.0, 1.25)
-    # The one number that a C library decides: SGLang takes its logarithm from there too.
+    scalings: tuple[Llama3 | Yarn, ...] = (Llama3(8.0, 1.0, 4.0, 8192), Yarn(40.0, 4096, 32.0, 1.0, 1.25))
+    # Only these values depend on a C library; SGLang takes their logarithm from it too.
     lengthening = torch.tensor([yarn_lengthening(factor, 1.0) for factor in range(2, 66)], dtype=torch.float64)
     return [
         lengthening,

@@ -1,4 +1,4 @@
-"""Linear layers of exact mode, alone or one per expert, whole or of one rank's columns."""
+"""Linear layers of exact mode: single or one per expert, complete or a tensor-parallel rank's part."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,33 +19,34 @@ def linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Linear layer, accumulated in fp32 and rounded once to `dtype` (x's unless given).
+    """Computes a linear layer, accumulated in fp32 and rounded once to `dtype` (default: x's).
 
-    x [..., K], weight [N, K], bias [N] -> [..., N]. `leaves`: equal parts of K whose sums meet in a binary tree, so
-    that tensor-parallel ranks can own whole parts. The bias is added in fp32, before the rounding. x and weight of
-    different dtypes are computed as fp32.
+    x [..., K], weight [N, K], bias [N] -> [..., N]. `leaves`: number of equal parts of K whose sums are added in a
+    binary tree; tensor-parallel ranks own complete parts. The bias is added in fp32, before the rounding. x and weight
+    of different dtypes are computed as fp32.
     """
     check_leaves(leaves, x.shape[-1])
-    wanted = dtype or x.dtype
+    out_dtype = dtype or x.dtype
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    out = grouped_linear(rows, [weight], [len(rows)], leaves, dtype=wanted if bias is None else torch.float32)
+    out = grouped_linear(rows, [weight], [len(rows)], leaves, dtype=out_dtype if bias is None else torch.float32)
     if bias is not None:
-        out = (out + bias.float()).to(wanted)
+        out = (out + bias.float()).to(out_dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_partial(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """One rank's share of a row-parallel linear: x [..., K / ranks], weight [N, K / ranks] -> [..., N] fp32, unrounded.
+    """Computes one rank's part of a row-parallel linear: x [..., K / ranks], weight [N, K / ranks] -> [..., N] fp32,
+    unrounded.
 
-    `leaves`: this rank's own, the whole layer's divided by the ranks. `combine_leaves` makes the rest.
+    `leaves`: leaves of this rank (those of the layer divided by the ranks). `combine_leaves` adds the ranks' parts.
     """
     return linear(x, weight, leaves, dtype=torch.float32)
 
 
 def combine_leaves(parts: Sequence[torch.Tensor] | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The partial results of all ranks, in rank order, added as the upper levels of the tree: [...] of `dtype`.
+    """Adds the partial results of all ranks, in rank order, as the upper levels of the tree: [...] of `dtype`.
 
-    `parts`: 2^n fp32 tensors of one shape, or one tensor that has them along its first dimension.
+    `parts`: 2^n fp32 tensors of one shape, or one tensor that stacks them along its first dimension.
     """
     ordered = list(parts)
     check_leaves(len(ordered))
@@ -67,10 +68,10 @@ def grouped_linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """One linear layer per expert.
+    """Computes one linear layer per expert.
 
-    x [T, K], sorted by expert, counts[e] rows for expert e; weights [experts, N, K] or a list of [N, K] -> [T, N].
-    Each row is what `linear` makes of it. `dtype=torch.float32` gives one rank's share (`linear_partial`).
+    x [T, K], sorted by expert, counts[e] rows for expert e; weights [experts, N, K] or a list of [N, K] -> [T, N]. Each
+    row's result is that of `linear`. `dtype=torch.float32` gives one rank's part (`linear_partial`).
     """
     check_leaves(leaves, x.shape[1])
     if len(weights) != len(counts) or sum(counts) != len(x):
@@ -80,29 +81,32 @@ def grouped_linear(
             code="exact.counts",
             about="counts",
         )
-    return _Linear.apply(x, tuple(counts), leaves, dtype or x.dtype, *weights)
+    return _ExactLinear.apply(x, tuple(counts), leaves, dtype or x.dtype, *weights)
 
 
-class _Linear(torch.autograd.Function):
+class _ExactLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, counts: tuple[int, ...], leaves: int, dtype: torch.dtype, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
+        matrices = weights
         if any(weight.dtype != x.dtype for weight in weights):
-            x, weights = x.float(), tuple(weight.float() for weight in weights)
-        return forward_on(x.device).linear(x, weights, counts, leaves, dtype)
+            x = x.float()
+            matrices = tuple(weight.float() for weight in weights)
+        return forward_on(x.device).linear(x, matrices, counts, leaves, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Ordinary matrix products in x's dtype."""
+        """Computes ordinary matrix products in x's dtype."""
         x, *weights = ctx.saved_tensors
         rows = gradient.to(x.dtype).split(ctx.counts)
-        of_x, of_weights = None, [None] * len(weights)
+        x_gradient = None
+        weight_gradients: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            of_x = torch.cat([g @ weight.to(x.dtype) for g, weight in zip(rows, weights, strict=True)])
+            x_gradient = torch.cat([g @ weight.to(x.dtype) for g, weight in zip(rows, weights, strict=True)])
         for e, (g, part) in enumerate(zip(rows, x.split(ctx.counts), strict=True)):
             if ctx.needs_input_grad[4 + e]:
-                of_weights[e] = (g.t() @ part).to(weights[e].dtype)
-        return of_x, None, None, None, *of_weights
+                weight_gradients[e] = (g.t() @ part).to(weights[e].dtype)
+        return x_gradient, None, None, None, *weight_gradients

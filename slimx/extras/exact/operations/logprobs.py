@@ -8,20 +8,20 @@ from slimx.extras.exact.operations.forward import forward_on
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Log-softmax of scaled logits in fp32: [rows, vocabulary] of any dtype -> fp32 of the same shape.
+    """Computes (z - max z) - log(sum(exp(z - max z))) of logits z in fp32.
 
-    It is (z - max z) - log(sum(exp(z - max z))) of logits z.
+    Logits [rows, vocabulary] of any dtype, scaled -> fp32 of the same shape.
     """
     return _LogSoftmax.apply(logits)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of tokens [rows] alone, fp32 [rows]: `log_softmax` without its whole result."""
+    """Returns log-probabilities of tokens [rows] alone, fp32 [rows]: `log_softmax` without its full result."""
     return _TokenLogprobs.apply(logits, tokens)
 
 
 def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """max z and log(sum(exp(z - max z))), each [rows] fp32."""
+    """Returns max z and log(sum(exp(z - max z))), each [rows] fp32."""
     temperature = torch.ones(len(logits), device=logits.device)
     return forward_on(logits.device).log_normaliser(logits.contiguous(), temperature)
 
@@ -46,8 +46,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         most, log_sum = _normaliser(logits)
         ctx.save_for_backward(logits, tokens, most, log_sum)
-        own = logits.gather(1, tokens[:, None].long())[:, 0].float()
-        return (own - most) - log_sum
+        logit = logits.gather(1, tokens[:, None].long())[:, 0].float()
+        return (logit - most) - log_sum
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:

@@ -1,4 +1,4 @@
-"""Routing to experts, and what is made of their outputs, in exact mode."""
+"""Routing to experts and combination of their outputs in exact mode."""
 
 from typing import Any
 
@@ -20,16 +20,17 @@ def route(
     renormalise: bool = True,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts: logits [T, experts] fp32 -> weights [T, top_k] fp32, ids [T, top_k] int64 ascending.
+    """Chooses each token's experts: logits [T, experts] fp32 -> weights [T, top_k] fp32, ids [T, top_k] int64
+    ascending.
 
-    `score`: "softmax" over all experts, or "sigmoid". Chosen are the experts of the largest scores (softmax: logits),
-    the lower id where two are equal; `bias` [experts] fp32 is added for the choice only. With `groups` > 1 the choice
-    is among the experts of the `top_groups` groups whose two best add up to most (DeepSeek-V3, 2412.19437). The weights
-    are the scores; `renormalise` divides them by their sum, in order of id; `factor` multiplies them last.
+    `score`: "softmax" over all experts, or "sigmoid". The experts with the largest scores (softmax: logits) are chosen,
+    of equal ones the lower id; `bias` [experts] fp32 is added for the choice only. With `groups` > 1, only experts of
+    the `top_groups` groups with the largest sum of their two best scores are eligible (DeepSeek-V3, 2412.19437). The
+    weights are the scores; `renormalise` divides them by their sum, in order of id; `factor` multiplies them last.
     """
     if score not in ("softmax", "sigmoid"):
         raise SlimxError(
-            f"the router's score {score!r} is not known: use softmax or sigmoid", code="exact.router_score", about=score
+            f"unknown router score {score!r}: use softmax or sigmoid", code="exact.router_score", about=score
         )
     logits = logits.float()
     scores = _Scores.apply(logits, score)
@@ -46,13 +47,14 @@ def route(
 
 
 def _choose(choice: torch.Tensor, top_k: int, groups: int, top_groups: int) -> torch.Tensor:
-    """choice [T, experts] -> ids [T, top_k], ascending; a stable sort leaves equal ones in order of id."""
+    """Chooses experts: choice [T, experts] -> ids [T, top_k], ascending. A stable sort keeps equal scores in order of
+    id."""
     if groups > 1:
         by_group = choice.view(len(choice), groups, -1)
         best = by_group.sort(dim=2, descending=True).values[..., :2]
         total = best[..., 0] if best.shape[2] == 1 else best[..., 0] + best[..., 1]
-        chosen = total.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
-        allowed = torch.zeros_like(total, dtype=torch.bool).scatter(1, chosen, True)
+        module_for = total.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
+        allowed = torch.zeros_like(total, dtype=torch.bool).scatter(1, module_for, True)
         choice = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     return choice.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
 
@@ -78,10 +80,10 @@ class _Scores(torch.autograd.Function):
 
 
 def moe_combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum over a token's experts, in ascending id, of output times weight, in fp32, rounded once: [T, hidden].
+    """Sums each token's expert outputs times weights, in ascending id, in fp32, rounded once: [T, hidden].
 
-    outputs [T, top_k, hidden], weights [T, top_k] fp32 in the same order; `shared` [T, hidden]: the shared experts'
-    output, added last, before the rounding.
+    outputs [T, top_k, hidden], weights [T, top_k] fp32 in the same order; `shared` [T, hidden]: output of the shared
+    experts, added last, before the rounding.
     """
     return _Combine.apply(outputs, weights, shared)
 
@@ -97,6 +99,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         outputs, weights = ctx.saved_tensors
         wide = gradient.float()[:, None]
-        of_weights = (wide * outputs.float()).sum(2).to(weights.dtype)
-        of_shared = None if ctx.shared is None else gradient.to(ctx.shared)
-        return (wide * weights.float()[..., None]).to(outputs.dtype), of_weights, of_shared
+        weights_gradient = (wide * outputs.float()).sum(2).to(weights.dtype)
+        shared_gradient = None if ctx.shared is None else gradient.to(ctx.shared)
+        return (wide * weights.float()[..., None]).to(outputs.dtype), weights_gradient, shared_gradient

@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from slimx.extras.exact.operations.forward import Computed, forward_on
+from slimx.extras.exact.operations.forward import ExactForward, forward_on
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded to x's dtype once.
+    """Computes `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded to x's dtype once.
 
     x [..., hidden], weight [hidden].
     """
@@ -18,13 +18,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps)
 
-    return Computed.apply(exact, plain, x, weight)
+    return ExactForward.apply(exact, plain, x, weight)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalised sum and the sum of x and residual, both [..., hidden]: the sum is rounded to x's dtype before it
-    is normalised, as it is where a trainer adds in one module and normalises in the next."""
+    """Returns the normalised sum and the sum of x and residual, both [..., hidden].
+
+    The sum is rounded to x's dtype before the norm, as in a trainer that adds in one module and normalises in the next.
+    """
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -1,7 +1,6 @@
-"""Products whose sums have one order: a row's result depends on that row alone, whatever the batch, the number of
-threads or the device. Three times with the same bits: in torch (`reference`), by CPU kernels (`kernel`) and by CUDA
-kernels (`kernel_cuda`).
-"""
+"""Products with a fixed order of summation: a row's result depends on that row alone, not on the batch, the number of
+threads or the device. Three implementations have the same bits: torch (`reference`), CPU kernels (`kernel`) and CUDA
+kernels (`kernel_cuda`)."""
 
 import functools
 from types import ModuleType
@@ -12,12 +11,12 @@ from slimx.extras.exact.ordered import kernel, kernel_cuda, reference
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute x [M, K] times weight [N, K] transposed, both fp32 -> [M, N] fp32. No gradient."""
-    return chosen(x.device, kernel, kernel_cuda, reference).product(x, weight)
+    """Computes x [M, K] times weight [N, K] transposed, both fp32 -> [M, N] fp32. No gradient."""
+    return module_for(x.device, kernel, kernel_cuda, reference).product(x, weight)
 
 
-def chosen(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: ModuleType) -> ModuleType:
-    """The module for tensors on `device`: kernels where there are any, else `plain`."""
+def module_for(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: ModuleType) -> ModuleType:
+    """Returns the module for tensors on `device`: kernels if available, else `plain`."""
     if device.type == "cuda":
         return cuda if _has_cuda_kernels() else plain
     return cpu if device.type == "cpu" and _has_kernels() else plain
@@ -25,11 +24,12 @@ def chosen(device: torch.device, cpu: ModuleType, cuda: ModuleType, plain: Modul
 
 @functools.cache
 def _has_kernels() -> bool:
-    """Returns True if the CPU library is built and has kernels for this processor; refuses a stale or broken one."""
+    """Returns True if the CPU library is built and has kernels for this processor. Raises SlimxError if it is stale or
+    broken."""
     return kernel.LIBRARY.exists() and bool(kernel.isas())
 
 
 @functools.cache
 def _has_cuda_kernels() -> bool:
-    """Returns True if the CUDA library is built; refuses a stale or broken one."""
+    """Returns True if the CUDA library is built. Raises SlimxError if it is stale or broken."""
     return kernel_cuda.LIBRARY.exists() and kernel_cuda.load(kernel_cuda.LIBRARY) is not None

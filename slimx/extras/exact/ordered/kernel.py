@@ -1,4 +1,5 @@
-"""The CPU kernel of products with one order of sums (`csrc/exact.h`) from Python: the bits of `reference.py`."""
+"""Python interface of the CPU kernel of products with a fixed order of summation (`csrc/exact.h`): same bits as
+`reference.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-import torch  # before the library is loaded: both then share one OpenMP runtime
+import torch  # before the library is loaded, so both share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
@@ -16,20 +17,21 @@ ABI = 1
 """SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 FP32 = 1
-"""The number of fp32 in calls of kernels."""
+"""Code of fp32 in kernel calls."""
 
 
-class Group(ctypes.Structure):
-    """SlimxExactGroup."""
+class WeightGroup(ctypes.Structure):
+    """Struct SlimxExactGroup: a weight matrix and the number of rows that it multiplies."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `reference.product` of fp32 tensors."""
-    x, weight = x.contiguous(), weight.contiguous()
+    """Computes `reference.product` of fp32 tensors."""
+    x = x.contiguous()
+    weight = weight.contiguous()
     out = x.new_empty(len(x), len(weight))
-    group = Group(weight.data_ptr(), len(x))
+    group = WeightGroup(weight.data_ptr(), len(x))
     sizes = 1, *weight.shape, 1
     threads = torch.get_num_threads()
     status = load().slimx_exact_linear(
@@ -37,23 +39,25 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     )
     if status:
         raise SlimxError(
-            f"there is no memory for the scratch of a product with {list(weight.shape)}: use fewer threads",
+            f"not enough memory for the scratch space of a product with {list(weight.shape)}: use fewer threads",
         )
     return out
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets of this processor that the library has kernels for; empty on other processors than x86-64."""
-    return tuple(name for name, number in ISAS.items() if load().slimx_exact_has_isa(number) and name != "best")
+    """Returns the instruction sets of this processor that the library has kernels for; empty if it is not x86-64."""
+    return tuple(name for name, code in ISAS.items() if load().slimx_exact_has_isa(code) and name != "best")
 
 
 @functools.cache
 def load(path: Path = LIBRARY) -> ctypes.CDLL:
-    """The library at `path`, its linear declared. Raises SlimxError if it is missing, broken or stale."""
+    """Loads the library at `path` and declares its linear. Raises SlimxError if it is missing, broken or stale."""
     library = load_library(
         path, what="the library of ordered sums", version="slimx_exact_abi", abi=ABI, remedy="run `make build`"
     )
-    address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    address = ctypes.c_void_p
+    count = ctypes.c_int64
+    code = ctypes.c_int
     library.slimx_exact_has_isa.argtypes = [code]
     library.slimx_exact_linear.argtypes = [address, address, *[count] * 3, code, code, address, code, code, code]
     return library

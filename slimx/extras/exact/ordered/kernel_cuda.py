@@ -1,7 +1,7 @@
-"""The CUDA kernel of products with one order of sums (`csrc/exact_interface.cuh`) from Python: the bits of
-`reference.py`.
+"""Python interface of the CUDA kernel of products with a fixed order of summation (`csrc/exact_interface.cuh`): same
+bits as `reference.py`.
 
-Work is queued on the current stream. Importable anywhere: a library that is missing is refused where it is needed.
+Work is queued on the current stream. The module can be imported without the library, which is checked on first use.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ ABI = 102
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `reference.product` of fp32 tensors."""
-    x, weight = x.contiguous(), weight.contiguous()
-    rows, (columns, width) = len(x), weight.shape
+    """Computes `reference.product` of fp32 tensors."""
+    x = x.contiguous()
+    weight = weight.contiguous()
+    rows = len(x)
+    columns, width = weight.shape
     out = x.new_empty(rows, columns)
     addresses = torch.tensor([weight.data_ptr()], device=x.device)
     starts = torch.tensor([0, rows], device=x.device)
@@ -35,7 +37,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call(name: str, on: torch.Tensor, *arguments: object) -> None:
-    """Call a kernel of the library, whose signature is declared, on the device of `on`."""
+    """Calls a kernel with a declared signature on the device of tensor `on`. Raises SlimxError if it cannot be
+    launched."""
     library = load(LIBRARY)
     with torch.cuda.device(on.device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -49,7 +52,7 @@ def call(name: str, on: torch.Tensor, *arguments: object) -> None:
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`, its linear declared. Raises SlimxError if it is missing, broken or stale."""
+    """Loads the library at `path` and declares its linear. Raises SlimxError if it is missing, broken or stale."""
     library = load_library(
         path,
         what="the CUDA library of ordered sums",
@@ -57,7 +60,9 @@ def load(path: Path) -> ctypes.CDLL:
         abi=ABI,
         remedy="run `make build` where nvcc is (CUDA 12.8 or later)",
     )
-    address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    address = ctypes.c_void_p
+    count = ctypes.c_int64
+    code = ctypes.c_int
     library.slimx_exact_cuda_error_string.argtypes = [code]
     library.slimx_exact_cuda_error_string.restype = ctypes.c_char_p
     library.slimx_exact_cuda_linear.argtypes = [*[address] * 3, *[count] * 6, code, address, code, address]

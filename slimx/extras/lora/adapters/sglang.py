@@ -1,9 +1,8 @@
-"""A server that computes with the adapters of its policies: each has a slot, which its publications write.
+"""A server with the adapters of its policies: each policy has a slot, which its publications write.
 
-Written for sglang 0.5.23, in force where the server was started with `--publish-adapters`. SGLang serves adapters that
-requests name and that it loads itself. Here every slot is pinned and zero from the start, so that nothing evicts what
-was proven. A request to a server of one policy is computed with its adapters; where there are several, requests name
-theirs.
+Written for sglang 0.5.23, active in a server started with `--publish-adapters`. SGLang serves adapters that requests
+name and that it loads itself. Here every slot is pinned and zero at the start, so that nothing evicts published
+adapters. In a server of one policy all requests use its adapters; with several, requests name them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from slimx.adapters.sglang.weights.receiver import receiver_of
+from slimx.adapters.sglang.weights.receiver import Slot, receiver_of
 from slimx.errors import SlimxError
 from slimx.extras.lora.adapters.slots import AdapterSlot
 
@@ -25,33 +24,34 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """Memory that would be pinned for copies to a GPU stays as it is."""
+    """A mode in which memory to be pinned for copies to a GPU is left unpinned."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return args[0] if function is torch.Tensor.pin_memory else function(*args, **given)
+        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return args[0] if function is torch.Tensor.pin_memory else function(*args, **options)
 
 
 def unpinned() -> AbstractContextManager[Any]:
-    """A context in which SGLang's layers with adapters work without a GPU: they pin memory, which torch does with one
-    only."""
+    """Returns a context in which SGLang's layers with adapters work without a GPU: they pin memory, which torch
+    supports with a GPU only."""
     return nullcontext() if torch.cuda.is_available() else Unpinned()
 
 
 def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
-    """Register the hooks of a server of `policies` with SGLang's `HookRegistry`; `kinds`: its HookType."""
+    """Registers the hooks of a server of `policies` with SGLang's `HookRegistry`; `kinds`: its HookType."""
     registry.register(START, partial(with_slots, policies), kinds.AROUND)
     registry.register(PREPARE, as_the_policy, kinds.AROUND)
 
 
 def with_slots(
-    policies: Mapping[str, float], original: Callable[..., None], manager: Any, *args: Any, **given: Any
+    policies: Mapping[str, float], original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Around `LoRAManager.init_state`: then load zeros as each policy's adapters, and have the receiver write there."""
+    """Runs `LoRAManager.init_state`, then loads zeros as each policy's adapters and makes the receiver write to their
+    slots."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     with unpinned():
-        original(manager, *args, **given)
+        original(manager, *args, **kwargs)
         for name, alpha in policies.items():
             config = {
                 "peft_type": "LORA",
@@ -59,20 +59,21 @@ def with_slots(
                 "lora_alpha": alpha,
                 "target_modules": sorted(manager.target_modules),
             }
-            # What has no tensors is zero.
+            # Missing tensors are zero.
             result = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
             if not result.success:
                 raise SlimxError(
-                    f"SGLang does not take adapters of rank {manager.max_lora_rank}: {result.error_message}",
+                    f"SGLang rejects adapters of rank {manager.max_lora_rank}: {result.error_message}",
                 )
         manager.fetch_new_loras({None, *policies})
-    slots = {name: manager.memory_pool.get_buffer_id(name) for name in policies}
-    served = {name: AdapterSlot(manager, slot) for name, slot in slots.items()}
-    receiver_of(manager.base_model).adapters = served
+    slots: dict[str, Slot] = {}
+    for name in policies:
+        slots[name] = AdapterSlot(manager, manager.memory_pool.get_buffer_id(name))
+    receiver_of(manager.base_model).adapters = slots
 
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
-    """Around `LoRAManager.prepare_lora_batch`: requests of the batch that name no adapters are for the first policy."""
+    """Runs `LoRAManager.prepare_lora_batch` with the first policy for requests of the batch that name no adapters."""
     first = next(iter(manager.loras))
     batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():
@@ -80,8 +81,8 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """The rank of the adapters that this rank computes with, and their scale by policy; None for a server to which none
-    are published."""
+    """Returns the rank of this server rank's adapters, and their scale by policy; None for a server without published
+    adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:
         return None

@@ -1,8 +1,8 @@
-"""The policy's adapters as one engine rank holds them: a slot in the buffers of SGLang's memory pool.
+"""A policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool.
 
 Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). The A of modules that SGLang fuses (query, key and value; gate and
-up) stand one below the other, and rows of B as those of the fused weight. Ranks split B where they split the weight's
-rows, A where they split its columns.
+up) are concatenated, and rows of B are those of the fused weight. Ranks split B like the weight's rows, A like its
+columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
 FUSED: tuple[Split, ...] = (qkv, gate_up)
-"""Rows of weights that SGLang makes of several modules, each with an A of its own."""
+"""Layout functions of weights that SGLang fuses from several modules, each with a separate A."""
 
 
 class AdaptedLayer(NamedTuple):
@@ -49,24 +49,26 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterSlot:
-    """The slot of one policy, whose adapters have as many rows as the slot has."""
+    """The slot of one policy, with adapters of the slot's rank."""
 
     def __init__(self, manager: Any, slot: int):
-        """`manager`: SGLang's LoRAManager, whose buffers stay where they are."""
-        self._manager, self._slot = manager, slot
+        """Takes `manager`, SGLang's LoRAManager, whose buffers are never moved."""
+        self._manager = manager
+        self._slot = slot
         self.shares: dict[str, int] | None = None
-        """Tensors that the publication which came here last has copied, and the share of each that the slot should
-        hold; None before the first."""
+        """Tensors copied by the slot's last publication, with the number of elements that the slot should have of each;
+        None before the first."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """A and B of every layer by the names under which `place` notes them."""
-        held: dict[str, torch.Tensor] = {}
+        """Returns A and B of every layer by the names that `place` records."""
+        buffers: dict[str, torch.Tensor] = {}
         for layer in self._layers():
-            held |= {_buffer(layer, "A"): layer.a, _buffer(layer, "B"): layer.b}
-        return held
+            buffers |= {_buffer(layer, "A"): layer.a, _buffer(layer, "B"): layer.b}
+        return buffers
 
     def place(self, layout: Layout) -> None:
-        """Note where PEFT's tensors are in the buffers; a layer that no row explains is uncovered."""
+        """Records the locations of PEFT's tensors in the buffers. A layer without a matching layout row is
+        uncovered."""
         for layer in self._layers():
             try:
                 self._place(layout, layer)
@@ -74,41 +76,48 @@ class AdapterSlot:
                 layout.uncovered[layer.name] = str(error)
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy published tensors into their places."""
+        """Copies published tensors to their locations."""
         buffers = self.buffers()
         for name, tensor in named:
             flat = tensor.view(matrix(tensor.shape))
-            for held in layout.places[name].held:
-                for rect, view in zip(held.rects, held.views(buffers) or (), strict=True):
+            for stored in layout.places[name].held:
+                for rect, view in zip(stored.rects, stored.views(buffers) or (), strict=True):
                     view.copy_(flat[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
     def _layers(self) -> Iterator[AdaptedLayer]:
         from sglang.srt.lora.utils import get_target_module_name
 
         pool = self._manager.memory_pool
-        for number, modules in enumerate(self._manager.lora_modules):
+        for index, modules in enumerate(self._manager.lora_modules):
             for name, module in modules.items():
                 target = get_target_module_name(name, pool.target_modules)
-                a, b = (buffer[target][number][self._slot] for buffer in (pool.A_buffer, pool.B_buffer))
+                a = pool.A_buffer[target][index][self._slot]
+                b = pool.B_buffer[target][index][self._slot]
                 yield AdaptedLayer(name, getattr(module, BASE), a, b)
 
     def _place(self, layout: Layout, layer: AdaptedLayer) -> None:
         split, groups = row_of(f"{layer.name}.weight")
-        at = ServedParameter(layer.b, layer.base, layer.base, None)
+        parameter = ServedParameter(layer.b, layer.base, layer.base, None)
         if split in FUSED:
-            b = [*split(at)]
-            size = rank, cols = len(layer.a) // len(b), layer.a.shape[1]
-            a = [replace(p, shape=size, rects=(Rect(0, 0, 0, *size, k * rank, 0),)) for k, p in enumerate(b)]
+            b = [*split(parameter)]
+            rank = len(layer.a) // len(b)
+            size = rank, layer.a.shape[1]
+            a = []
+            for index, piece in enumerate(b):
+                a.append(replace(piece, shape=size, rects=(Rect(0, 0, 0, *size, index * rank, 0),)))
         elif split is columns_split:
-            a, b = [*split(replace(at, held=layer.a))], [*whole(at)]
+            a = [*split(replace(parameter, held=layer.a))]
+            b = [*whole(parameter)]
         else:
-            raise Unexpected("adapters of such layers were never published")
-        for letter, held, pieces in (("A", layer.a, a), ("B", layer.b, b)):
-            named = [_named(piece, f"{layer.name}.weight", groups, letter) for piece in pieces]
-            place(layout, _buffer(layer, letter), held, named)
+            raise Unexpected("publishing adapters of such layers is not supported")
+        weight = f"{layer.name}.weight"
+        place(layout, _buffer(layer, "A"), layer.a, [_named(piece, weight, groups, "A") for piece in a])
+        place(layout, _buffer(layer, "B"), layer.b, [_named(piece, weight, groups, "B") for piece in b])
 
 
 def _named(piece: ServedPiece, weight: str, groups: dict[str, str], letter: Literal["A", "B"]) -> ServedPiece:
+    if piece.tensor is None:
+        raise Unexpected("padding has no adapters")
     return replace(piece, tensor=peft_name(piece.tensor.format(name=weight, **groups), letter))
 
 

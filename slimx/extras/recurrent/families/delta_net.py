@@ -1,13 +1,14 @@
-"""Hybrid decoders of Qwen3-Next's shape: what it, Qwen3.5 and Qwen3.5-MoE share. Most layers are gated delta nets
-(Yang et al., 2412.06464), the others attention with an output gate; norms are centred on zero.
+"""Hybrid decoders of Qwen3-Next's architecture: the common part of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE. Most layers are
+gated delta nets (Yang et al., 2412.06464), the others attention with an output gate; norms are zero-centred.
 
 The families differ in how their checkpoints store a delta net's input projections (`Projections`), and SGLang serves
-each from tensors of its own."""
+each from different tensors.
+"""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,8 @@ _KINDS = {_DELTA_NET, "full_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """A checkpoint's input projections of a delta net: names and rows, and where each kind of row stands in them."""
+    """A checkpoint's input projections of a delta net: names and rows of its tensors, and the cuts of each kind of
+    row."""
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
@@ -36,75 +38,92 @@ Store = Callable[[DeltaNet], Projections]
 
 
 def by_key_head(net: DeltaNet) -> Projections:
-    """Qwen3-Next's: all that belongs to one key head stands together."""
-    head, share, rates = net.key_head, net.share, net.rates
-    each = 2 * head + 2 * share
-    starts = ((0, head), (head, head), (2 * head, share), (2 * head + share, share))
+    """Returns Qwen3-Next's projections: all rows of one key head are adjacent."""
+    head = net.key_head
+    values = net.value_rows
+    rates = net.rates
+    period = 2 * head + 2 * values
     return Projections(
-        (("in_proj_qkvz", net.keys * each), ("in_proj_ba", 2 * net.values)),
+        (("in_proj_qkvz", net.keys * period), ("in_proj_ba", 2 * net.values)),
         (
-            *(Cut(0, start, rows, each) for start, rows in starts),
-            *(Cut(1, start, rates, 2 * rates) for start in (0, rates)),
+            Cut(0, 0, head, period),
+            Cut(0, head, head, period),
+            Cut(0, 2 * head, values, period),
+            Cut(0, 2 * head + values, values, period),
+            Cut(1, 0, rates, 2 * rates),
+            Cut(1, rates, rates, 2 * rates),
         ),
     )
 
 
 def by_kind(net: DeltaNet) -> Projections:
-    """Qwen3.5's: queries, keys and values in one tensor, the others in their own."""
-    others = (("z", net.share), ("b", net.rates), ("a", net.rates))
+    """Returns Qwen3.5's projections: queries, keys and values in one tensor, each other kind in a tensor of its
+    kind."""
     return Projections(
         (
             ("in_proj_qkv", net.channels),
-            *((f"in_proj_{kind}", net.keys * rows) for kind, rows in others),
+            ("in_proj_z", net.keys * net.value_rows),
+            ("in_proj_b", net.keys * net.rates),
+            ("in_proj_a", net.keys * net.rates),
         ),
-        (*net.mixed, *(Cut(number, 0, rows, rows) for number, (_, rows) in enumerate(others, 1))),
+        (
+            *net.mixed,
+            Cut(1, 0, net.value_rows, net.value_rows),
+            Cut(2, 0, net.rates, net.rates),
+            Cut(3, 0, net.rates, net.rates),
+        ),
     )
 
 
 Served = Callable[[DeltaNet], dict[str, Projections]]
-"""SGLang's input projections of a delta net: what each of its tensors is made of."""
+"""SGLang's input projections of a delta net: the sources of each of its tensors."""
 
 
 def as_stored(net: DeltaNet) -> dict[str, Projections]:
-    """Qwen3-Next's: the checkpoint's own tensors."""
-    each = {name: rows // net.keys for name, rows in by_key_head(net).sources}
-    return {name: Projections(((name, rows * net.keys),), (Cut(0, 0, rows, rows),)) for name, rows in each.items()}
+    """Returns Qwen3-Next's served projections: the checkpoint's tensors."""
+    served = {}
+    for name, rows in by_key_head(net).sources:
+        head_rows = rows // net.keys
+        served[name] = Projections(((name, rows),), (Cut(0, 0, head_rows, head_rows),))
+    return served
 
 
 def merged(net: DeltaNet) -> dict[str, Projections]:
-    """Qwen3.5's: of the checkpoint's four tensors the first two in one, and the last two."""
+    """Returns Qwen3.5's served projections: the first two of the checkpoint's four tensors in one, the last two in
+    another."""
     qkv, z, b, a = by_kind(net).sources
     rates = net.rates
     return {
-        "in_proj_qkvz": Projections((qkv, z), (*net.mixed, Cut(1, 0, net.share, net.share))),
+        "in_proj_qkvz": Projections((qkv, z), (*net.mixed, Cut(1, 0, net.value_rows, net.value_rows))),
         "in_proj_ba": Projections((b, a), (Cut(0, 0, rates, rates), Cut(1, 0, rates, rates))),
     }
 
 
 def attention_of(hf: Fields) -> Attention:
-    """The attention of the other layers."""
+    """Returns the sizes of the attention layers."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
 def layers_of(hf: Fields, kind: str) -> tuple[int, ...]:
-    """Layers of one kind, "linear_attention" or "full_attention", counted from 0."""
-    every = hf.get("full_attention_interval") or 4
-    kinds = hf.get("layer_types") or [
-        "full_attention" if (layer + 1) % every == 0 else _DELTA_NET for layer in range(hf["num_hidden_layers"])
-    ]
-    if len(kinds) != hf["num_hidden_layers"]:
-        raise ValueError(f"layer_types names {len(kinds)} layers of {hf['num_hidden_layers']}")
-    return tuple(layer for layer, other in enumerate(kinds) if other == kind)
+    """Returns the indices of the layers of one kind, "linear_attention" or "full_attention"."""
+    count = hf["num_hidden_layers"]
+    interval = hf.get("full_attention_interval") or 4
+    kinds = hf.get("layer_types")
+    if not kinds:
+        kinds = [_DELTA_NET] * count
+        kinds[interval - 1 :: interval] = ["full_attention"] * (count // interval)
+    if len(kinds) != count:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {count}")
+    return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind)
 
 
 def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define a model without experts."""
+    """Returns the fields of megatron-core's TransformerConfig that define a model without experts."""
     linear = layers_of(hf, _DELTA_NET)
+    # The config.json of a model with experts in all layers may omit intermediate_size.
+    fields = ChainMap(hf, {"intermediate_size": hf.get("moe_intermediate_size")})
     return {
-        # Files of models with experts alone may leave out the size of an MLP, which they have not.
-        **decoder.decoder_fields(
-            ChainMap(hf, {"intermediate_size": hf.get("moe_intermediate_size")}), attention_of(hf)
-        ),
+        **decoder.decoder_fields(fields, attention_of(hf)),
         "layernorm_zero_centered_gamma": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(layer in linear) for layer in range(hf["num_hidden_layers"])],
@@ -113,7 +132,7 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
 
 
 def moe_fields(hf: Fields) -> dict[str, Any]:
-    """Those that experts add."""
+    """Returns the additional fields of a model with experts."""
     return {
         "num_moe_experts": hf["num_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
@@ -128,22 +147,25 @@ def moe_fields(hf: Fields) -> dict[str, Any]:
 
 
 def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel except its TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.25)}
 
 
 def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if scaled := decoder.scaled_otherwise(hf, "default"):
+    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    scaled = decoder.scaled_otherwise(hf, "default")
+    if scaled:
         return scaled
-    if odd := set(hf.get("layer_types") or ()) - _KINDS:
+    odd = set(hf.get("layer_types") or ()) - _KINDS
+    if odd:
         return f"layer_types with {min(odd)}"
     if hf.get("quantization_config"):
-        return "quantization_config (fp8 files were never read; take the bf16 ones)"
+        return "quantization_config (fp8 files were never tested; take the bf16 ones)"
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         key = "mlp_only_layers" if hf.get("mlp_only_layers") else "decoder_sparse_step"
         return f"{key} {hf[key]} (dense layers among the MoE layers)"
-    if (predicting := hf.get("mtp_num_hidden_layers") or 1) != 1:
+    predicting = hf.get("mtp_num_hidden_layers") or 1
+    if predicting != 1:
         return f"mtp_num_hidden_layers {predicting}"
     return decoder.unusual(
         hf,
@@ -156,11 +178,12 @@ def unsupported(hf: Fields) -> str | None:
     )
 
 
-def weight_table(hf: Fields, store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
+def weight_table(hf: Fields, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
+    """Returns the trainer's layout of every checkpoint tensor."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
-    experts, layer = hf.get("num_experts") or 0, Layer()
+    experts = hf.get("num_experts") or 0
+    layer = Layer()
     rows = (
         embedding(hf),
         *attention,
@@ -169,161 +192,174 @@ def weight_table(hf: Fields, store: Store, frozen: dict[str, tuple[int, ...]] | 
         *head(hf),
     )
     return Table(
-        _plain(rows), layers=hf["num_hidden_layers"], experts=experts, aliases=tied_copies(hf), frozen=frozen or {}
+        _unquantised(rows),
+        layers=hf["num_hidden_layers"],
+        experts=experts,
+        aliases=tied_copies(hf),
+        frozen=frozen or {},
     )
 
 
-def _trained(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
-    """The norm before a delta net and the net, as megatron-core's GatedDeltaNet holds it."""
-    here, there, stored = "self_attention.", "linear_attn.", store(net)
-    inputs = [(there + name, (rows, net.hidden)) for name, rows in stored.sources]
-    mixed = [(there + "conv1d", (net.channels, 1, net.width))]
+def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
+    """Returns the norm before a delta net, and the net as stored by megatron-core's GatedDeltaNet."""
+    prefix = "self_attention."
+    source_prefix = "linear_attn."
+    stored = store(net)
+    inputs = [(source_prefix + name, (rows, net.hidden)) for name, rows in stored.sources]
+    mixed = [(source_prefix + "conv1d", (net.channels, 1, net.width))]
     return (
-        at.norm(here + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
-        at.row(
-            here + "in_proj.weight",
+        layer.norm(prefix + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
+        layer.row(
+            prefix + "in_proj.weight",
             inputs,
             map=Sections(net.keys, stored.cuts),
             axis=0,
             sections=("query", "key", "value", "z", "beta", "alpha"),
         ),
-        at.row(
-            here + "conv1d.weight",
+        layer.row(
+            prefix + "conv1d.weight",
             mixed,
             map=Sections(net.keys, net.mixed),
             axis=0,
             sections=("query", "key", "value"),
         ),
-        *(_of_heads(at, here, there, net)),
-        at.norm(here + "out_norm.weight", there + "norm", net.value_head),
-        at.linear(here + "out_proj.weight", there + "out_proj", (net.hidden, net.value), axis=1),
+        *_head_vectors(layer, prefix, source_prefix, net),
+        layer.norm(prefix + "out_norm.weight", source_prefix + "norm", net.value_head),
+        layer.linear(prefix + "out_proj.weight", source_prefix + "out_proj", (net.hidden, net.value), axis=1),
     )
 
 
-def _of_heads(at: Layer, here: str, there: str, net: DeltaNet) -> tuple[Row, Row]:
-    """Decays and time biases: a number of each value head, under the same names everywhere."""
-    decay, bias = (
-        Row(f"{at.here}{here}{name}", ((f"{at.there}{there}{name}", (net.values,)),), axis=0, layers=at.layers)
-        for name in ("A_log", "dt_bias")
-    )
-    return decay, bias
+def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) -> tuple[Row, Row]:
+    """Returns decays and time biases: one element per value head, with the same names everywhere."""
+
+    def row(name: str) -> Row:
+        source = f"{layer.there}{source_prefix}{name}", (net.values,)
+        return Row(f"{layer.here}{prefix}{name}", (source,), axis=0, layers=layer.layers)
+
+    return row("A_log"), row("dt_bias")
 
 
-def _experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
-    """The norm before them, a router, experts, and a shared one behind a gate."""
-    hidden, inner, shared = hf["hidden_size"], hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
+def _experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+    """Returns the norm before the experts, a router, experts, and a gated shared expert."""
+    hidden = hf["hidden_size"]
+    inner = hf["moe_intermediate_size"]
+    shared = hf["shared_expert_intermediate_size"]
     return (
-        *at.moe(hidden, inner, hf["num_experts"]),
-        *at.swiglu("mlp.shared_experts", "mlp.shared_expert", hidden, shared),
-        at.row("mlp.shared_experts.gate_weight", [("mlp.shared_expert_gate", (1, hidden))]),
+        *layer.moe(hidden, inner, hf["num_experts"]),
+        *layer.swiglu("mlp.shared_experts", "mlp.shared_expert", hidden, shared),
+        layer.row("mlp.shared_experts.gate_weight", [("mlp.shared_expert_gate", (1, hidden))]),
     )
 
 
-def _plain(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    # No fp8 checkpoint of these families was ever read, nor one published.
+def _unquantised(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    # Neither reading nor publishing fp8 weights of these families was tested.
     return tuple(replace(row, quantised=False) for row in rows)
 
 
-def prediction_tensors(hf: Fields) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the layer of multi-token prediction, which published files hold and config.json need not
-    declare: a layer of gated attention of its own."""
-    hidden, at = hf["hidden_size"], Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
+def prediction_tensors(hf: Fields) -> Mapping[str, tuple[int, ...]]:
+    """Returns names and shapes of the multi-token prediction layer, a layer of gated attention.
+
+    Published checkpoints contain it; config.json need not declare it."""
+    hidden = hf["hidden_size"]
+    layer = Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
     rows = (
         Row("fc", (("mtp.fc.weight", (hidden, 2 * hidden)),), stage="first"),
         *(
             Row(name, ((f"mtp.{name}.weight", (hidden,)),), stage="first")
             for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         ),
-        *at.attention(attention_of(hf)),
-        *(_experts(at, hf) if hf.get("num_experts") else at.dense(hidden, hf["intermediate_size"])),
+        *layer.attention(attention_of(hf)),
+        *(_experts(layer, hf) if hf.get("num_experts") else layer.dense(hidden, hf["intermediate_size"])),
     )
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
 
 
 def check_served(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> None:
-    """Raises SlimxError for what SGLang 0.5.23 would build otherwise, in every family of this shape."""
+    """Raises SlimxError if SGLang 0.5.23 would build a different model, for every family of this architecture."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
             architecture,
             "full_attention_interval",
             "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
         )
-    every, layers = hf["full_attention_interval"], hf["num_hidden_layers"]
-    if every > layers:
-        raise unserved(architecture, "full_attention_interval", f"is {every}: none of {layers} layers has attention")
-    if layers_of(hf, "full_attention") != tuple(range(every - 1, layers, every)):
+    interval = hf["full_attention_interval"]
+    layers = hf["num_hidden_layers"]
+    if interval > layers:
+        raise unserved(architecture, "full_attention_interval", f"is {interval}: none of {layers} layers has attention")
+    if layers_of(hf, "full_attention") != tuple(range(interval - 1, layers, interval)):
         raise unserved(
             architecture,
             "layer_types",
-            f"is not one layer of attention in {every}, which is all that SGLang 0.5.23 builds",
+            f"is not one attention layer in {interval}, the only pattern that SGLang 0.5.23 builds",
         )
     if fused_shared_experts:
         raise unserved(
             architecture,
             "shared_expert_intermediate_size",
-            "belongs to an expert behind a gate, whose place among the others was never compared; leave "
+            "belongs to a gated expert, whose position among the others was never compared; leave "
             "rollout.engines.sglang.enforce_shared_experts_fusion out",
         )
 
 
-def unserved(architecture: str, key: str, why: str) -> SlimxError:
-    """The refusal of an engine for field `key` of a config.json."""
-    return SlimxError(f"{architecture}: {key} {why}", code="model.served_field", about=key)
+def unserved(architecture: str, key: str, problem: str) -> SlimxError:
+    """Returns the error for a field `key` of config.json that SGLang does not serve. `problem`: continues the sentence
+    after `key`."""
+    return SlimxError(f"{architecture}: {key} {problem}", code="model.served_field", about=key)
 
 
 def engine_table(hf: Fields, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the ranks that share the word embedding; `tied`:
-    it is the output layer too."""
-    layers, experts = hf["num_hidden_layers"], hf.get("num_experts") or 0
-    at, hidden = engine_rows.layer(), hf["hidden_size"]
-    attending, linear = (engine_rows.layer(layers_of(hf, kind)) for kind in ("full_attention", _DELTA_NET))
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the group of ranks that share the word
+    embedding; `tied`: it is also the output layer."""
+    layers = hf["num_hidden_layers"]
+    hidden = hf["hidden_size"]
+    experts = hf.get("num_experts") or 0
+    layer = engine_rows.layer()
+    attention = engine_rows.layer(layers_of(hf, "full_attention"))
+    linear = engine_rows.layer(layers_of(hf, _DELTA_NET))
     rows = (
         engine_rows.embedding(hf, embedding),
-        *(_beside_the_layer(row) for row in engine_rows.attention(attending, attention_of(hf))),
+        *(_without_attention_module(row) for row in engine_rows.attention(attention, attention_of(hf))),
         *_served(linear, DeltaNet.of(hf), served),
-        *(_served_experts(at, hf) if experts else engine_rows.swiglu(at, "mlp", hidden, hf["intermediate_size"])),
+        *(_served_experts(layer, hf) if experts else engine_rows.swiglu(layer, "mlp", hidden, hf["intermediate_size"])),
         *engine_rows.head(hf, tied=tied),
     )
-    return Table(_plain(rows), layers=layers, experts=experts)
+    return Table(_unquantised(rows), layers=layers, experts=experts)
 
 
-def _beside_the_layer(row: Row) -> Row:
-    # SGLang's layer of attention has no module of its own for it.
+def _without_attention_module(row: Row) -> Row:
+    # SGLang's attention layer has its tensors itself, without a submodule self_attn.
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
-def _served_experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
-    """A router, experts, and a shared one behind a gate (`Qwen2MoeSparseMoeBlock`)."""
+def _served_experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+    """Returns a router, experts, and a gated shared expert (`Qwen2MoeSparseMoeBlock`)."""
     hidden = hf["hidden_size"]
     return (
-        *engine_rows.moe(at, hidden, hf["moe_intermediate_size"], hf["num_experts"]),
-        *engine_rows.swiglu(at, "mlp.shared_expert", hidden, hf["shared_expert_intermediate_size"]),
-        engine_rows.same(at, "mlp.shared_expert_gate", 1, hidden),
+        *engine_rows.moe(layer, hidden, hf["moe_intermediate_size"], hf["num_experts"]),
+        *engine_rows.swiglu(layer, "mlp.shared_expert", hidden, hf["shared_expert_intermediate_size"]),
+        engine_rows.same(layer, "mlp.shared_expert_gate", 1, hidden),
     )
 
 
-def _served(at: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
-    """The norms around a delta net and the net (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`)."""
-    there = "linear_attn."
+def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
+    """Returns a delta net and the norms around it (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`)."""
+    source_prefix = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
-    each = [
-        at.row(
-            f"{there}{name}.weight",
-            [(there + source, (rows, net.hidden)) for source, rows in made.sources],
-            map=Sections(net.keys, made.cuts),
-            **split,
+    projections = []
+    for name, sources in served(net).items():
+        tensors = [(source_prefix + source, (rows, net.hidden)) for source, rows in sources.sources]
+        projections.append(
+            layer.row(f"{source_prefix}{name}.weight", tensors, map=Sections(net.keys, sources.cuts), **split)
         )
-        for name, made in served(net).items()
-    ]
-    conv = [(there + "conv1d", (net.channels, 1, net.width))]
-    decay, bias = _of_heads(at, there, there, net)
+    conv = [(source_prefix + "conv1d", (net.channels, 1, net.width))]
+    decay, bias = _head_vectors(layer, source_prefix, source_prefix, net)
     return (
-        engine_rows.same(at, "input_layernorm", net.hidden),
-        *each,
-        at.row(there + "conv1d.weight", conv, map=Sections(net.keys, net.mixed), **split),
+        engine_rows.same(layer, "input_layernorm", net.hidden),
+        *projections,
+        layer.row(source_prefix + "conv1d.weight", conv, map=Sections(net.keys, net.mixed), **split),
         replace(decay, dtype="float32", group="attention"),
         replace(bias, group="attention"),
-        engine_rows.same(at, there + "norm", net.value_head),
-        engine_rows.same(at, there + "out_proj", net.hidden, net.value, axis=1, group="attention"),
-        engine_rows.same(at, "post_attention_layernorm", net.hidden),
+        engine_rows.same(layer, source_prefix + "norm", net.value_head),
+        engine_rows.same(layer, source_prefix + "out_proj", net.hidden, net.value, axis=1, group="attention"),
+        engine_rows.same(layer, "post_attention_layernorm", net.hidden),
     )

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny ones): layers of Mamba-2, of attention without positions, of MLPs
-and of experts, in an order of their own; squared ReLU without gates, experts chosen as DeepSeek-V3 chooses them."""
+"""Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny ones): Mamba-2 layers, attention without positions, MLPs and experts
+in a model-specific order; squared ReLU without gates, experts chosen as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -28,42 +28,51 @@ _NAMES: dict[str, Kind] = {
     "mlp": "-",
     "moe": "E",
 }
-"""Kinds of layers as transformers has written them in `layers_block_type`."""
+"""Layer kinds by their names in `layers_block_type`, as written by transformers."""
 _INFINITY = float("inf")
 _WITHOUT_EFFECT = (
-    # how kernels cut sequences, and which of them; in which dtype an engine keeps states; said by numbers of heads
+    # Kernels and their chunk size; dtype of an engine's states; given by the number of heads.
     *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand"),
-    # with what steps began: Megatron-LM and SGLang bound none of them, though transformers does (docs/models.md)
+    # Initial values of steps: Megatron-LM and SGLang do not bound steps, although transformers does (docs/models.md).
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-    # attention has no positions here, nor in transformers or SGLang
+    # Attention has no positions, also in transformers and SGLang.
     *("rope_theta", "partial_rotary_factor"),
-    # of layers of multi-token prediction, of which there must be none
+    # Layers of multi-token prediction, which are not supported.
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     "num_logits_to_keep",
     "moe_shared_expert_overlap",
 )
-"""Fields that change nothing that is computed, whatever their value."""
-_OF_EXPERTS = (
+"""Fields without effect on results, whatever their value."""
+_EXPERT_FIELDS = (
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "norm_topk_prob"),
     *("n_shared_experts", "moe_shared_expert_intermediate_size", "routed_scaling_factor"),
 )
-"""Fields that change nothing in a model without layers of experts."""
+"""Fields without effect in a model without experts."""
 
 
 def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json that cannot be built; None if all can."""
-    for name in (*_WITHOUT_EFFECT, *(() if "E" in _pattern(hf) else _OF_EXPERTS)):
+    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    pattern = _pattern(hf)
+    for name in _WITHOUT_EFFECT:
         hf.get(name)
-    if odd := next((kind for kind in _pattern(hf) if kind not in KINDS), None):
+    if "E" not in pattern:
+        for name in _EXPERT_FIELDS:
+            hf.get(name)
+    odd = next((kind for kind in pattern if kind not in KINDS), None)
+    if odd is not None:
         return f"hybrid_override_pattern of a layer {odd}"
     low, high = hf.get("time_step_limit") or (0.0, _INFINITY)
-    if low > 0 or high not in (_INFINITY, {"__float__": "Infinity"}):  # JSON has no infinity: transformers writes so
+    if low > 0 or high not in (
+        _INFINITY,
+        {"__float__": "Infinity"},
+    ):  # written so by transformers: JSON has no infinity
         return f"time_step_limit {[low, high]}, which megatron-core's mixer does not apply,"
     if hf.get("moe_latent_size") is not None:
-        # Its projections are Transformer Engine's layers alone, without which nothing here could be tested.
+        # Its projections exist only in Transformer Engine, without which they cannot be tested.
         return f"moe_latent_size {hf['moe_latent_size']}"
-    if "E" in _pattern(hf):
-        if problem := unsupported_router(hf):
+    if "E" in pattern:
+        problem = unsupported_router(hf)
+        if problem:
             return problem
         if hf.get("n_shared_experts") not in (None, 1):
             return f"n_shared_experts {hf['n_shared_experts']}"
@@ -72,11 +81,15 @@ def unsupported(hf: Fields) -> str | None:
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),
         ("conv_kernel", 4),
-        ("layer_norm_epsilon", 1e-5),  # the mixer's own norm has no other
+        ("layer_norm_epsilon", 1e-5),  # fixed in the mixer's norm
         ("norm_eps", hf["layer_norm_epsilon"]),
         ("use_conv_bias", True),
-        *((name, False) for name in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias")),
-        *((name, False) for name in ("residual_in_fp32", "tie_word_embeddings")),
+        ("use_bias", False),
+        ("mamba_proj_bias", False),
+        ("mlp_bias", False),
+        ("attention_bias", False),
+        ("residual_in_fp32", False),
+        ("tie_word_embeddings", False),
         ("hidden_dropout", 0),
         ("sliding_window", None),
         ("num_nextn_predict_layers", 0),
@@ -85,27 +98,30 @@ def unsupported(hf: Fields) -> str | None:
 
 
 def _pattern(hf: Fields) -> str:
-    """A character per layer, from what the published config.json says or what transformers writes."""
-    names, pattern = hf.get("layers_block_type"), hf.get("hybrid_override_pattern")
+    """Returns one character per layer, from the published config.json or the one written by transformers."""
+    names = hf.get("layers_block_type")
+    pattern = hf.get("hybrid_override_pattern")
     if names is None and pattern is None:
         return hf["hybrid_override_pattern"]
     if names is not None:
         named = "".join(_NAMES.get(name, "?") for name in names)
         if pattern not in (None, named):
-            raise ValueError(f"layers_block_type is {named} and hybrid_override_pattern {pattern}")
+            raise ValueError(f"layers_block_type is {named} but hybrid_override_pattern {pattern}")
         pattern = named
-    if (layers := hf.get("num_hidden_layers")) not in (None, len(pattern)):
-        raise ValueError(f"num_hidden_layers is {layers} and the pattern has {len(pattern)}")
+    layers = hf.get("num_hidden_layers")
+    if layers not in (None, len(pattern)):
+        raise ValueError(f"num_hidden_layers is {layers} but the pattern has {len(pattern)}")
     return pattern
 
 
 def _layers(hf: Fields, kind: Kind) -> tuple[int, ...]:
-    return tuple(layer for layer, each in enumerate(_pattern(hf)) if each == kind)
+    return tuple(layer for layer, layer_kind in enumerate(_pattern(hf)) if layer_kind == kind)
 
 
 def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
-    attention, pattern = Attention.of(hf), _pattern(hf)
+    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    attention = Attention.of(hf)
+    pattern = _pattern(hf)
     fields = {
         "num_layers": len(pattern),
         "is_hybrid_model": True,
@@ -135,12 +151,12 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
 
 
 def layer_kind(hf: Fields) -> LayerKind:
-    """The pattern of layers."""
+    """Returns the layer kind of the model's pattern."""
     return HybridLayers(_pattern(hf))
 
 
 def gpt_arguments(hf: Fields) -> dict[str, Any]:
-    """Arguments of megatron-core's HybridModel besides its TransformerConfig, layer spec and pattern."""
+    """Returns the arguments of megatron-core's HybridModel except its TransformerConfig, layer spec and pattern."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -150,114 +166,126 @@ def gpt_arguments(hf: Fields) -> dict[str, Any]:
 
 
 def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
-    hidden, experts = hf["hidden_size"], hf["n_routed_experts"] if "E" in _pattern(hf) else 0
-    of = {
-        kind: Layer("decoder.layers.{layer}.", "backbone.layers.{layer}.", layers=_layers(hf, kind)) for kind in KINDS
-    }
-    (norm, output), word = head(hf), embedding(hf)
-    rows = (
-        replace(word, sources=(("backbone.embeddings.weight", word.sources[0][1]),)),
-        *(_mamba(of["M"], StateSpace.of(transformer_config(hf))) if of["M"].layers else ()),
-        *(_attention(of["*"], Attention.of(hf)) if of["*"].layers else ()),
-        *(_mlp(of["-"], hidden, hf["intermediate_size"]) if of["-"].layers else ()),
-        *(_experts(of["E"], hf) if experts else ()),
-        replace(norm, name="decoder.final_norm.weight", sources=(("backbone.norm_f.weight", (hidden,)),)),
-        output,
-    )
-    # No fp8 checkpoint of the family was ever read.
+    """Returns the trainer's layout of every checkpoint tensor."""
+    hidden = hf["hidden_size"]
+    experts = hf["n_routed_experts"] if "E" in _pattern(hf) else 0
+    mamba = _layer(hf, "M")
+    attention = _layer(hf, "*")
+    dense = _layer(hf, "-")
+    word = embedding(hf)
+    norm, output = head(hf)
+    rows = [replace(word, sources=(("backbone.embeddings.weight", word.sources[0][1]),))]
+    if mamba.layers:
+        rows += _mamba(mamba, StateSpace.of(transformer_config(hf)))
+    if attention.layers:
+        rows += _attention(attention, Attention.of(hf))
+    if dense.layers:
+        rows += _mlp(dense, hidden, hf["intermediate_size"])
+    if experts:
+        rows += _experts(_layer(hf, "E"), hf)
+    rows.append(replace(norm, name="decoder.final_norm.weight", sources=(("backbone.norm_f.weight", (hidden,)),)))
+    rows.append(output)
+    # Reading fp8 checkpoints of the family was never tested.
     return Table(tuple(replace(row, quantised=False) for row in rows), layers=len(_pattern(hf)), experts=experts)
 
 
-def _mamba(at: Layer, sizes: StateSpace) -> tuple[Row, ...]:
-    """The norm before a Mamba-2 mixer and the mixer: each rank of a tensor-parallel group has its share of the groups,
-    with their heads."""
+def _layer(hf: Fields, kind: Kind) -> Layer:
+    return Layer("decoder.layers.{layer}.", "backbone.layers.{layer}.", layers=_layers(hf, kind))
+
+
+def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
+    """Returns the norm before a Mamba-2 mixer, and the mixer. Tensor-parallel ranks split the groups, with their
+    heads."""
     groups = sizes.groups
-    share, state = sizes.inner // groups, sizes.state
-    kinds = {"z": share, "x": share, "B": state, "C": state, "dt": sizes.heads // groups}
+    inner = sizes.inner // groups
+    state = sizes.state
+    kinds = {"z": inner, "x": inner, "B": state, "C": state, "dt": sizes.heads // groups}
     convolution = {kind: kinds[kind] for kind in ("x", "B", "C")}
     vectors = [
         Row(
-            f"{at.here}mixer.{name}",
-            ((f"{at.there}mixer.{name}", (sizes.heads,)),),
+            f"{layer.here}mixer.{name}",
+            ((f"{layer.there}mixer.{name}", (sizes.heads,)),),
             axis=0,
-            layers=at.layers,
+            layers=layer.layers,
             dtype=dtype,
         )
         for name, dtype in (("A_log", "float32"), ("D", "float32"), ("dt_bias", None))
     ]
     return (
-        at.norm("mixer.in_proj.layer_norm_weight", "norm", sizes.hidden),
-        at.row(
+        layer.norm("mixer.in_proj.layer_norm_weight", "norm", sizes.hidden),
+        layer.row(
             "mixer.in_proj.weight",
             [("mixer.in_proj", (sizes.projected, sizes.hidden))],
-            **_one_behind_the_other(groups, kinds),
+            **_sections(groups, kinds),
         ),
-        at.row(
+        layer.row(
             "mixer.conv1d_weight",
             [("mixer.conv1d", (sizes.mixed, 1, sizes.width))],
-            **_one_behind_the_other(groups, convolution),
+            **_sections(groups, convolution),
         ),
-        at.row(
+        layer.row(
             "mixer.conv1d_bias",
             [("mixer.conv1d", (sizes.mixed,))],
             kind="bias",
-            **_one_behind_the_other(groups, convolution),
+            **_sections(groups, convolution),
         ),
         *vectors,
-        at.row("mixer.norm.weight", [("mixer.norm", (sizes.inner,))], axis=0),
-        at.linear("mixer.out_proj.weight", "mixer.out_proj", (sizes.hidden, sizes.inner), axis=1),
+        layer.row("mixer.norm.weight", [("mixer.norm", (sizes.inner,))], axis=0),
+        layer.linear("mixer.out_proj.weight", "mixer.out_proj", (sizes.hidden, sizes.inner), axis=1),
     )
 
 
-def _one_behind_the_other(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
-    """Fields of a Row whose source holds several kinds of rows one behind the other; `kinds`: rows of each that belong
-    to one group. Ranks share each kind."""
+def _sections(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
+    """Returns fields of a Row whose source stores several kinds of rows one after the other; `kinds`: rows of each kind
+    per group. Ranks split each kind."""
     starts = accumulate((groups * rows for rows in kinds.values()), initial=0)
     cuts = [Cut(0, start, rows, rows) for start, rows in zip(starts, kinds.values(), strict=False)]
     return {"map": Sections(groups, tuple(cuts)), "axis": 0, "sections": tuple(kinds)}
 
 
-def _attention(at: Layer, sizes: Attention) -> tuple[Row, ...]:
-    """The norm before grouped-query attention and the attention, which the checkpoint calls a mixer, too."""
-    return tuple(
-        replace(
-            row,
-            sources=tuple(
-                (name.replace("self_attn.", "mixer.").replace("input_layernorm", "norm"), shape)
-                for name, shape in row.sources
-            ),
-        )
-        for row in at.attention(sizes)
+def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
+    """Returns the norm before grouped-query attention, and the attention. The checkpoint also names it a mixer."""
+    rows = []
+    for row in layer.attention(sizes):
+        sources = []
+        for name, shape in row.sources:
+            renamed = name.replace("self_attn.", "mixer.").replace("input_layernorm", "norm")
+            sources.append((renamed, shape))
+        rows.append(replace(row, sources=tuple(sources)))
+    return tuple(rows)
+
+
+def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
+    """Returns an MLP without a gate."""
+    return (
+        layer.linear(f"{name}.linear_fc1.weight{suffix}", f"{source}up_proj", (inner, hidden), axis=0),
+        layer.linear(f"{name}.linear_fc2.weight{suffix}", f"{source}down_proj", (hidden, inner), axis=1),
     )
 
 
-def _plain_mlp(at: Layer, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-    """An MLP without a gate."""
-    return (
-        at.linear(f"{name}.linear_fc1.weight{suffix}", f"{source}up_proj", (inner, hidden), axis=0),
-        at.linear(f"{name}.linear_fc2.weight{suffix}", f"{source}down_proj", (hidden, inner), axis=1),
+def _mlp(layer: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
+    """Returns the norm before an MLP, and the MLP."""
+    return layer.norm("mlp.linear_fc1.layer_norm_weight", "norm", hidden), *_plain_mlp(
+        layer, "mlp", "mixer.", hidden, inner
     )
 
 
-def _mlp(at: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
-    """The norm before an MLP and the MLP."""
-    return at.norm("mlp.linear_fc1.layer_norm_weight", "norm", hidden), *_plain_mlp(at, "mlp", "mixer.", hidden, inner)
-
-
-def _experts(at: Layer, hf: Fields) -> tuple[Row, ...]:
-    """The norm before them, a router with a bias that only chooses, experts and a shared one."""
-    hidden, experts, inner = hf["hidden_size"], hf["n_routed_experts"], hf["moe_intermediate_size"]
-    shared, bias = hf["moe_shared_expert_intermediate_size"], "e_score_correction_bias"
+def _experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+    """Returns the norm before the experts, a router with a bias for the choice only, experts and a shared one."""
+    hidden = hf["hidden_size"]
+    experts = hf["n_routed_experts"]
+    inner = hf["moe_intermediate_size"]
+    shared = hf["moe_shared_expert_intermediate_size"]
+    bias = "e_score_correction_bias"
     return (
-        at.norm("pre_mlp_layernorm.weight", "norm", hidden),
-        at.row("mlp.router.weight", [("mixer.gate", (experts, hidden))]),
-        at.row("mlp.router.expert_bias", [("mixer.gate", (experts,))], kind=bias, dtype="float32"),
-        *_plain_mlp(at, "mlp.shared_experts", "mixer.shared_experts.", hidden, shared),
-        *_plain_mlp(at, "mlp.experts", "mixer.experts.{expert}.", hidden, inner, suffix="{expert}"),
+        layer.norm("pre_mlp_layernorm.weight", "norm", hidden),
+        layer.row("mlp.router.weight", [("mixer.gate", (experts, hidden))]),
+        layer.row("mlp.router.expert_bias", [("mixer.gate", (experts,))], kind=bias, dtype="float32"),
+        *_plain_mlp(layer, "mlp.shared_experts", "mixer.shared_experts.", hidden, shared),
+        *_plain_mlp(layer, "mlp.experts", "mixer.experts.{expert}.", hidden, inner, suffix="{expert}"),
     )
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: only the trainer has the model."""
-    raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication proves all")
+    raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication needs it")

@@ -1,4 +1,4 @@
-"""Dense Qwen3.5, the text part alone: gated delta nets and gated attention with an MLP in every layer."""
+"""Dense Qwen3.5, text part only: gated delta nets and gated attention with an MLP in every layer."""
 
 from __future__ import annotations
 
@@ -16,5 +16,6 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
+    model."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, the text part alone: Qwen3-Next with a delta net's input projections stored kind by kind."""
+"""Qwen3.5 with experts, text part only: Qwen3-Next with a delta net's input projections stored by kind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
 def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
+    model."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

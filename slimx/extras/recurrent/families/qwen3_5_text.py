@@ -1,5 +1,5 @@
-"""The part that Qwen3.5's language models share, dense or with experts, saved without the vision tower: hybrid decoders
-whose delta nets store their input projections kind by kind."""
+"""The common part of Qwen3.5's language models, dense or with experts, saved without the vision tower: hybrid decoders
+whose delta nets store their input projections by kind."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from slimx.models.fields import Fields
 
 
 def unsupported(hf: Fields) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    """Returns the unsupported part of config.json `hf`; None if all are supported."""
     for key in ("mrope_section", "mrope_interleaved"):
-        decoder.rotary(hf)[1].get(key)  # read, since text has one of the axes that images part the rotation between
+        decoder.rotary(hf)[1].get(key)  # read and ignored: text uses only one of the axes of image positions
     return delta_net.unsupported(hf)
 
 
 def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_5_text`).
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_5_text`).
 
-    Raises SlimxError for what SGLang would build otherwise."""
+    Raises SlimxError if SGLang would build a different model.
+    """
     delta_net.check_served(hf, architecture, fused_shared_experts=fused_shared_experts)
-    share = hf.get("partial_rotary_factor", 0.25)
-    if share != (wanted := decoder.rotary_share(hf, default=0.25)):
+    factor = hf.get("partial_rotary_factor", 0.25)
+    expected = decoder.rotary_share(hf, default=0.25)
+    if factor != expected:
         raise delta_net.unserved(
             architecture,
             "partial_rotary_factor",
-            f"is {wanted} in rope_parameters, and SGLang 0.5.23 reads the one beside it, {share}; write the same there",
+            f"is {expected} in rope_parameters, but SGLang 0.5.23 reads the one outside of it, {factor}; set both to "
+            "the same value",
         )
     rotary = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if "mrope_section" in rotary and not (rotary.get("rope_type") or rotary.get("type")):
         raise delta_net.unserved(
             architecture,
             "rope_type",
-            "is missing beside mrope_section, and SGLang 0.5.23 would give plain positions those of images; set it to "
+            "is missing next to mrope_section, and SGLang 0.5.23 would give text the positions of images; set it to "
             "default",
         )
     tied = bool(hf.get("tie_word_embeddings"))

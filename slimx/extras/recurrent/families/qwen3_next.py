@@ -1,5 +1,5 @@
-"""Qwen3-Next (80B-A3B and tiny ones): three layers of gated delta nets to one of gated attention, and many small
-experts with a shared one in every layer. Layers of multi-token prediction are carried over, not trained."""
+"""Qwen3-Next (80B-A3B and tiny ones): three gated delta nets per layer of gated attention, and many small experts with
+a shared one in every layer. Layers of multi-token prediction are copied, not trained."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ ARCHITECTURE = "Qwen3NextForCausalLM"
 
 
 def transformer_config(hf: Fields) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def weight_table(hf: Fields, mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
-    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
+    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
 
-    Raises SlimxError for a config.json without the fields of the published ones, for which SGLang has defaults of
-    another model, and for what it would build otherwise."""
+    Raises SlimxError if SGLang would build a different model, or if config.json lacks a field of the published ones for
+    which SGLang has another default.
+    """
     delta_net.check_served(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
     if hf.get("rope_theta") is None:
         raise delta_net.unserved(
@@ -40,6 +41,6 @@ def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
         )
     if hf.get("tie_word_embeddings"):
         raise delta_net.unserved(
-            ARCHITECTURE, "tie_word_embeddings", "is set, and SGLang 0.5.23 builds an output layer of its own"
+            ARCHITECTURE, "tie_word_embeddings", "is set, but SGLang 0.5.23 always builds a separate output layer"
         )
     return delta_net.engine_table(hf, delta_net.as_stored)

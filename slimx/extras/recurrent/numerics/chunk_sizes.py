@@ -1,6 +1,6 @@
-"""Tokens of the chunks into which kernels of linear attention and state-space layers cut sequences."""
+"""Chunk sizes of linear attention and state-space layers, in tokens."""
 
 CHUNK = 64
-"""Tokens of a delta net's chunk, and with plain torch of a Mamba-2 layer's."""
+"""Chunk of a delta net, and of a Mamba-2 layer in plain torch."""
 STATE_CHUNK = 128
-"""Tokens of a Mamba-2 layer's chunk, as megatron-core's mixer asks mamba_ssm for them."""
+"""Chunk of a Mamba-2 layer in mamba_ssm, as set by megatron-core's mixer."""

@@ -1,4 +1,4 @@
-"""Packed sequences cut into chunks, for rules whose states follow each other from chunk to chunk alone."""
+"""Packed sequences cut into chunks, for rules in which only the states between chunks are sequential."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
 
 
 class Chunks:
-    """Packed sequences, longest first, as a batch of chunks; a sequence's last one is padded with zeros, which change
-    no state."""
+    """Packed sequences, longest first, as a batch of chunks. A sequence's last chunk is padded with zeros, which do not
+    change its state."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
         counts = torch.tensor([-(-length // CHUNK) for length in lengths])
         self.order = counts.argsort(descending=True, stable=True)
         starts = counts.cumsum(0) - counts
-        self.steps = [
-            (starts[self.order][: int((counts > number).sum())] + number).to(device)
-            for number in range(int(counts.max()))
-        ]
-        """Chunks that are next, one of each sequence that is long enough, in the order of `order`."""
+        self.steps = []
+        """Chunk indices per step: the next chunk of each sequence that is long enough, in the order of `order`."""
+        for index in range(int(counts.max())):
+            sequences = int((counts > index).sum())
+            self.steps.append((starts[self.order][:sequences] + index).to(device))
         sizes = torch.tensor(list(lengths))
         inside = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        self._places = (starts.repeat_interleave(sizes) * CHUNK + inside).to(device)
+        self._rows = (starts.repeat_interleave(sizes) * CHUNK + inside).to(device)
         self._count = int(counts.sum())
         self.order = self.order.to(device)
 
     def lay(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [chunks, CHUNK, ...]."""
-        whole = x.new_zeros(self._count * CHUNK, *x.shape[1:]).index_copy(0, self._places, x)
-        return whole.view(self._count, CHUNK, *x.shape[1:])
+        """Arranges [T, ...] as [chunks, CHUNK, ...]."""
+        padded = x.new_zeros(self._count * CHUNK, *x.shape[1:]).index_copy(0, self._rows, x)
+        return padded.view(self._count, CHUNK, *x.shape[1:])
 
     def collect(self, x: torch.Tensor) -> torch.Tensor:
-        """[chunks, CHUNK, ...] -> [T, ...]."""
-        return x.flatten(0, 1)[self._places]
+        """Collects [T, ...] from [chunks, CHUNK, ...]."""
+        return x.flatten(0, 1)[self._rows]

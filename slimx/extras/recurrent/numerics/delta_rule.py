@@ -1,12 +1,12 @@
 """The gated delta rule over packed sequences (Yang et al., Gated Delta Networks, 2412.06464) and the causal convolution
-before it, in plain torch: neither a state nor a convolution reaches from one sequence into the next.
+before it, in plain torch. States and convolutions do not cross from one sequence into the next.
 
-Every head keeps a state S [d_k, d_v], which token t with key k, value v, decay exp(g) and learning rate beta changes to
+Each head has a state S [d_k, d_v], which token t with key k, value v, decay exp(g) and learning rate beta updates:
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T        and reads as  o_t = S_t^T q_t
 
-Sequences are cut into chunks (section 3.3 there): within a chunk all updates are one triangular system, so that only
-the states between chunks follow each other.
+Sequences are cut into chunks (section 3.3 of the paper): within a chunk all updates are one triangular system, and only
+the states between chunks are sequential.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [T, heads, dv] in the dtype of `query`, and the states fp32 [sequences, heads, dk, dv] behind the last
-    tokens.
+    """Returns outputs [T, heads, dv] in the dtype of `query`, and the final states fp32 [sequences, heads, dk, dv].
 
-    query and key [T, heads, dk], value [T, heads, dv], decay (its logarithm, at most 0) and rate [T, heads],
-    T = sum(lengths), no length 0; `initial` [sequences, heads, dk, dv]: states before the first tokens (None: zeros).
+    query and key [T, heads, dk], value [T, heads, dv], decay (its logarithm, at most 0) and rate [T, heads], T =
+    sum(lengths), no length 0; `initial` [sequences, heads, dk, dv]: states before the first tokens (None: zeros).
     `scale` of the queries: None for dk^-1/2. Computed in fp32.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = Chunks(lengths, query.device)
-    q, k, v = (chunks.lay(x.float()).transpose(1, 2) for x in (query * scale, key, value))  # [chunks, heads, CHUNK, d]
-    log, beta = (chunks.lay(x.float()).transpose(1, 2) for x in (decay, rate))  # [chunks, heads, CHUNK]
+    q = chunks.lay((query * scale).float()).transpose(1, 2)  # [chunks, heads, CHUNK, d], as k and v
+    k = chunks.lay(key.float()).transpose(1, 2)
+    v = chunks.lay(value.float()).transpose(1, 2)
+    log = chunks.lay(decay.float()).transpose(1, 2)  # [chunks, heads, CHUNK], as beta
+    beta = chunks.lay(rate.float()).transpose(1, 2)
     log = log.cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (log[..., :, None] - log[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighted = k * beta[..., None]
-    # Row t of (1 + A) u = b subtracts what the chunk's earlier updates already answer at key t; A's diagonal is not
+    # Row t of (1 + A) u = b subtracts the values that the chunk's earlier updates return at key t; A's diagonal is not
     # read.
     system = (weighted @ k.transpose(-1, -2)) * between
     right = torch.cat([v * beta[..., None], weighted * log.exp()[..., None]], dim=-1)
@@ -54,21 +56,22 @@ def gated_delta_rule(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
     inside = (q @ k.transpose(-1, -2)) * between
-    q, k = q * log.exp()[..., None], k * (log[..., -1:] - log).exp()[..., None]
+    q = q * log.exp()[..., None]
+    k = k * (log[..., -1:] - log).exp()[..., None]
     forget = log[..., -1].exp()[..., None, None]
-    state = (
-        q.new_zeros(len(lengths), *q.shape[1:2], k.shape[-1], v.shape[-1])
-        if initial is None
-        else initial.float()[chunks.order]
-    )
-    outputs, finished = [], []
-    for here in chunks.steps:
-        # The longest sequences stand first: those that end before this chunk are at the end.
-        finished.append(state[len(here) :])
-        state = state[: len(here)]
-        new = updates[here] - reads[here] @ state
-        outputs.append(q[here] @ state + inside[here] @ new)
-        state = state * forget[here] + k[here].transpose(-1, -2) @ new
+    if initial is None:
+        state = q.new_zeros(len(lengths), q.shape[1], k.shape[-1], v.shape[-1])
+    else:
+        state = initial.float()[chunks.order]
+    outputs = []
+    finished = []
+    for step in chunks.steps:
+        # Longest sequences come first: those that end before this chunk are at the end.
+        finished.append(state[len(step) :])
+        state = state[: len(step)]
+        new = updates[step] - reads[step] @ state
+        outputs.append(q[step] @ state + inside[step] @ new)
+        state = state * forget[step] + k[step].transpose(-1, -2) @ new
     finished.append(state)
     out = torch.cat(outputs)[torch.cat(chunks.steps).argsort()]
     states = torch.cat(finished[::-1])[chunks.order.argsort()]
@@ -78,28 +81,32 @@ def gated_delta_rule(
 def causal_convolution(
     x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int], initial: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Depthwise convolution of x [T, channels] with weight [channels, width], whose last column is the token's own;
-    T = sum(lengths). Before a sequence stand zeros, or `initial` [sequences, channels, width - 1]. Computed in fp32, in
-    x's dtype."""
+    """Computes the depthwise convolution of x [T, channels] with weight [channels, width], whose last column is for the
+    current token; T = sum(lengths).
+
+    Inputs before a sequence are zeros, or `initial` [sequences, channels, width - 1]. Computed in fp32, returned in x's
+    dtype.
+    """
     width = weight.shape[-1]
     sizes = torch.tensor(list(lengths), device=x.device)
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    place = torch.arange(len(x), device=x.device) - starts
-    kernel, x32 = weight.float(), x.float()
+    position = torch.arange(len(x), device=x.device) - starts
+    kernel = weight.float()
+    x32 = x.float()
     out = x32 * kernel[:, -1]
-    number = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes)
+    sequence = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes)
     for back in range(1, width):
         before = F.pad(x32, (0, 0, back, 0))[: len(x)]
         earlier = torch.zeros_like(x32)
         if initial is not None:
             # Column -1 is the token just before the first.
-            column = (width - 1 + place - back).clamp(0, width - 2)
-            earlier = initial.float()[number, :, column]
-        out = out + torch.where((place >= back)[:, None], before, earlier) * kernel[:, -1 - back]
+            column = (width - 1 + position - back).clamp(0, width - 2)
+            earlier = initial.float()[sequence, :, column]
+        out = out + torch.where((position >= back)[:, None], before, earlier) * kernel[:, -1 - back]
     return out.to(x.dtype)
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, computed in fp32."""
+    """Computes x / sqrt(sum(x^2) + eps) over the last dimension, in fp32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,10 +1,10 @@
 """Exact mode in the trainer: megatron-core's modules with the operations of the contract.
 
-The modules are those of `slimx.adapters.megatron.layers` and megatron-core with other arithmetic: names, shapes and
-checkpoint keys of parameters stay. `install` puts them into a layer's spec. Written for megatron-core 0.19.2.
+The modules are those of `slimx.adapters.megatron.layers` and megatron-core with different arithmetic; names, shapes and
+checkpoint keys of parameters are the same. `install` puts them into a layer's spec. Written for megatron-core 0.19.2.
 
-Tensor parallelism: partial sums of row-parallel products stay fp32, every rank gathers them and adds them in the order
-of the tree, and the sum is rounded once. A reduction by the communication library would add in its own order.
+Tensor parallelism: partial sums of row-parallel products stay in fp32. Every rank gathers them, adds them in the order
+of the tree and rounds the sum once. A reduction by the communication library would add in its own order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.moe_module_specs import _build_shared_experts
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -40,6 +41,7 @@ from slimx.adapters.megatron.attention import (
 from slimx.adapters.megatron.builders import Builder, exchange, kind_of, submodules_of
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
+    GroupedLinear,
     Norm,
     NormColumnParallelLinear,
     RowGroupedLinear,
@@ -50,26 +52,26 @@ from slimx.data.packing import zigzag
 from slimx.errors import SlimxError
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.adapters.megatron.router import ExactRouter
-from slimx.extras.low_precision.megatron import OwnProduct
+from slimx.extras.low_precision.megatron import CustomProduct
 
 WITHOUT_ARITHMETIC = (
     IdentityFuncOp,
     IdentityOp,
-    Linear,  # exchanged by ExactLatentAttention, the one that has it
+    Linear,  # replaced by ExactLatentAttention, the only module that has it
     MLP.as_mlp_submodule,
     SelfAttention,
     SharedExpertMLP,
     TransformerLayer,
-    get_bias_dropout_add,  # without bias and dropout the residual's sum, as engines add it
+    get_bias_dropout_add,  # without bias and dropout, the residual's sum, as engines compute it
 )
-"""Modules that a spec may name besides those here: they leave all rounding to their own parts."""
+"""Other modules that a spec may contain: only their parts round."""
 
 
 def install(block: Any, *, leaves: int, rotary: exact.Rotary) -> None:
-    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built for exact mode.
+    """Replaces the modules in a decoder's spec (TransformerBlockSubmodules) by those of exact mode.
 
-    `leaves`: of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself. Raises
-    SlimxError for a spec with any module that has no counterpart here.
+    `leaves`: those of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself. Raises
+    SlimxError for a spec with a module that has no counterpart.
     """
     parts = {
         ColumnParallelLinear: ModuleSpec(ExactColumn),
@@ -100,12 +102,12 @@ def _exchange_activations(builder: Builder) -> None:
             submodules.activation_func = ExactSwiGLU
 
 
-def _check(builder: Builder, place: str) -> None:
-    """Refuse what would round by a rule of its own. `place`: of the builder in a layer."""
+def _check(builder: Builder, role: str) -> None:
+    """Raises SlimxError for a module that would round differently. `role`: the builder's role in a layer."""
     kind = kind_of(builder)
     if kind not in WITHOUT_ARITHMETIC and kind is not ExactRouter and getattr(kind, "__module__", None) != __name__:
         raise SlimxError(
-            f"numerics.mode exact does not know {getattr(kind, '__name__', kind)}, which is {place} of this model in "
+            f"numerics.mode exact does not support {getattr(kind, '__name__', kind)}, which is {role} of this model in "
             "megatron-core; set numerics.mode=fast",
             code="exact.module",
             about=getattr(kind, "__name__", str(kind)),
@@ -114,12 +116,13 @@ def _check(builder: Builder, place: str) -> None:
         _check(value, name)
 
 
-# Weights that engines hold rounded ---------------------------------------------------------------------------------
+# Weights with the rounded values of engines -----------------------------------------------------------------------
 
 
 def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
-    """Have the layers here multiply by `rounded` [as parameter] in the place of `parameter`, from its present memory:
-    what engines compute with where weights are published in fp8. The gradient is that of `rounded`, as it is."""
+    """Makes layers multiply by `rounded` [as parameter] instead of `parameter`, reading its memory at each call: the
+    values that engines compute with if weights are published in fp8. The gradient of `rounded` is passed on
+    unchanged."""
     serve(parameter, lambda: _StraightThrough.apply(parameter, rounded))
 
 
@@ -140,7 +143,7 @@ class ExactNorm(Norm):
     norm = staticmethod(exact.rms_norm)
 
 
-class _Column(OwnProduct):
+class _Column(CustomProduct):
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return exact.linear(x, served(weight), bias=bias)
 
@@ -159,8 +162,8 @@ class ExactLinear(DownProjection):
 
 
 class _TreeSum(torch.autograd.Function):
-    """fp32 partial sums of all ranks, added as the upper levels of the tree; each rank's part gets the whole gradient,
-    which is the same on all."""
+    """Sum of the fp32 partial sums of all ranks, added as the upper levels of the tree. Each rank's part gets the full
+    gradient, which is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -181,7 +184,7 @@ class ExactRow(RowParallelLinear):
         self.leaves = leaves // self.tp_group.size()
         if self.bias is not None:
             raise SlimxError(
-                "a bias of a row-parallel layer has no place in exact mode; set numerics.mode=fast",
+                "exact mode does not support a bias in a row-parallel layer; set numerics.mode=fast",
             )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -193,9 +196,9 @@ class ExactRow(RowParallelLinear):
         return total, None
 
 
-class _OfFirstRank(torch.autograd.Function):
-    """The dispatcher adds the ranks of expert tensor parallelism, so all but the first give zeros. In the backward pass
-    it brings every rank the whole gradient."""
+class _FirstRankOnly(torch.autograd.Function):
+    """The input on the first rank of expert tensor parallelism, zeros on the others: the dispatcher adds the ranks. In
+    the backward pass every rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -207,7 +210,8 @@ class _OfFirstRank(torch.autograd.Function):
 
 
 class ExactSwiGLU(MegatronModule):
-    """The activation of a spec (`use_te_activation_func`); checkpoints ask every part of an MLP for its state."""
+    """The activation of a spec (`use_te_activation_func`), a module because checkpoints save the state of every part of
+    an MLP."""
 
     def __init__(self, config: Any, **_: Any):
         super().__init__(config)
@@ -220,36 +224,48 @@ class ExactSwiGLU(MegatronModule):
 
 
 class ExactAttention(PackedAttention):
-    """Core attention, which turns queries and keys itself by an fp32 table of `rotary`: of latent attention the last
-    dimensions, else the first."""
+    """Core attention that rotates queries and keys itself with an fp32 table of `rotary`: the last dimensions in latent
+    attention, else the first ones."""
 
     def __init__(self, config: Any, *args: Any, rotary: exact.Rotary, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.rotary = rotary
-        self.turns_last = config.multi_latent_attention
+        self.rotates_last = config.multi_latent_attention
         self._table = torch.empty(0, 0)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
+        if query.dim() == 4:
+            query = query.squeeze(1)
+        if key.dim() == 4:
+            key = key.squeeze(1)
         bounds = packed_seq_params.cu_seqlens_q
-        turns = self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
-        before = query.shape[-1] - self.rotary.dimensions if self.turns_last else 0
-        first, last = (query[..., :before], key[..., :before]), (query[..., before:], key[..., before:])
-        query, key = exact.rope(*last, *turns)
+        table, positions = self._table_and_positions((bounds[1:] - bounds[:-1]).tolist(), query.device)
+        before = query.shape[-1] - self.rotary.dimensions if self.rotates_last else 0
+        rotated_query, rotated_key = exact.rope(query[..., before:], key[..., before:], table, positions)
         if before:
-            query, key = (torch.cat(parts, dim=-1) for parts in zip(first, (query, key), strict=True))
-        return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
+            rotated_query = torch.cat((query[..., :before], rotated_query), dim=-1)
+            rotated_key = torch.cat((key[..., :before], rotated_key), dim=-1)
+        return super().forward(
+            rotated_query, rotated_key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+        )
 
-    def _turns(self, lengths: list[int], query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table, and the positions of this rank's tokens in their sequences."""
+    def _table_and_positions(self, lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rotary table and the positions of this rank's tokens in their sequences."""
         if max(lengths) > len(self._table):
-            self._table = self.rotary.table(1 << (max(lengths) - 1).bit_length()).to(query.device)
-        places = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))
+            self._table = self.rotary.table(1 << (max(lengths) - 1).bit_length()).to(device)
+        rows = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))
         sizes = torch.tensor(lengths)
         starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return self._table, (places - starts[places]).to(query.device)
+        return self._table, (rows - starts[rows]).to(device)
 
     def attend(
         self,
@@ -260,25 +276,29 @@ class ExactAttention(PackedAttention):
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        how = {"rows": rows, "window": self.window, "sinks": self.softmax_offset}
-        return exact.attention(query, key, value, bounds, self.scale, **how).flatten(1)
+        out = exact.attention(
+            query, key, value, bounds, self.scale, rows=rows, window=self.window, sinks=self.softmax_offset
+        )
+        return out.flatten(1)
 
 
 class ExactLatentAttention(LatentAttention):
-    """Core attention rotates; upstream only takes the pairs apart."""
+    """Latent attention whose core attention rotates; megatron-core only separates the pairs."""
+
+    rotary_pos_emb: Any
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         exchange_down_projections(self, ExactLinear)
-        self.rotary_pos_emb = _NoTurn(self.rotary_pos_emb)
-        longer = exact.yarn_lengthening(self.config.rotary_scaling_factor, self.config.mscale_all_dim)
-        self.core_attention.scale = self.q_head_dim**-0.5 * longer * longer  # in SGLang's order of operations
+        self.rotary_pos_emb = _ZeroRotary(self.rotary_pos_emb)
+        magnitude = exact.yarn_lengthening(self.config.rotary_scaling_factor, self.config.mscale_all_dim)
+        self.core_attention.scale = self.q_head_dim**-0.5 * magnitude * magnitude  # SGLang's order of operations
 
 
-class _NoTurn(torch.nn.Module):
-    """The angles of `rotary`, all zero: a rotation by them is exact."""
+class _ZeroRotary(torch.nn.Module):
+    """A rotary embedding whose angles are all zero: rotation by them is exact. Shapes are those of `rotary`."""
 
-    def __init__(self, rotary: torch.nn.Module):
+    def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
         self.rotary = rotary
 
@@ -293,36 +313,39 @@ class _NoTurn(torch.nn.Module):
 # Experts -----------------------------------------------------------------------------------------------------------
 
 
-class _Grouped:
+class _ExactGrouped(GroupedLinear):
     """The products of all local experts in one call."""
 
-    own_leaves = 1
+    experts: list[ColumnParallelLinear | RowParallelLinear]
+
+    local_leaves = 1
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
         weights = [served(expert.weight) for expert in self.experts]
-        return exact.grouped_linear(x, weights, list(tokens_per_expert), self.own_leaves), None
+        return exact.grouped_linear(x, weights, list(tokens_per_expert), self.local_leaves), None
 
 
-class ExactColumnGrouped(_Grouped, ColumnGroupedLinear):
+class ExactColumnGrouped(_ExactGrouped, ColumnGroupedLinear):
     pass
 
 
-class ExactRowGrouped(_Grouped, RowGroupedLinear):
+class ExactRowGrouped(_ExactGrouped, RowGroupedLinear):
     def __init__(self, *args: Any, leaves: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.own_leaves = leaves // self.groups.expt_tp.size()
+        self.local_leaves = leaves // self.groups.expt_tp.size()
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
         group = self.groups.expt_tp
         if group.size() == 1:
             return super().forward(x, tokens_per_expert)
-        weights, counts = [served(expert.weight) for expert in self.experts], list(tokens_per_expert)
-        part = exact.grouped_linear(x, weights, counts, self.own_leaves, dtype=torch.float32)
-        return _OfFirstRank.apply(_TreeSum.apply(part, group).to(x.dtype), group), None
+        weights = [served(expert.weight) for expert in self.experts]
+        counts = list(tokens_per_expert)
+        part = exact.grouped_linear(x, weights, counts, self.local_leaves, dtype=torch.float32)
+        return _FirstRankOnly.apply(_TreeSum.apply(part, group).to(x.dtype), group), None
 
 
 class ExactExperts(TEGroupedMLP):
-    """Outputs of experts without the router's weights, which meet them in `ExactMoe`."""
+    """Outputs of experts without the router's weights, which `ExactMoe` applies."""
 
     def forward(
         self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -333,17 +356,22 @@ class ExactExperts(TEGroupedMLP):
 
 
 class ExactMoe(MoELayer):
-    """Adds a token's experts in ascending order of id, in fp32."""
+    """Adds each token's expert outputs in ascending order of id, in fp32."""
+
+    _routed: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Probabilities and routing map between `preprocess` and `postprocess`."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self._routed = probs, routing_map
         return super().preprocess(hidden_states, probs, routing_map)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Combine `output`, which has one row for each token and expert, sorted by expert and then token."""
+        """Combines `output`, which has one row per token and expert, sorted by expert and then token."""
+        assert self._routed is not None, "preprocess comes first"
         probs, routing_map = self._routed
         self._routed = None
-        dispatcher, choices = self.token_dispatcher, self.config.moe_router_topk
+        dispatcher = self.token_dispatcher
+        choices = self.config.moe_router_topk
         by_token = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
         rows = output[by_token].view(-1, choices, output.shape[-1])
         weights = probs[routing_map].view(-1, choices)

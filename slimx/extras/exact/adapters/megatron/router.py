@@ -11,17 +11,20 @@ from slimx.trainer.moe.router import PolicyRouter
 
 
 class _ExactRouting(TopKRouter):
-    """The arithmetic of exact mode: fp32 logits, the lower id where two experts are equal."""
+    """The arithmetic of exact mode: fp32 logits; of equal experts the lower id."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
+        """Computes logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
         return exact.linear(input.float(), served(self.weight).float())
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and map, both [t, experts], by the rounding rules of exact mode."""
-        config, flat = self.config, logits.view(-1, self.config.num_moe_experts)
+        """Returns probabilities and routing map, both [t, experts], by the rounding rules of exact mode."""
+        config = self.config
+        flat = logits.view(-1, config.num_moe_experts)
+        # megatron-core renormalises sigmoid scores of several experts, and softmax scores unless softmax comes first.
+        renormalise = self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax
         weights, experts = exact.route(
             flat,
             self.topk,
@@ -29,10 +32,10 @@ class _ExactRouting(TopKRouter):
             bias=self.expert_bias,
             groups=config.moe_router_num_groups or 1,
             top_groups=config.moe_router_group_topk or 1,
-            renormalise=self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax,
+            renormalise=renormalise,
             factor=config.moe_router_topk_scaling_factor or 1.0,
         )
-        if self.router_replay is not None:  # it records the choice, and in exact mode replays none
+        if self.router_replay is not None:  # records the choice; exact mode never replays one
             self.router_replay.get_replay_topk(
                 flat, self.topk, default_compute_topk=lambda *_, **__: (weights, experts)
             )

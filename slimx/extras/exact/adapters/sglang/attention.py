@@ -1,6 +1,6 @@
-"""The attention backend of exact mode in an SGLang server. Written for sglang 0.5.23.
+"""Attention backend of exact mode in an SGLang server. Written for sglang 0.5.23.
 
-SGLang's torch backend with another kernel: where keys and values are, and when they are written, is its own.
+SGLang's torch backend with a different kernel: it still manages the KV cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from slimx.extras.exact.adapters.sglang import ATTENTION
 
 
 def attention_class() -> type:
-    """Subclass of the backend, whose class SGLang gives where it is installed."""
+    """Returns a subclass of SGLang's torch backend, which is importable only where SGLang is installed."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     class ExactAttentionBackend(TorchNativeAttnBackend):
-        """`calls` counts its kernels under ATTENTION."""
+        """The backend. `calls` counts its kernels under ATTENTION."""
 
         def __init__(self, runner: Any, calls: Counter[str]):
             super().__init__(runner)
@@ -41,10 +41,11 @@ def attention_class() -> type:
             scaling: float,
             **__: Any,
         ) -> torch.Tensor:
-            """query, output [tokens, heads, d]; keys, values [slots, groups, d]; table [requests, places] of slots;
-            of every request: its row in the table, its length, how much of that was there before, and is added."""
-            numbers, seen = _reads(before.long(), added.long())
-            begin = requests.long()[numbers] * table.shape[1]
+            """Computes attention of prefills. query, output [tokens, heads, d]; keys, values [slots, groups, d]; table
+            [requests, positions] of slots; per request: its row in the table, its length, and its numbers of cached and
+            of added tokens."""
+            indices, seen = _reads(before.long(), added.long())
+            begin = requests.long()[indices] * table.shape[1]
             return output.copy_(self._attend(query, keys, values, table, begin, seen, scaling))
 
         def _run_sdpa_forward_decode(
@@ -60,27 +61,31 @@ def attention_class() -> type:
             scaling: float,
             **__: Any,
         ) -> torch.Tensor:
-            """The same as above, with one token of each request."""
+            """Computes the same for one token of each request."""
             begin = requests.long() * table.shape[1]
             return output.copy_(self._attend(query, keys, values, table, begin, lengths.long(), scaling))
 
         def attend_latent(self, attention: Any, query: torch.Tensor, key: torch.Tensor, batch: Any) -> torch.Tensor:
-            """query [T, heads, content + rotated] reads keys and values that are projected from the cached latents, to
-            which `key` [T, 1, latent + rotated] is added first: [T, heads, dv]."""
-            pool, table, layer = self.token_to_kv_pool, self.req_to_token_pool.req_to_token, attention.attn_mqa
+            """Computes latent attention: query [T, heads, content + rotated] reads keys and values projected from the
+            cached latents, after `key` [T, 1, latent + rotated] is written to the cache: [T, heads, dv]."""
+            pool = self.token_to_kv_pool
+            table = self.req_to_token_pool.req_to_token
+            layer = attention.attn_mqa
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), key, key)
             lengths = batch.seq_lens.long()
             slots = [table[r, :n] for r, n in zip(batch.req_pool_indices.tolist(), lengths.tolist(), strict=True)]
             cached = pool.get_key_buffer(layer.layer_id)[torch.cat(slots)]
-            heads, latent = query.shape[1], attention.kv_lora_rank
+            heads = query.shape[1]
+            latent = attention.kv_lora_rank
             projected = attention.kv_b_proj(cached[:, 0, :latent].contiguous())[0].view(len(cached), heads, -1)
             content, value = projected.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
             keys = torch.cat((content, cached[:, :, latent:].expand(-1, heads, -1)), dim=-1)
             if batch.forward_mode.is_decode():
-                numbers, seen = torch.arange(len(lengths), device=lengths.device), lengths
+                indices = torch.arange(len(lengths), device=lengths.device)
+                seen = lengths
             else:
-                numbers, seen = _reads(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
-            begin = (lengths.cumsum(0) - lengths)[numbers]
+                indices, seen = _reads(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
+            begin = (lengths.cumsum(0) - lengths)[indices]
             return self._attend(
                 query, keys, value, torch.arange(len(keys), device=keys.device), begin, seen, attention.scaling
             )
@@ -102,8 +107,8 @@ def attention_class() -> type:
 
 
 def _reads(before: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every added token, request after request: its request's number in the batch, and how many tokens it sees.
-    before, added [requests]: tokens that were in the cache and that are added."""
-    numbers = torch.arange(len(added), device=added.device).repeat_interleave(added)
+    """Returns for every added token, request after request, its request's index in the batch and the number of tokens
+    that it attends to. before, added [requests]: numbers of cached and of added tokens."""
+    indices = torch.arange(len(added), device=added.device).repeat_interleave(added)
     first = added.cumsum(0) - added
-    return numbers, before[numbers] + torch.arange(len(numbers), device=added.device) - first[numbers] + 1
+    return indices, before[indices] + torch.arange(len(indices), device=added.device) - first[indices] + 1

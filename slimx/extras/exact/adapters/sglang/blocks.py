@@ -1,8 +1,8 @@
-"""Block-fp8 weights of an SGLang server in exact mode: held as published, widened where they are used.
+"""Block-fp8 weights of an SGLang server in exact mode: stored as published, dequantised when used.
 
-Written for sglang 0.5.23, whose own fp8 layers on the CPU pack weights for AMX kernels that no wheel has, after an
-assertion. Here the codes and scales stay as SGLang allocates and loads them, so that a publication writes its bytes in
-place and a verification finds them there; a linear computes with what they stand for.
+Written for sglang 0.5.23, whose fp8 layers on the CPU repack weights for AMX kernels that no wheel contains. Here the
+codes and scales stay as SGLang allocates and loads them: a publication writes in place, a verification reads the same
+bytes, and a linear computes with the dequantised values.
 """
 
 from __future__ import annotations
@@ -25,72 +25,84 @@ class BlockOperations:
     """Replacements for SGLang's fp8 layers in its HookRegistry."""
 
     def __init__(self, linear: Callable[..., torch.Tensor]):
-        """`linear`: the replacement for a linear layer, of its method, itself, its input and its bias."""
+        """Takes `linear`, the replacement for a linear layer: (method, layer, input, bias) -> output."""
         self._linear = linear
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """By target."""
-        kept = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
-        return {LINEAR: self._linear, EXPERTS: self.experts, **kept}
+        """Returns the replacements by target."""
+        loaded = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
+        return {LINEAR: self._linear, EXPERTS: self.experts, **loaded}
 
     def used(self, model: torch.nn.Module) -> set[str]:
-        """Targets that `model` calls."""
-        targets = {"Fp8LinearMethod": (LINEAR, LINEAR_LOADED), "Fp8MoEMethod": (EXPERTS, EXPERTS_LOADED)}
-        return {target for method in targets.keys() & methods_of(model) for target in targets[method]}
+        """Returns the targets that `model` calls."""
+        targets = set()
+        methods = methods_of(model)
+        if "Fp8LinearMethod" in methods:
+            targets |= {LINEAR, LINEAR_LOADED}
+        if "Fp8MoEMethod" in methods:
+            targets |= {EXPERTS, EXPERTS_LOADED}
+        return targets
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        """By SGLang's function for unquantised experts on the CPU, in whose place exact mode's operations are."""
+        """Calls SGLang's function for unquantised experts on the CPU, which exact mode replaces."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-        given = dispatch_output.hidden_states, dispatch_output.topk_output, method.moe_runner_config
-        return StandardCombineInput(hidden_states=fused_moe_native.moe_forward_native(layer, *given))
+        inputs = dispatch_output.hidden_states, dispatch_output.topk_output, method.moe_runner_config
+        return StandardCombineInput(hidden_states=fused_moe_native.moe_forward_native(layer, *inputs))
 
     def keep(self, method: Any, layer: Any) -> None:
-        """Weights stay as they were loaded: SGLang would repack them."""
+        """Does nothing, so that weights keep their loaded order: SGLang would repack them."""
 
 
 def methods_of(model: torch.nn.Module) -> set[str]:
-    """Class names of SGLang's methods by which `model`'s layers compute."""
+    """Returns the class names of the quantisation methods of `model`'s layers."""
     return {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
 
 
 def quantised_otherwise(module: Any) -> str | None:
-    """The reason against the weights of a linear layer or of experts; None for unquantised ones, and for e4m3 codes
-    with one fp32 scale per block in host memory, with which is computed here."""
+    """Returns the reason why the weights of a linear layer or of experts are not supported, else None.
+
+    Unquantised weights are supported, and e4m3 codes with one fp32 scale per block in host memory.
+    """
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 
     method = module.quant_method
     if isinstance(method, (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)):
         return None
-    weights = {name: held for name, held in module.named_parameters(recurse=False) if "weight" in name}
-    forms = {(name.endswith("_scale_inv"), held.dtype, held.device.type) for name, held in weights.items()}
+    weights = {name: weight for name, weight in module.named_parameters(recurse=False) if "weight" in name}
+    forms = {(name.endswith("_scale_inv"), weight.dtype, weight.device.type) for name, weight in weights.items()}
     covered = {(False, torch.float8_e4m3fn, "cpu"), (True, torch.float32, "cpu")}
     if isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)) and method.block_quant and forms == covered:
         return None
-    return "holds weights that are quantised in another way than in blocks of fp8 on the CPU"
+    return "has weights that are quantised in another way than in blocks of fp8 on the CPU"
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of a linear layer [rows, cols], in `dtype` where the layer holds codes."""
-    held = layer.weight
-    return held if held.dtype != torch.float8_e4m3fn else _widened(layer, held, layer.weight_scale_inv, dtype)
+    """Returns the weight of a linear layer [rows, cols], dequantised to `dtype` if the layer stores codes."""
+    weight = layer.weight
+    if weight.dtype != torch.float8_e4m3fn:
+        return weight
+    return _dequantised(layer, weight, layer.weight_scale_inv, dtype)
 
 
 def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The weights `name` of all experts of a layer, each [rows, cols], in `dtype` where the layer holds codes: then of
-    those alone that have tokens (`counts`). What stands for the others is not to be read."""
-    held = getattr(layer, name)
-    if held.dtype != torch.float8_e4m3fn:
-        return list(held)
-    used = torch.tensor([number for number, count in enumerate(counts) if count])
-    wide = _widened(layer, held[used], getattr(layer, name + "_scale_inv")[used], dtype)
-    out = [torch.empty(held.shape[1:], dtype=dtype)] * len(held)
-    for number, matrix in zip(used.tolist(), wide, strict=True):
-        out[number] = matrix
+    """Returns the weights `name` of all experts of a layer, each [rows, cols].
+
+    If the layer stores codes, only experts with tokens (`counts`) are dequantised to `dtype`; the other entries are
+    uninitialised and must not be read.
+    """
+    weights = getattr(layer, name)
+    if weights.dtype != torch.float8_e4m3fn:
+        return list(weights)
+    used = torch.tensor([expert for expert, count in enumerate(counts) if count])
+    wide = _dequantised(layer, weights[used], getattr(layer, name + "_scale_inv")[used], dtype)
+    out = [torch.empty(weights.shape[1:], dtype=dtype)] * len(weights)
+    for expert, matrix in zip(used.tolist(), wide, strict=True):
+        out[expert] = matrix
     return out
 
 
-def _widened(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantised(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return dequantise(codes, scales, tuple(layer.quant_method.weight_block_size), dtype)

@@ -1,6 +1,6 @@
 """Exact mode in an SGLang server: the choice of experts, their products, and the sum of their outputs.
 
-Written for sglang 0.5.23; `numerics.py` registers these in the place of SGLang's own functions.
+Written for sglang 0.5.23; `numerics.py` registers these operations as replacements of SGLang's.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ BLOCKS = {
 
 
 class ExpertOperations:
-    """The operations of a server's MoE layers. `leaves`: of row-parallel sums."""
+    """The operations of a server's MoE layers. `leaves`: leaves of row-parallel sums."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves
         self._shared: torch.Tensor | None = None
-        """The shared experts' output on its way to the sum of the others' that comes next."""
+        """Output of the shared experts, waiting for the next sum of the other experts."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for SGLang's HookRegistry, by target."""
+        """Returns replacements for SGLang's HookRegistry, by target."""
         blocks = dict.fromkeys(BLOCKS.values(), self.block)
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Targets that a model with modules of these classes calls."""
+        """Returns the targets called by a model with modules of the classes `kinds`."""
         blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
         if not blocks and "FusedMoE" not in kinds:
             return set()
         return {EXPERTS, GROUPED_TOP_K if blocks else TOP_K} | blocks
 
     def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """A layer of BLOCKS: the shared experts' output joins the others' before the sum is rounded."""
+        """Computes a layer of BLOCKS: the shared experts' output is added before the sum is rounded."""
         from sglang.srt.layers.moe.utils import post_experts_all_reduce
 
         logits = exact.linear(hidden, layer.gate.weight, dtype=torch.float32)
         choice = layer.topk(hidden, logits)
-        self._shared = layer.shared_experts(hidden) if getattr(layer, "shared_experts", None) is not None else None
+        if getattr(layer, "shared_experts", None) is not None:
+            self._shared = layer.shared_experts(hidden)
+        else:
+            self._shared = None
         out = layer.experts(hidden, choice)
         return post_experts_all_reduce(out) if getattr(layer, "reduce_results", False) else out
 
@@ -66,7 +69,7 @@ class ExpertOperations:
         routed_scaling_factor: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as `top_k`, by sigmoid scores; the factor is in the weights."""
+        """Chooses as `top_k`, by sigmoid scores; the weights include the factor."""
         weights, ids = exact.route(
             gating_output,
             topk,
@@ -89,37 +92,42 @@ class ExpertOperations:
         scoring_func: str = "softmax",
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
+        """Returns weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
         weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
         return weights, ids.to(torch.int32)
 
     def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
-        """x [tokens, hidden] -> [tokens, hidden], with the weights w13 [experts, 2 n, hidden] and w2 [experts, hidden,
-        n] of this rank. `choice` has a token's experts in ascending order; -1 is one of another rank's."""
-        weights, ids = choice.topk_weights, choice.topk_ids.long()
-        flat, (tokens, choices) = ids.flatten(), ids.shape
-        here = (flat >= 0).nonzero()[:, 0]
-        order = here[flat[here].argsort(stable=True)]
+        """Computes x [tokens, hidden] -> [tokens, hidden] with this rank's weights w13 [experts, 2 n, hidden] and w2
+        [experts, hidden, n]. `choice` has a token's experts in ascending order, -1 for those of other ranks."""
+        weights = choice.topk_weights
+        ids = choice.topk_ids.long()
+        tokens, choices = ids.shape
+        flat = ids.flatten()
+        local = (flat >= 0).nonzero()[:, 0]
+        order = local[flat[local].argsort(stable=True)]
         counts = torch.bincount(flat[order], minlength=len(layer.w13_weight)).tolist()
-        w13, w2 = (expert_weights(layer, name, counts, x.dtype) for name in ("w13_weight", "w2_weight"))
+        w13 = expert_weights(layer, "w13_weight", counts, x.dtype)
+        w2 = expert_weights(layer, "w2_weight", counts, x.dtype)
         inner = exact.silu_and_mul(exact.grouped_linear(x[order // choices], w13, counts))
-        parts, ranks = layer.moe_tp_size, layer.moe_tp_size * layer.moe_ep_size
+        parts = layer.moe_tp_size
+        ranks = layer.moe_tp_size * layer.moe_ep_size
         dtype = x.dtype if ranks == 1 else torch.float32
         out = exact.grouped_linear(inner, w2, counts, self.leaves // parts, dtype=dtype)
         by_choice = out.new_zeros(tokens * choices, out.shape[1])
         by_choice[order] = out
         if ranks > 1:
-            by_choice = _whole(by_choice, parts).to(x.dtype)
-        shared, self._shared = self._shared, None
+            by_choice = _sum_over_ranks(by_choice, parts).to(x.dtype)
+        shared = self._shared
+        self._shared = None
         mixed = exact.moe_combine(by_choice.view(tokens, choices, -1), weights, shared)
-        return mixed if ranks == 1 else sglang_ranks.of_first_rank(mixed)
+        return mixed if ranks == 1 else sglang_ranks.first_rank_only(mixed)
 
 
-def _whole(partial: torch.Tensor, parts: int) -> torch.Tensor:
-    """fp32 outputs of all experts, of which each rank has some, as `parts` partial sums on ranks that follow each other
-    (SGLang's initialize_model_parallel). An expert's are zero on all other ranks, so adding those changes no value."""
+def _sum_over_ranks(partial: torch.Tensor, parts: int) -> torch.Tensor:
+    """Returns the fp32 outputs of all experts. Each rank has some of them, as `parts` partial sums on consecutive ranks
+    (SGLang's initialize_model_parallel); they are zero on all other ranks, so adding those changes no value."""
     from sglang.srt.runtime_context import get_parallel
 
     by_rank = sglang_ranks.gathered(partial, get_parallel().tp_group)
-    by_expert_rank = [exact.combine_leaves(by_rank[at : at + parts]) for at in range(0, len(by_rank), parts)]
+    by_expert_rank = [exact.combine_leaves(by_rank[first : first + parts]) for first in range(0, len(by_rank), parts)]
     return torch.stack(by_expert_rank).sum(0)

@@ -1,8 +1,8 @@
 """Exact mode in an SGLang server: latent attention (DeepSeek-V3's MLA). Written for sglang 0.5.23.
 
-SGLang's CPU path multiplies the up projection into queries and outputs ("absorbed"), which rounds elsewhere than a
-trainer does. Here keys and values are projected from the cached latents, as in training: for every token that a step
-reads, in every step. The cache holds what SGLang's does, but for the order of the rotated dimensions.
+SGLang's CPU path multiplies the up projection into queries and outputs ("absorbed"), which rounds differently from a
+trainer. Here keys and values are projected from the cached latents, as in training, for every token that a step reads.
+The cache has the same contents as SGLang's, except for the order of the rotated dimensions.
 """
 
 from __future__ import annotations
@@ -12,51 +12,53 @@ from typing import Any
 
 import torch
 
-PREPARE, CORE = (
-    f"sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_{part}"
-    for part in ("prepare", "core")
-)
+_MLA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin"
+PREPARE = f"{_MLA}.forward_absorb_prepare"
+CORE = f"{_MLA}.forward_absorb_core"
 
 
 def is_latent(kinds: set[str]) -> bool:
-    """Returns True if a model with modules of these classes has latent attention, which calls them."""
+    """Returns True if the module classes `kinds` of a model include latent attention."""
     return "DeepseekV2AttentionMLA" in kinds
 
 
 class LatentOperations:
     """Latent attention of a server.
 
-    `turn`(rotary, positions [T], query [T, heads, d], key [T, 1, d]) rotates by the halves of d.
+    `rotate`(rotary, positions [T], query [T, heads, d], key [T, 1, d]) rotates by the halves of d.
     """
 
-    def __init__(self, turn: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
-        self.turn = turn
+    def __init__(self, rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
+        self.rotate = rotate
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for SGLang's HookRegistry, by target."""
+        """Returns replacements for SGLang's HookRegistry, by target."""
         return {PREPARE: self.prepare, CORE: self.attend}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Targets that a model with modules of these classes calls."""
+        """Returns the targets called by a model with modules of the classes `kinds`."""
         return {PREPARE, CORE} if is_latent(kinds) else set()
 
     def prepare(self, attention: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, *_: Any) -> tuple:
-        """The arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent + rotated]."""
+        """Returns the arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent +
+        rotated]."""
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
 
-        latent, rotated = attention.kv_lora_rank, attention.qk_rope_head_dim
+        latent = attention.kv_lora_rank
+        rotated = attention.qk_rope_head_dim
         if attention.q_lora_rank is None:
-            query, down = attention.q_proj(hidden)[0], attention.kv_a_proj_with_mqa(hidden)[0]
+            query = attention.q_proj(hidden)[0]
+            down = attention.kv_a_proj_with_mqa(hidden)[0]
         else:
             both = get_attn_tp_context().fetch_qkv_latent()
             query, down = both.split([attention.q_lora_rank, latent + rotated], dim=-1)
             query = attention.q_b_proj(attention.q_a_layernorm(query.contiguous()))[0]
         query = query.view(len(query), attention.num_local_heads, attention.qk_head_dim)
         content = attention.kv_a_layernorm(down[:, :latent].contiguous())
-        ends = query[..., -rotated:], down[:, None, latent:]
-        apart = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in ends)  # pairs are neighbours
-        turned, key = self.turn(attention.rotary_emb, positions, *apart)
-        query = torch.cat((query[..., :-rotated], turned), dim=-1)
+        query_end = _pairs_as_halves(query[..., -rotated:])
+        key_end = _pairs_as_halves(down[:, None, latent:])
+        query_end, key = self.rotate(attention.rotary_emb, positions, query_end, key_end)
+        query = torch.cat((query[..., :-rotated], query_end), dim=-1)
         return query, torch.cat((content[:, None], key), dim=-1), batch
 
     def attend(self, attention: Any, query: torch.Tensor, key: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -65,3 +67,8 @@ class LatentOperations:
 
         mixed = get_attn_backend().attend_latent(attention, query, key, batch)
         return attention.o_proj(mixed.flatten(1))[0]
+
+
+def _pairs_as_halves(x: torch.Tensor) -> torch.Tensor:
+    """Reorders neighbouring pairs of the last dimension into two halves."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)

@@ -1,9 +1,9 @@
-"""Exact mode in an SGLang server: operations of the contract in the place of SGLang's.
+"""Exact mode in an SGLang server: operations of the contract as replacements of SGLang's.
 
-Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`.
-Loading of weights, scheduling, the KV cache and sampling stay SGLang's. What is replaced are the functions that round:
-norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts, output layer and log_softmax. A model that
-has anything else with parameters is refused, because it would round by another rule.
+Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`. Weight loading, scheduling,
+the KV cache and sampling are SGLang's. Functions that round are replaced: norms, linear layers, rotary embedding,
+SwiGLU, attention, top-k, experts, output layer and log_softmax. A model with any other module with parameters is
+rejected, because it would round differently.
 
 The other operations are in `experts.py`, `attention.py` and `latent.py`, sums over ranks in `ranks.py`.
 """
@@ -25,12 +25,12 @@ from slimx.extras.exact.adapters.sglang.blocks import BlockOperations, methods_o
 from slimx.extras.exact.adapters.sglang.coverage import uncovered
 from slimx.extras.exact.adapters.sglang.experts import ExpertOperations
 from slimx.extras.exact.adapters.sglang.latent import LatentOperations, is_latent
-from slimx.extras.exact.adapters.sglang.ranks import gathered, of_first_rank
+from slimx.extras.exact.adapters.sglang.ranks import first_rank_only, gathered
 from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
 def open_choices() -> None:
-    """Have SGLang's arguments accept the attention backend, in deterministic mode too and with a radix cache."""
+    """Adds the attention backend to SGLang's choices, also in deterministic mode and with a radix cache."""
     from sglang.srt.arg_groups import choices
 
     for listed in (
@@ -43,20 +43,24 @@ def open_choices() -> None:
 
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
-    """Register the operations with SGLang's HookRegistry (`kinds`: its HookType), and the attention backend."""
+    """Registers the operations with SGLang's HookRegistry (`kinds`: its HookType), and the attention backend."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    room = ExactServer(leaves)
-    for target, hook in room.replacements().items():
+    server = ExactServer(leaves)
+    for target, hook in server.replacements().items():
         registry.register(target, hook, kinds.REPLACE)
-    registry.register(LOG_SOFTMAX, room.log_softmax, kinds.AROUND)
-    register_attention_backend(ATTENTION)(room.attention_backend)
+    registry.register(LOG_SOFTMAX, server.log_softmax, kinds.AROUND)
+    register_attention_backend(ATTENTION)(server.attention_backend)
 
 
 def installed(registry: Any) -> ExactServer | None:
-    """The operations registered in this process; None in fast mode."""
-    owners = (getattr(hook, "__self__", None) for hooks in registry._hooks.values() for _, hook, _ in hooks)
-    return next((owner for owner in owners if isinstance(owner, ExactServer)), None)
+    """Returns the operations registered in this process; None in fast mode."""
+    for hooks in registry._hooks.values():
+        for _, hook, _ in hooks:
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, ExactServer):
+                return owner
+    return None
 
 
 NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
@@ -65,25 +69,25 @@ ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 LOG_SOFTMAX = "torch.nn.functional.log_softmax"
-"""The sampler and the scoring of prompts take their log-probs from it."""
+"""The sampler and the scoring of prompts compute log-probs with it."""
 
 
 class ExactServer:
-    """The operations of one server process, and how often each was called."""
+    """The operations of one server process, with a call count per operation."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
         self.experts = ExpertOperations(leaves)
         self.blocks = BlockOperations(self.linear)
-        self.latent = LatentOperations(self._turned)
+        self.latent = LatentOperations(self._rotate)
         self._gates: set[int] = set()
-        """Linear layers (by id) whose output is a router's logits: those stay fp32."""
+        """Ids of the linear layers that compute a router's logits, which stay fp32."""
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for SGLang's HookRegistry, by target; each counts its calls."""
-        operations = {
+        """Returns replacements for SGLang's HookRegistry, by target; each counts its calls."""
+        operations: dict[str, Callable[..., Any]] = {
             NORM: self.rms_norm,
             ACTIVATION: self.silu_and_mul,
             ROTARY: self.rotary,
@@ -100,19 +104,24 @@ class ExactServer:
         return operation(*args, **kwargs)
 
     def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
-        """By target whether it is replaced and, if the model needs it to generate, has been called: a server is asked
-        after its first token."""
+        """Returns by target whether it is replaced and, if the model needs it to generate, has been called. Valid after
+        a server's first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         used = {NORM, HEAD} | self.experts.used(kinds) | self.latent.used(kinds) | self.blocks.used(model)
-        used |= {ACTIVATION} if "SiluAndMul" in kinds else set()
-        used |= {LINEAR} if "UnquantizedLinearMethod" in methods_of(model) else set()
-        used |= set() if is_latent(kinds) else {ROTARY}
-        return {
-            target: target in registry._patched and (target not in used or self.calls[target] > 0)
-            for target in (*self.replacements(), LOG_SOFTMAX)  # greedy health checks ask for no log-probs
-        } | {ATTENTION: self.calls[ATTENTION] > 0}
+        if "SiluAndMul" in kinds:
+            used.add(ACTIVATION)
+        if "UnquantizedLinearMethod" in methods_of(model):
+            used.add(LINEAR)
+        if not is_latent(kinds):
+            used.add(ROTARY)
+        parts = {}
+        for target in (*self.replacements(), LOG_SOFTMAX):  # greedy health checks request no log-probs
+            called = target not in used or self.calls[target] > 0
+            parts[target] = target in registry._patched and called
+        parts[ATTENTION] = self.calls[ATTENTION] > 0
+        return parts
 
-    # Operations, with the signatures of what they replace -----------------------------------------------------------
+    # Operations, with the signatures of those that they replace -----------------------------------------------------
 
     def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
         if residual is None:
@@ -132,23 +141,30 @@ class ExactServer:
         fused_set_kv_buffer_arg: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`fused_set_kv_buffer_arg`: where keys and values are kept, if this is where a model on CUDA has that done."""
-        positions = (positions if offsets is None else positions + offsets).flatten()
-        heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
-        query_out, key_out = self._turned(rotary, positions, *heads)
-        if (kept := fused_set_kv_buffer_arg) is not None:
-            kept.k_buffer[kept.cache_loc] = key_out.flatten(1)
-            kept.v_buffer[kept.cache_loc] = kept.value.reshape(len(positions), -1)
+        """Rotates queries and keys. `fused_set_kv_buffer_arg`: destination of keys and values, for models on CUDA that
+        write the KV cache here."""
+        if offsets is not None:
+            positions = positions + offsets
+        positions = positions.flatten()
+        query_heads = query.reshape(len(positions), -1, rotary.head_size)
+        key_heads = key.reshape(len(positions), -1, rotary.head_size)
+        query_out, key_out = self._rotate(rotary, positions, query_heads, key_heads)
+        if fused_set_kv_buffer_arg is not None:
+            cache = fused_set_kv_buffer_arg
+            cache.k_buffer[cache.cache_loc] = key_out.flatten(1)
+            cache.v_buffer[cache.cache_loc] = cache.value.reshape(len(positions), -1)
         return query_out.reshape(query.shape), key_out.reshape(key.shape)
 
-    def _turned(
+    def _rotate(
         self, rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query [T, heads, d] and key [T, groups, d] turned by the halves of what rotates."""
-        which, last = (rotary_of(rotary), positions.device), int(positions.max()) if len(positions) else 0
-        if last >= len(self._tables.get(which, ())):
-            self._tables[which] = which[0].table(1 << last.bit_length()).to(positions.device)
-        return exact.rope(query, key, self._tables[which], positions)
+        """Rotates query [T, heads, d] and key [T, groups, d] by the halves of the rotary dimensions."""
+        description = rotary_of(rotary)
+        index = description, positions.device
+        last = int(positions.max()) if len(positions) else 0
+        if last >= len(self._tables.get(index, ())):
+            self._tables[index] = description.table(1 << last.bit_length()).to(positions.device)
+        return exact.rope(query, key, self._tables[index], positions)
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         from sglang.srt.layers.linear import RowParallelLinear
@@ -160,7 +176,7 @@ class ExactServer:
             size = layer.tp_group.world_size if layer.tp_group is not None else 1
             if size > 1:
                 part = exact.linear_partial(x, weight, self.leaves // size)
-                return of_first_rank(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
+                return first_rank_only(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
             return exact.linear(x, weight, leaves=self.leaves)
         return exact.linear(x, weight, bias=bias)
 
@@ -176,21 +192,24 @@ class ExactServer:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def attention_backend(self, runner: Any) -> Any:
-        """SGLang's factory of the backend, called once the model is there and the runner has the names of its backends.
-        Raises SlimxError for a model that has more than these operations, and where SGLang would attend to prompts or
-        to single tokens by a backend of its own."""
+        """Creates the backend: SGLang's factory, called once the model is loaded and the runner has the names of its
+        backends. Raises SlimxError for a model with other operations, and if SGLang would use another backend for
+        prefill or decode."""
         for step in ("prefill", "decode"):
-            if (backend := getattr(runner, f"{step}_attention_backend_str")) != ATTENTION:
+            backend = getattr(runner, f"{step}_attention_backend_str")
+            if backend != ATTENTION:
                 raise SlimxError(
-                    f"numerics.mode exact attends by {ATTENTION}, and {step} in this server by {backend}; leave "
+                    f"numerics.mode exact uses the attention backend {ATTENTION}, but {step} in this server uses "
+                    f"{backend}; leave "
                     f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments",
                     code="exact.backend",
                     about=f"{step}_attention_backend",
                 )
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
-        set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, and no other kernel on a GPU
-        if problems := list(uncovered(runner.model)):
+        set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, instead of other GPU kernels
+        problems = list(uncovered(runner.model))
+        if problems:
             raise SlimxError(
                 f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
                 "set numerics.mode=fast",

@@ -1,4 +1,4 @@
-"""SGLang's rotary embeddings as exact mode describes them. Written for sglang 0.5.23."""
+"""Describes SGLang's rotary embeddings for exact mode. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import Any
 from slimx.extras.exact.operations import Llama3, Rotary, Yarn
 
 KINDS = ("RotaryEmbedding", "Llama3RotaryEmbedding", "DeepseekScalingRotaryEmbedding")
-"""Classes that `rotary_of` knows."""
+"""Class names that `rotary_of` supports."""
 
 
 def rotary_of(module: Any) -> Rotary:
-    """The description of a module of one of these classes."""
-    scaling = None
+    """Returns the description of a module of one of these classes."""
+    scaling: Llama3 | Yarn | None = None
     if type(module).__name__ == "Llama3RotaryEmbedding":
-        parts = module.scaling_factor, module.low_freq_factor, module.high_freq_factor, module.orig_max_position
-        scaling = Llama3(*(float(part) for part in parts[:3]), int(parts[3]))
+        scaling = Llama3(
+            float(module.scaling_factor),
+            float(module.low_freq_factor),
+            float(module.high_freq_factor),
+            int(module.orig_max_position),
+        )
     elif type(module).__name__ == "DeepseekScalingRotaryEmbedding":
         scaling = Yarn(
             float(module.scaling_factor),
-            int(module.max_position_embeddings),  # before the stretching
+            int(module.max_position_embeddings),  # before the extension
             float(module.beta_fast),
             float(module.beta_slow),
             float(module.mscale),

@@ -1,5 +1,5 @@
-"""The forward of exact mode, three times with the same functions and bits: in torch (`reference`), by CPU kernels
-(`kernel`) and by CUDA kernels (`kernel_cuda`). `forward_on` chooses by device."""
+"""Forward functions of exact mode in three implementations with the same bits: in torch (`reference`), as CPU kernels
+(`kernel`) and as CUDA kernels (`kernel_cuda`). `forward_on` chooses by device."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from slimx.extras.exact.operations.forward import kernel, kernel_cuda, reference
-from slimx.extras.exact.ordered import chosen
+from slimx.extras.exact.ordered import module_for
 
 
 def forward_on(device: torch.device) -> ModuleType:
-    """The module with the forward functions of `reference.py` for tensors on `device`: kernels where there are any."""
-    return chosen(device, kernel, kernel_cuda, reference)
+    """Returns the module with the forward functions of `reference.py` for tensors on `device`: kernels if available."""
+    return module_for(device, kernel, kernel_cuda, reference)
 
 
-class Computed(torch.autograd.Function):
-    """The exact result of `inputs`, with the gradients of a plain torch function of the same inputs, computed again."""
+class ExactForward(torch.autograd.Function):
+    """Exact forward with the gradients of a plain torch function of the same inputs, recomputed in the backward
+    pass."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""The elementary operations of the contract in torch: multiply-add, square root, exp, log, sin, cos, ordered sums.
+"""Elementary operations of the contract in torch: multiply-add, square root, exp, log, sin, cos, ordered sums.
 
-Elementwise additions, products, quotients and conversions of torch are correctly rounded on every device, so whatever
-is made of them in a fixed order has the same bits everywhere (tests/extras/exact/test_rounding.py shows it on
-the machine at hand). `csrc/exact.h` says the same in C++ and CUDA.
+Torch's elementwise additions, products, quotients and conversions are correctly rounded on every device. A fixed
+sequence of them therefore has the same bits everywhere (tests/extras/exact/test_rounding.py checks the current
+machine). `csrc/exact.h` has the same operations in C++ and CUDA.
 """
 
 import math
@@ -15,11 +15,11 @@ from slimx.extras.exact.operations.sizes import LANES, SUM_BLOCK
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Square root of fp32, correctly rounded.
+    """Returns the correctly rounded square root of fp32 values.
 
-    torch's own is not where it calls MKL on a processor that is not Intel's: 17% of results are one ulp off. The root
-    of an fp32 number is never so near the middle of two others that an error in the last bits of fp64 could change the
-    second rounding (Figueroa, SIGNUM 30(3), 1995: 2 * 24 + 2 bits suffice).
+    torch.sqrt is not correctly rounded where it calls MKL on a non-Intel processor: 17% of results are one ulp off. The
+    root of an fp32 number is never so close to the middle of two fp32 numbers that an error in the last bits of fp64
+    could change the second rounding (Figueroa, SIGNUM 30(3), 1995: 2 * 24 + 2 bits suffice).
     """
     return x.double().sqrt().float()
 
@@ -28,14 +28,14 @@ def sqrt(x: torch.Tensor) -> torch.Tensor:
 
 
 def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of 2^n tensors of one shape, neighbours first: ((p0 + p1) + (p2 + p3)) + ..."""
+    """Sums 2^n tensors of one shape, neighbours first: ((p0 + p1) + (p2 + p3)) + ..."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """Sum lanes, [..., LANES] -> [...]: the upper half is added to the lower one until one is left."""
+    """Sums lanes, [..., LANES] -> [...]: adds the upper half to the lower one until one is left."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
@@ -43,10 +43,10 @@ def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum rows, [rows, n] fp32 -> [rows]: blocks of SUM_BLOCK, in each LANES partial sums, blocks added in order.
+    """Sums rows, [rows, n] fp32 -> [rows]: LANES partial sums per block of SUM_BLOCK, blocks added in order.
 
-    Values are not negative, so that the zeros which fill the last block change nothing, nor do those that a single
-    block is spared.
+    Values must not be negative: padding zeros then change nothing, and neither does the omitted padding of a single
+    block.
     """
     rows, n = x.shape
     size = min(SUM_BLOCK, n + -n % LANES)
@@ -64,20 +64,22 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 # Functions ------------------------------------------------------------------------------------------------------------
 
 _LOG2_E = 1.44269504088896341
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # their sum is ln 2; n * _LN2_HIGH is exact
+_LN2_HIGH = 0.693359375  # n * _LN2_HIGH is exact
+_LN2_LOW = -2.12194440e-4  # ln 2 - _LN2_HIGH
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
-_ROUNDER = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole number
-EXP_LEAST, EXP_MOST = -87.3365447505, 88.7228391116
+_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
+EXP_LEAST = -87.3365447505
+EXP_MOST = 88.7228391116
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """Exponential of fp32, within 2 ulp: 0 below EXP_LEAST (about 2^-126), infinite above EXP_MOST.
+    """Computes the exponential of fp32 values within 2 ulp: 0 below EXP_LEAST (about 2^-126), infinite above EXP_MOST.
 
-    The polynomial is that of Cephes' expf (Moshier); products and additions are rounded one by one.
+    The polynomial is that of Cephes' expf (Moshier); each product and addition is rounded.
     """
     n = (x * _LOG2_E + _ROUNDER) - _ROUNDER
     n = n.clamp(-127, 128)
@@ -86,16 +88,16 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     for coefficient in _EXP[1:]:
         y = y * r + coefficient
     y = (y * (r * r) + r) + 1.0
-    whole = torch.where(x.isnan(), 0.0, n).int()
-    low = whole >> 1  # 2^128 is no fp32: two steps
-    y = y * _power_of_two(low) * _power_of_two(whole - low)
+    integer = torch.where(x.isnan(), 0.0, n).int()
+    low = integer >> 1  # two steps, since 2^128 is not an fp32 number
+    y = y * _power_of_two(low) * _power_of_two(integer - low)
     y = torch.where(x < EXP_LEAST, 0.0, y)
     y = torch.where(x > EXP_MOST, torch.inf, y)
     return torch.where(x.isnan(), torch.nan, y)
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Natural logarithm of fp32 normal numbers, within 2 ulp (Cephes' logf, one operation after the other)."""
+    """Computes the natural logarithm of normal fp32 numbers within 2 ulp (Cephes' logf, operation by operation)."""
     bits = x.view(torch.int32)
     exponent = (bits >> 23) - 126
     m = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)  # 1/2 <= m < 1
@@ -113,29 +115,34 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Logistic function 1 / (1 + e^-x) in fp32."""
+    """Computes the logistic function 1 / (1 + e^-x) in fp32."""
     return torch.ones_like(x) / (1.0 + exp(-x))
 
 
 def sine_and_cosine(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sine and cosine of fp64 angles up to 2^20, within 1e-15: additions and products only, so that no library
-    decides. Range reduced by pi / 2 in three parts (Cody and Waite), then Taylor's series to fp64 precision."""
-    # fdlibm's parts of pi / 2: two of 33 bits, whose products with a whole number below 2^20 are exact, and the rest.
+    """Computes sine and cosine of fp64 angles up to 2^20 within 1e-15, by additions and products only, independent of
+    any library.
+
+    Reduces the range by pi / 2 in three parts (Cody and Waite), then sums Taylor's series to fp64 precision.
+    """
+    # fdlibm's parts of pi / 2: two of 33 bits, whose products with an integer below 2^20 are exact, and the rest.
     parts = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
     n = (angle * (2.0 / math.pi)).round()
     r = ((angle - n * parts[0]) - n * parts[1]) - n * parts[2]
     square = r * r
-    sine, cosine = torch.zeros_like(r), torch.zeros_like(r)
+    sine = torch.zeros_like(r)
+    cosine = torch.zeros_like(r)
     for k in range(8, -1, -1):
         sine = sine * square + (-1.0) ** k / math.factorial(2 * k + 1)
         cosine = cosine * square + (-1.0) ** k / math.factorial(2 * k)
     sine = sine * r
     quarter = n.long() & 3
     swapped = quarter & 1 == 1
-    s, c = torch.where(swapped, cosine, sine), torch.where(swapped, sine, cosine)
+    s = torch.where(swapped, cosine, sine)
+    c = torch.where(swapped, sine, cosine)
     return torch.where(quarter >= 2, -s, s), torch.where((quarter == 1) | (quarter == 2), -c, c)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^exponent of int32 between -126 and 127."""
+    """Returns 2^exponent for int32 exponents between -126 and 127."""
     return ((exponent + 127) << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The CPU kernels of exact mode (`csrc/exact.h`) from Python: the functions and the bits of `reference.py`."""
+"""Python interface of the CPU kernels of exact mode (`csrc/exact.h`): same functions and bits as `reference.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from slimx.errors import SlimxError
 
-# Elementwise operations: torch is as fast.
+# Elementwise operations are as fast in torch.
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
-from slimx.extras.exact.ordered.kernel import ISAS, Group, load
+from slimx.extras.exact.ordered.kernel import ISAS, WeightGroup, load
 
 MOST_LEAVES = 64
 """SLIMX_MOST_LEAVES in csrc/exact.h."""
@@ -22,7 +22,7 @@ _WIDE = {torch.float32: 1, torch.bfloat16: 0}
 
 
 class AttentionCall(ctypes.Structure):
-    """SlimxExactAttention."""
+    """Struct SlimxExactAttention."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "index", "begin", "length", "sinks", "out")),
@@ -35,7 +35,7 @@ class AttentionCall(ctypes.Structure):
     def of(
         cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> AttentionCall:
-        """Build the call's record from contiguous tensors, which the caller keeps alive."""
+        """Builds the struct from contiguous tensors, which the caller keeps alive."""
         key, value, index, begin, length = read
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
@@ -47,8 +47,9 @@ class AttentionCall(ctypes.Structure):
         check_dtype("begin", begin, torch.int64)
         check_dtype("length", length, torch.int64)
         inputs = (t.data_ptr() for t in (query, *read))
+        sinks_address = None if sinks is None else sinks.data_ptr()
         sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
-        return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide_of(query))
+        return cls(*inputs, sinks_address, out.data_ptr(), *sizes, scale, wide_of(query))
 
 
 def linear(
@@ -60,30 +61,34 @@ def linear(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """Compute `reference.linear`; `isa`: one of `isas()`, here and below."""
+    """Computes `reference.linear`; `isa`: one of `isas()`, here and below."""
     if leaves > MOST_LEAVES:
         raise SlimxError(
             f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer",
             code="exact.leaves",
             about=str(leaves),
         )
-    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
-    columns = check_weights(x, held)
+    x = x.contiguous()
+    weights = [weight.contiguous() for weight in weights]
+    columns = check_weights(x, weights)
     out = x.new_empty(len(x), columns, dtype=dtype)
-    groups = (Group * len(held))(*((w.data_ptr(), n) for w, n in zip(held, counts, strict=True)))
-    sizes = len(held), columns, x.shape[1], leaves
+    groups = (WeightGroup * len(weights))()
+    for group, weight, count in zip(groups, weights, counts, strict=True):
+        group.weight = weight.data_ptr()
+        group.rows = count
+    sizes = len(weights), columns, x.shape[1], leaves
     _call("linear", isa, x.data_ptr(), groups, *sizes, wide_of(x), out.data_ptr(), wide_of(out))
     return out
 
 
-def check_dtype(what: str, t: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SlimxError unless `t` is of `dtype`: the kernels are given its address alone."""
+def check_dtype(name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises SlimxError unless `t` is of `dtype`: kernels receive only its address."""
     if t.dtype != dtype:
-        raise SlimxError(f"{what} is {t.dtype}: pass {dtype}", code="kernel.dtype", about=what)
+        raise SlimxError(f"{name} is {t.dtype}: pass {dtype}", code="kernel.dtype", about=name)
 
 
 def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """Rows of each of `weights`. Raises SlimxError unless all are of one shape, and fit `x` [T, K]."""
+    """Returns the rows of each weight. Raises SlimxError unless all have one shape that fits `x` [T, K]."""
     columns = weights[0].shape[0]
     if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
         raise SlimxError(
@@ -95,17 +100,18 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
-    """Compute `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    """Computes `reference.rms_norm`; if the dtypes of x and weight differ, both are converted to fp32."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
-    x, weight = x.contiguous(), weight.contiguous()
+    x = x.contiguous()
+    weight = weight.contiguous()
     out = torch.empty_like(x)
     _call("rms_norm", isa, x.data_ptr(), weight.data_ptr(), *x.shape, ctypes.c_float(eps), wide_of(x), out.data_ptr())
     return out
 
 
 def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
-    """Compute `reference.silu_and_mul`."""
+    """Computes `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", isa, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
@@ -115,19 +121,20 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
 def log_normaliser(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference.log_normaliser`."""
+    """Computes `reference.log_normaliser`."""
     check_dtype("temperature", temperature, torch.float32)
-    logits, temperature = logits.contiguous(), temperature.contiguous()
+    logits = logits.contiguous()
+    temperature = temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits)).unbind()
-    found = most.data_ptr(), log_sum.data_ptr()
-    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, wide_of(logits), *found)
+    outputs = most.data_ptr(), log_sum.data_ptr()
+    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, wide_of(logits), *outputs)
     return most, log_sum
 
 
 def attend(
     query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
 ) -> torch.Tensor:
-    """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
+    """Computes `reference.attend`; all tensors except `sinks` must be contiguous."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     record = AttentionCall.of(query, read, scale, sinks, out)
@@ -137,18 +144,23 @@ def attend(
 
 @functools.cache
 def _declare() -> None:
-    """Declare the signatures of the kernels here."""
+    """Declares the signatures of the kernels of this module."""
     library = load()
-    address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    address = ctypes.c_void_p
+    count = ctypes.c_int64
+    code = ctypes.c_int
+    real = ctypes.c_float
     library.slimx_exact_rms_norm.argtypes = [address, address, count, count, real, code, address, code, code]
     library.slimx_exact_silu_and_mul.argtypes = [address, count, count, code, address, code, code]
-    normaliser = [address, address, count, count, code, address, address, code, code]
-    library.slimx_exact_log_normaliser.argtypes = normaliser
+    library.slimx_exact_log_normaliser.argtypes = [
+        *(address, address, count, count),
+        *(code, address, address, code, code),
+    ]
     library.slimx_exact_attend.argtypes = [address, code, code]
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """The number of the dtype of `t` in calls of kernels. Raises SlimxError for one that they do not compute in."""
+    """Returns the kernels' code for the dtype of `t`. Raises SlimxError for a dtype that they do not support."""
     if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
@@ -163,7 +175,7 @@ def _call(name: str, isa: str, *arguments: object) -> None:
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
     if status == 1:
         raise SlimxError(
-            f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
+            f"not enough memory for the scratch space of exact mode's {name}: use smaller microbatches",
         )
     if status:
-        raise SlimxError(f"this processor lacks the instruction set {isa} of exact mode's {name}: take best")
+        raise SlimxError(f"this processor lacks the instruction set {isa} of exact mode's {name}: use best")

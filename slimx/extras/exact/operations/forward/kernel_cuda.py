@@ -1,6 +1,7 @@
-"""The CUDA kernels of exact mode (`csrc/exact_interface.cuh`) from Python: the functions and bits of `reference.py`.
+"""Python interface of the CUDA kernels of exact mode (`csrc/exact_interface.cuh`): same functions and bits as
+`reference.py`.
 
-Work is queued on the current stream. Importable anywhere: a library that is missing is refused where it is needed.
+Work is queued on the current stream. The module can be imported without the library, which is checked on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward.elementary import tree
 from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype, check_weights, wide_of
 
-# Elementwise operations: torch rounds as the contract does.
+# Elementwise operations of torch round as the contract requires.
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
@@ -25,7 +26,7 @@ from slimx.extras.exact.ordered import kernel_cuda as ordered
 MOST_WIDTH = 524288
 """SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
-"""Scores of an attention that are held at once: 256 MiB; rows are taken in parts that stay below it."""
+"""Attention scores in memory at a time (256 MiB); rows are processed in parts below this size."""
 
 
 def linear(
@@ -35,36 +36,40 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute `reference.linear`. Leaves are launches of their own, and meet in torch."""
-    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
-    columns, width = check_weights(x, held), x.shape[1]
-    addresses = torch.tensor([weight.data_ptr() for weight in held], device=x.device)
+    """Computes `reference.linear`, one launch per leaf; the leaves are added in torch."""
+    x = x.contiguous()
+    weights = [weight.contiguous() for weight in weights]
+    columns = check_weights(x, weights)
+    width = x.shape[1]
+    leaf = width // leaves
+    addresses = torch.tensor([weight.data_ptr() for weight in weights], device=x.device)
     starts = torch.tensor([0, *counts], device=x.device).cumsum(0)
-    sizes, leaf = (len(held), max(counts), columns, width), width // leaves
+    sizes = len(weights), max(counts), columns, width
     parts = []
     for first in range(0, width, leaf):
         out = x.new_empty(len(x), columns, dtype=dtype if leaves == 1 else torch.float32)
         if out.numel():
-            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, wide_of(x)
-            _call("linear", x, *given, out.data_ptr(), wide_of(out))
+            inputs = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, wide_of(x)
+            _call("linear", x, *inputs, out.data_ptr(), wide_of(out))
         parts.append(out)
     return tree(parts).to(dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    """Computes `reference.rms_norm`; if the dtypes of x and weight differ, both are converted to fp32."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
-    x, weight = x.contiguous(), weight.contiguous()
+    x = x.contiguous()
+    weight = weight.contiguous()
     out = torch.empty_like(x)
     if len(x):
-        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), wide_of(x)
-        _call("rms_norm", x, *given, out.data_ptr())
+        inputs = x.data_ptr(), weight.data_ptr(), *_checked_shape(x), ctypes.c_float(eps), wide_of(x)
+        _call("rms_norm", x, *inputs, out.data_ptr())
     return out
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Compute `reference.silu_and_mul`."""
+    """Computes `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
@@ -73,18 +78,19 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `reference.log_normaliser`."""
+    """Computes `reference.log_normaliser`."""
     check_dtype("temperature", temperature, torch.float32)
-    logits, temperature = logits.contiguous(), temperature.contiguous()
+    logits = logits.contiguous()
+    temperature = temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
-        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), wide_of(logits)
-        _call("log_normaliser", logits, *given, most.data_ptr(), log_sum.data_ptr())
+        inputs = logits.data_ptr(), temperature.data_ptr(), *_checked_shape(logits), wide_of(logits)
+        _call("log_normaliser", logits, *inputs, most.data_ptr(), log_sum.data_ptr())
     return most, log_sum
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Compute `reference.attend`; waits for the device once, for the largest length and whether rows share keys."""
+    """Computes `reference.attend`; waits for the device once, for the largest length and whether rows share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
@@ -95,27 +101,30 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
     scores = torch.empty(min(rows, len(query)) * heads * longest, device=query.device)
     sinks = None if sinks is None else sinks.float().contiguous()
     for first in range(0, len(query), rows):
-        own = slice(first, first + rows)
-        part = read._replace(begin=read.begin[own], length=read.length[own])
-        record = AttentionCall.of(query[own], part, scale, sinks, out[own])
+        rows_slice = slice(first, first + rows)
+        part = read._replace(begin=read.begin[rows_slice], length=read.length[rows_slice])
+        record = AttentionCall.of(query[rows_slice], part, scale, sinks, out[rows_slice])
         _call("attend", query, ctypes.byref(record), scores.data_ptr(), longest, together)
     return out
 
 
 def missing() -> str | None:
-    """The reason why this process cannot compute on a GPU, in one sentence; None if it can."""
+    """Returns the reason why this process cannot compute on a GPU, in one sentence; None if it can."""
     try:
         load(ordered.LIBRARY)
     except SlimxError as error:
         return str(error)
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no CUDA device"
 
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path` with the signatures of the kernels here. Raises SlimxError as `ordered.load` does."""
+    """Loads the library at `path` and declares the kernels of this module. Raises SlimxError as `ordered.load` does."""
     library = ordered.load(path)
-    address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    address = ctypes.c_void_p
+    count = ctypes.c_int64
+    code = ctypes.c_int
+    real = ctypes.c_float
     library.slimx_exact_cuda_rms_norm.argtypes = [address, address, count, count, real, code, address, address]
     library.slimx_exact_cuda_silu_and_mul.argtypes = [address, count, count, code, address, address]
     library.slimx_exact_cuda_log_normaliser.argtypes = [address, address, count, count, code, address, address, address]
@@ -123,8 +132,9 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _summed(x: torch.Tensor) -> tuple[int, int]:
-    """Rows and width of a tensor whose rows are summed."""
+def _checked_shape(x: torch.Tensor) -> tuple[int, int]:
+    """Returns rows and width of a tensor whose rows are summed. Raises SlimxError if they are too wide for the
+    kernels."""
     if x.shape[1] > MOST_WIDTH:
         raise SlimxError(
             f"rows of {x.shape[1]} elements are wider than the CUDA kernels' {MOST_WIDTH}: split them",

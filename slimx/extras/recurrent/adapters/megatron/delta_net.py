@@ -1,5 +1,5 @@
-"""Gated delta nets in megatron-core: layers beside those of attention, and the chunk rule in plain torch where
-flash-linear-attention's CUDA kernels are absent. Written for megatron-core 0.19.2."""
+"""Gated delta nets in megatron-core, alternating with attention layers, and the chunk rule in plain torch if
+flash-linear-attention's CUDA kernels are not available. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated
 
 
 class OutputNorm:
-    """Builds the norm of a delta net's heads: their factor is the weight itself also in a model whose other norms have
-    1 + weight, which megatron-core has for all norms or for none."""
+    """Builder of the norm of a delta net's heads, which multiplies by `weight` even if the model's other norms use 1 +
+    weight. In megatron-core that is one setting for all norms."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         plain = copy.copy(config)
@@ -26,9 +26,10 @@ class OutputNorm:
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
-    """Layers of a decoder of which `linear_attention_freq` says which are delta nets (TransformerBlockSubmodules).
+    """Returns the spec of a decoder whose `linear_attention_freq` marks the delta nets (TransformerBlockSubmodules).
 
-    The chunk rule is flash-linear-attention's on CUDA, if that is installed, else this package's."""
+    The chunk rule is flash-linear-attention's on CUDA if installed, else this package's.
+    """
     if not (torch.cuda.is_available() and common.HAVE_FLA):
         _install_torch()
     block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
@@ -40,10 +41,12 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
 
 
 def _install_torch() -> None:
-    """GatedDeltaNet's constructor asks for flash-linear-attention; the module takes three of its functions by name."""
+    """Installs the torch functions in GatedDeltaNet's module, which takes three functions of flash-linear-attention by
+    name and checks for the package in its constructor."""
     common.HAVE_FLA = True
     common.l2norm = l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+    gdn.causal_conv1d = causal_conv1d
+    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
 
 
 def causal_conv1d(
@@ -55,10 +58,9 @@ def causal_conv1d(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
-    """silu of the convolution of x [batch, length, channels], as flash-linear-attention's function of the name: with
-    `cu_seqlens` one batch row that packs sequences."""
-    flat, lengths = x.flatten(0, 1), _lengths(x, cu_seqlens)
-    out = causal_convolution(flat, weight, lengths)
+    """Computes silu of the convolution of x [batch, length, channels]. Replaces flash-linear-attention's function of
+    the same name; with `cu_seqlens`, the batch is one row of packed sequences."""
+    out = causal_convolution(x.flatten(0, 1), weight, _lengths(x, cu_seqlens))
     if bias is not None:
         out = out + bias
     return torch.nn.functional.silu(out).view_as(x), None
@@ -75,16 +77,23 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
-    """Outputs [batch, length, heads, dv] as flash-linear-attention's function of the name gives them; queries and keys
-    are normed already."""
-    flat = (x.flatten(0, 1) for x in (query, key, value, g, beta))
-    out, _ = gated_delta_rule(*flat, _lengths(query, cu_seqlens))
+    """Returns outputs [batch, length, heads, dv]. Replaces flash-linear-attention's function of the same name; queries
+    and keys are already normed."""
+    out, _ = gated_delta_rule(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        g.flatten(0, 1),
+        beta.flatten(0, 1),
+        _lengths(query, cu_seqlens),
+    )
     return out.view_as(value), None
 
 
 def _lengths(x: torch.Tensor, bounds: torch.Tensor | None) -> list[int]:
-    """Tokens of each sequence of x [batch, length, ...]; `bounds`: those of the sequences of one packed row.
+    """Returns the sequence lengths of x [batch, length, ...]; `bounds`: those of the sequences of one packed row.
 
-    Rows without tokens (a micro-batch that is padding only) are no sequences."""
+    Sequences without tokens (a micro-batch of padding only) are left out.
+    """
     lengths = [x.shape[1]] * x.shape[0] if bounds is None else (bounds[1:] - bounds[:-1]).tolist()
     return [length for length in lengths if length]

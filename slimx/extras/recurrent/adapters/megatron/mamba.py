@@ -1,5 +1,5 @@
-"""Mamba-2 layers in megatron-core's hybrid stack, with mamba_ssm's fused function and norm in plain torch where that
-package is absent or there is no CUDA. Written for megatron-core 0.19.2."""
+"""Mamba-2 layers in megatron-core's hybrid stack, with plain torch instead of mamba_ssm's fused function and norm if
+that package or CUDA is not available. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -34,26 +34,28 @@ from slimx.numerics.norm import rms_scale
 
 
 class StackSpec(ModuleSpec):
-    """The specification of a HybridStack, which lists those of its layers with experts, as TransformerBlockSubmodules
-    does of all: the one part that trainers exchange."""
+    """The spec of a HybridStack with the attribute `layer_specs` of TransformerBlockSubmodules, limited to layers with
+    experts: the only part that trainers replace."""
 
     @property
     def layer_specs(self) -> list[ModuleSpec]:
-        """None in a model without experts."""
+        """The layer with experts; empty in a model without."""
         return [self.submodules.moe_layer] if isinstance(self.submodules.moe_layer, ModuleSpec) else []
 
 
 def stack_spec(config: TransformerConfig) -> StackSpec:
-    """The specification of a HybridStack of Mamba-2, attention, MLPs and experts.
+    """Returns the spec of a HybridStack of Mamba-2, attention, MLPs and experts.
 
-    megatron-core's own (`hybrid_layer_specs`) names Transformer Engine's layers outright; this one has those that
-    GPTModel's specification would have."""
+    megatron-core's `hybrid_layer_specs` always uses Transformer Engine's layers; this one uses those of GPTModel's
+    spec.
+    """
     kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
     if not (torch.cuda.is_available() and kernels):
         _install_torch()
     layers = gpt_layer_specs.TESpecProvider()
-    hybrid_block.TENorm = gpt_layer_specs.TENorm  # of the stack's end
-    joined, row = layers.column_parallel_layer_norm_linear(), layers.row_parallel_linear()
+    hybrid_block.TENorm = gpt_layer_specs.TENorm  # the norm at the end of the stack
+    joined = layers.column_parallel_layer_norm_linear()
+    row = layers.row_parallel_linear()
     mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=joined, out_proj=row))
     attention = ModuleSpec(
         module=SelfAttention,
@@ -88,8 +90,8 @@ def stack_spec(config: TransformerConfig) -> StackSpec:
 
 
 def _install_torch() -> None:
-    """MambaMixer's constructor asks for mamba_ssm, and its forward pass of packed sequences for causal_conv1d; it takes
-    one function and one norm of them by name."""
+    """Installs the torch function and norm in MambaMixer's module, which takes them by name. MambaMixer's constructor
+    checks for mamba_ssm, and its forward pass of packed sequences for causal_conv1d."""
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
@@ -109,20 +111,23 @@ def split_conv1d_scan(
     seq_idx: torch.Tensor | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Outputs [batch, length, heads * headdim] of mamba_ssm's `mamba_split_conv1d_scan_combined` without its norm and
-    output projection: the convolution of x, B and C, the state-space rule, and the gate.
+    """Returns outputs [batch, length, heads * headdim] of mamba_ssm's `mamba_split_conv1d_scan_combined` without its
+    norm and output projection: the convolution of x, B and C, the state-space rule, and the gate.
 
-    projected [batch, length, z + x + B + C + dt], weight [channels, width]; with `seq_idx` [1, length], the number of
-    each token's sequence, one batch row that packs sequences."""
+    projected [batch, length, z + x + B + C + dt], weight [channels, width]; with `seq_idx` [1, length], the sequence
+    index of each token, the batch is one row of packed sequences.
+    """
     heads = len(decay)
-    inner, flat = heads * headdim, projected.flatten(0, 1)
+    inner = heads * headdim
+    flat = projected.flatten(0, 1)
     gate, mixed, step = flat.split([inner, len(weight), heads], dim=-1)
     if seq_idx is None:
         lengths = [projected.shape[1]] * projected.shape[0]
     else:
         lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
     mixed = torch.nn.functional.silu(causal_convolution(mixed, weight, lengths) + bias)
-    x, key, query = mixed.split([inner, *[(len(weight) - inner) // 2] * 2], dim=-1)
+    rows_per_kind = (len(weight) - inner) // 2
+    x, key, query = mixed.split([inner, rows_per_kind, rows_per_kind], dim=-1)
     step = torch.nn.functional.softplus(step.float() + step_bias.float())
     groups = (ngroups, -1)
     out = state_space_rule(
@@ -139,12 +144,13 @@ def split_conv1d_scan(
 
 
 class GroupedNorm(torch.nn.Module):
-    """RMSNorm over each group of channels, with a `weight` [channels] that tensor-parallel ranks share."""
+    """RMSNorm over each group of channels, with a `weight` [channels] split over tensor-parallel ranks."""
 
     def __init__(self, hidden_size: int, *, eps: float, group_size: int, device: Any, dtype: torch.dtype, **_: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.eps, self.group = eps, group_size
+        self.eps = eps
+        self.group = group_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = x.unflatten(-1, (-1, self.group))
@@ -152,7 +158,7 @@ class GroupedNorm(torch.nn.Module):
         return rms_scale(parts, mean_square, self.weight.view(-1, self.group), self.eps).flatten(-2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Its weight as mamba_ssm's norm is kept in checkpoints: split over the tensor-parallel ranks."""
+        """Returns its weight as mamba_ssm's norm stores it in checkpoints: split over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

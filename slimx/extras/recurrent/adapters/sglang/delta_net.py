@@ -1,14 +1,15 @@
-"""Gated delta nets and gated attention on SGLang's CPU path, in plain torch: operators and functions of sgl_kernel's
-CPU build, of which PyPI has no wheel, and three Triton kernels. Written for sglang 0.5.23
+"""Gated delta nets and gated attention on SGLang's CPU path, in plain torch: replaces operators and functions of
+sgl_kernel's CPU build, which is not on PyPI, and three Triton kernels. Written for sglang 0.5.23
 (`sglang.srt.layers.attention.linear.gdn_backend`, `sglang.srt.models.qwen3_5`).
 
-Requests keep two states in pools of slots: the convolution's last inputs [slots, channels, width - 1], and each value
-head's state [slots, heads, dv, dk]. SGLang gives a new request a slot of zeros.
+Each request has two states in pools of slots: the convolution's last inputs [slots, channels, width - 1], and each
+value head's state [slots, heads, dv, dk]. SGLang assigns a slot of zeros to a new request.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -20,7 +21,7 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
 GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
-"""The Triton kernels' functions."""
+"""Dotted names of the Triton kernels' functions."""
 _OPERATORS = {
     "fused_gdn_gating_cpu": "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
     "fused_sigmoid_gating_delta_rule_update_cpu": (
@@ -55,10 +56,12 @@ def causal_conv1d(
     query_start_loc: torch.Tensor,
     seq_lens_cpu: list[int],
 ) -> torch.Tensor:
-    """Prompts, or parts of them: x [channels, T] -> the activation's output [channels, T]. Slots `cache_indices` of
-    `conv_states` are read where `has_initial_state`, and hold each sequence's last inputs afterwards."""
-    begun = conv_states[cache_indices] * has_initial_state[:, None, None]
-    return _convolved(x.T, weight, bias, seq_lens_cpu, begun, conv_states, cache_indices).T
+    """Computes prompts or parts of them: x [channels, T] -> the activation's output [channels, T].
+
+    Slots `cache_indices` of `conv_states` are read if `has_initial_state`, and get each sequence's last inputs.
+    """
+    initial = conv_states[cache_indices] * has_initial_state[:, None, None]
+    return _convolve(x.T, weight, bias, seq_lens_cpu, initial, conv_states, cache_indices).T
 
 
 def causal_conv1d_update(
@@ -70,15 +73,15 @@ def causal_conv1d_update(
     *,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """One more token of each request: x [requests, channels] -> the activation's output, of the same shape."""
-    begun = conv_states[conv_state_indices]
-    return _convolved(x, weight, bias, [1] * len(x), begun, conv_states, conv_state_indices)
+    """Computes one more token per request: x [requests, channels] -> the activation's output, of the same shape."""
+    initial = conv_states[conv_state_indices]
+    return _convolve(x, weight, bias, [1] * len(x), initial, conv_states, conv_state_indices)
 
 
 def fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logarithms of the decays, and learning rates, fp32 [1, T, heads], of a and b [T, heads]."""
+    """Returns logarithms of the decays, and learning rates, fp32 [1, T, heads], of a and b [T, heads]."""
     decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -96,10 +99,10 @@ def chunk_gated_delta_rule(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[torch.Tensor, None, None]:
-    """Outputs [1, T, value heads, dv] of prompts or parts of them, packed in one row. The states go on in slots
-    `initial_state_indices` of the pool `initial_state`."""
+    """Returns outputs [1, T, value heads, dv] of prompts or parts of them, packed in one row. Updates the states in
+    slots `initial_state_indices` of the pool `initial_state`."""
     lengths = cu_seqlens.diff().tolist()
-    out = _ruled(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state, initial_state_indices)
+    out = _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state, initial_state_indices)
     return out[None], None, None
 
 
@@ -118,10 +121,10 @@ def fused_sigmoid_gating_delta_rule_update(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> torch.Tensor:
-    """One more token of each request: as `chunk_gated_delta_rule`, with the gates of `fused_gdn_gating`."""
+    """Computes one more token per request: `chunk_gated_delta_rule` with the gates of `fused_gdn_gating`."""
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     lengths = [1] * q.shape[1]
-    return _ruled(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
+    return _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
 
 
 def rms_norm_gated(
@@ -135,7 +138,7 @@ def rms_norm_gated(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> torch.Tensor:
-    """Root-mean-square norm times silu of the gate, x and g [T, n], computed in fp32, in x's dtype."""
+    """Computes the root-mean-square norm times silu of the gate, x and g [T, n], in fp32, in x's dtype."""
     return (rms_norm(x.float(), weight.float(), eps) * F.silu(g.float())).to(x.dtype)
 
 
@@ -151,18 +154,18 @@ def layer_norm_gated(
     is_rms_norm: bool,
     activation: str,
 ) -> torch.Tensor:
-    """`rms_norm_gated` under the name that Qwen3.5 knows, with the gate z [T, n]. Raises NotImplementedError for the
-    other norms of that name."""
+    """Computes `rms_norm_gated` with the gate z [T, n], under the name that Qwen3.5 uses. Raises NotImplementedError
+    for other norms of that function."""
     if group_size is not None or not (norm_before_gate and is_rms_norm and activation in ("swish", "silu")):
-        raise NotImplementedError("norms of groups, after a gate, or with another gate than silu")
+        raise NotImplementedError("norms of groups, after a gate, or with a gate other than silu")
     return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
 
 
 def split_projections(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [T, rows], output gates [T, value heads, dv], and b and a [T, value heads] each, of
-    projections in which they stand one kind after the other."""
+    """Returns queries, keys and values [T, rows], output gates [T, value heads, dv], and b and a [T, value heads] each,
+    from projections that store one kind after the other."""
     mixed = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv, z = mixed_qkvz.split([mixed, num_heads_v * head_v], dim=-1)
     b, a = mixed_ba.split(num_heads_v, dim=-1)
@@ -172,10 +175,10 @@ def split_projections(
 def norm_heads(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zero-centred norms of each head of q [T, heads * head_dim] and k, [T * heads, head_dim] each."""
-    heads = zip((q, k), (q_weight, k_weight), strict=True)
-    normed = [zero_centred_rms_norm(x.reshape(-1, head_dim), weight, eps) for x, weight in heads]
-    return normed[0], normed[1]
+    """Computes zero-centred norms of each head of q [T, heads * head_dim] and k, [T * heads, head_dim] each."""
+    normed_q = zero_centred_rms_norm(q.reshape(-1, head_dim), q_weight, eps)
+    normed_k = zero_centred_rms_norm(k.reshape(-1, head_dim), k_weight, eps)
+    return normed_q, normed_k
 
 
 def norm_gated_heads(
@@ -187,15 +190,15 @@ def norm_gated_heads(
     head_dim: int,
     num_head: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of a q_gate [T, heads * 2 * head_dim] in which each head's query stands before its output gate, and the
-    gates [T * heads, head_dim]."""
+    """Computes the same of a q_gate [T, heads * 2 * head_dim], in which each head's query precedes its output gate, and
+    also returns the gates [T * heads, head_dim]."""
     q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
     normed = norm_heads(q.flatten(1), k, q_weight, k_weight, eps, head_dim)
     return *normed, gate.reshape(-1, head_dim).clone()
 
 
 def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply x by the sigmoid of `gate`, of as many elements, in place; computed in fp32."""
+    """Multiplies x by the sigmoid of `gate`, of the same number of elements, in place; computed in fp32."""
     x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
 
 
@@ -205,20 +208,20 @@ def add_gated_expert(
     shared_output: torch.Tensor,
     final_hidden_states: torch.Tensor,
 ) -> None:
-    """Add the shared expert's output, times the sigmoid of its gate, to the others' in place, [T, hidden] each;
+    """Adds the shared expert's output, times the sigmoid of its gate, to the others' in place, [T, hidden] each;
     gate_weight [hidden]. Computed in fp32."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
 
 
 def operators_missing() -> bool:
-    """Returns True while torch has no such operator."""
+    """Returns True while torch has none of the operators."""
     return not any(hasattr(torch.ops.sgl_kernel, name) for name in _OPERATORS)
 
 
 def add_operators() -> None:
-    """Define the operators, before SGLang's backend and Qwen3.5's model look them up at their import."""
-    functions = (
+    """Defines the operators. Must run before the import of SGLang's backend and Qwen3.5's model, which look them up."""
+    functions: tuple[Callable[..., object], ...] = (
         fused_gdn_gating,
         fused_sigmoid_gating_delta_rule_update,
         split_projections,
@@ -232,14 +235,14 @@ def add_operators() -> None:
 
 
 def functions_missing() -> bool:
-    """Returns True while the package, or what stands for it, has none of the functions. Builds for CUDA may have
-    functions of their names, without the operators behind them."""
-    own = all(vars(_package()).get(name) is function for name, function in _FUNCTIONS.items())
-    return not own and not hasattr(torch.ops.sgl_kernel, "causal_conv1d_fwd_cpu")
+    """Returns True while the package or its substitute has none of the functions. Builds for CUDA may have functions of
+    these names, without the operators that they call."""
+    installed = all(vars(_package()).get(name) is function for name, function in _FUNCTIONS.items())
+    return not installed and not hasattr(torch.ops.sgl_kernel, "causal_conv1d_fwd_cpu")
 
 
 def add_functions() -> None:
-    """Put the functions into the package's place, before SGLang's backend imports them by name."""
+    """Puts the functions into the package. Must run before SGLang's backend imports them by name."""
     vars(_package()).update(_FUNCTIONS)
 
 
@@ -254,25 +257,25 @@ _FUNCTIONS = {
 }
 
 
-def _convolved(
+def _convolve(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lengths: list[int],
-    begun: torch.Tensor,
+    initial: torch.Tensor,
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """silu of the convolution of x [T, channels], whose sequences follow inputs `begun` [sequences, channels,
-    width - 1]; their last inputs go to `slots` of `states`."""
-    out = causal_convolution(x, weight, lengths, begun)
-    behind = states.shape[-1]
-    for slot, before, part in zip(slots.tolist(), begun, x.split(lengths), strict=True):
-        states[slot] = torch.cat([before, part[-behind:].T.to(states.dtype)], dim=-1)[:, -behind:]
+    """Computes silu of the convolution of x [T, channels], whose sequences follow inputs `initial` [sequences,
+    channels, width - 1]. Writes their last inputs to `slots` of `states`."""
+    out = causal_convolution(x, weight, lengths, initial)
+    width = states.shape[-1]
+    for slot, before, part in zip(slots.tolist(), initial, x.split(lengths), strict=True):
+        states[slot] = torch.cat([before, part[-width:].T.to(states.dtype)], dim=-1)[:, -width:]
     return F.silu(out if bias is None else out + bias)
 
 
-def _ruled(
+def _apply_rule(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -282,10 +285,11 @@ def _ruled(
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Outputs [T, value heads, dv] of the rule for queries and keys that are normed here, each of which serves the
-    value heads that follow each other."""
+    """Returns outputs [T, value heads, dv] of the rule. Norms queries and keys, each of which serves consecutive value
+    heads."""
     times = v.shape[1] // q.shape[1]
-    q, k = (l2norm(x.float()).repeat_interleave(times, dim=1) for x in (q, k))
+    q = l2norm(q.float()).repeat_interleave(times, dim=1)
+    k = l2norm(k.float()).repeat_interleave(times, dim=1)
     out, after = gated_delta_rule(q, k, v, decay, rate, lengths, states[slots].transpose(-1, -2))
     states[slots] = after.transpose(-1, -2).to(states.dtype)
     return out.to(v.dtype)

@@ -1,8 +1,9 @@
-"""Gated delta nets in SGLang: places of their tensors, and the gaps of the CPU path. Written for sglang 0.5.23."""
+"""Gated delta nets in SGLang: the layout of their tensors, and the gaps of the CPU path. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol, cast
 
 from slimx.adapters.device import Gap
 from slimx.adapters.sglang.weights.layout import (
@@ -17,39 +18,69 @@ from slimx.extras.recurrent.adapters.sglang import delta_net
 from slimx.layout.maps import Rect
 
 
-def delta_convolution(at: ServedParameter) -> Iterator[ServedPiece]:
-    """The convolution of a delta net: this rank's rows of the queries', then of the keys' and the values' filters."""
-    net, width = at.parent, at.held.shape[-1]
-    rects, start, first = [], 0, 0
+class _DeltaNet(Protocol):
+    """Attributes of SGLang's Qwen3GatedDeltaNet and Qwen3_5GatedDeltaNet."""
+
+    key_dim: int
+    value_dim: int
+    conv_dim: int
+    num_v_heads: int
+    attn_tp_size: int
+    attn_tp_rank: int
+
+
+class _MergedLinear(Protocol):
+    """Attributes of SGLang's MergedColumnParallelLinear."""
+
+    output_sizes: list[int]
+    output_partition_sizes: list[int]
+    tp_group: Any
+
+
+def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields the convolution of a delta net: this rank's rows of the filters of queries, then keys, then values."""
+    net = cast(_DeltaNet, parameter.parent)
+    width = parameter.held.shape[-1]
+    rects = []
+    start = 0
+    first = 0
     for rows in (net.key_dim, net.key_dim, net.value_dim):
         shard = rows // net.attn_tp_size
         rects.append(Rect(0, first + net.attn_tp_rank * shard, 0, shard, width, start, 0))
-        start, first = start + shard, first + rows
-    yield ServedPiece("{name}", (net.conv_dim, *at.held.shape[1:]), tuple(rects))
+        start += shard
+        first += rows
+    yield ServedPiece("{name}", (net.conv_dim, *parameter.held.shape[1:]), tuple(rects))
 
 
-def delta_heads(at: ServedParameter) -> Iterator[ServedPiece]:
-    """A number of each value head that this rank computes."""
-    net = at.owner
-    yield share_of_rows("{name}", net.num_v_heads, 1, at.held.shape[0], net.attn_tp_rank, 0, vector=True)
+def delta_heads(parameter: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields a vector with one element per value head of this rank."""
+    net = cast(_DeltaNet, parameter.owner)
+    rows = parameter.held.shape[0]
+    yield share_of_rows("{name}", net.num_v_heads, 1, rows, net.attn_tp_rank, 0, vector=True)
 
 
-def delta_inputs(at: ServedParameter) -> Iterator[ServedPiece]:
-    """Input projections of a delta net, whose kinds of rows a MergedColumnParallelLinear counts: of one tensor, in
-    which they stand head by head (Qwen3-Next), or of two, in which they stand one kind below the other (Qwen3.5)."""
-    owner = at.owner
-    if not hasattr(at.parent, "_bind_packed_weight_loaders"):
-        yield share_of_rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], rank_in(owner.tp_group), 0)
+def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields the input projections of a delta net, stored by a MergedColumnParallelLinear.
+
+    Its rows come from one tensor, in which they are ordered by head (Qwen3-Next), or from two tensors, in which they
+    are ordered by kind (Qwen3.5)."""
+    owner = cast(_MergedLinear, parameter.owner)
+    rank = rank_in(owner.tp_group)
+    if not hasattr(parameter.parent, "_bind_packed_weight_loaders"):
+        rows = parameter.held.shape[0]
+        yield share_of_rows("{name}", sum(owner.output_sizes), parameter.cols, rows, rank, 0)
         return
     sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))
-    rank, start = rank_in(owner.tp_group), 0
+    start = 0
     for kinds in ("qkv", "z") if len(owner.output_sizes) == 4 else ("b", "a"):
-        rects, first = [], 0
+        rects = []
+        first = 0
         for _ in kinds:
             size, shard = next(sizes)
-            rects.append(Rect(0, first + rank * shard, 0, shard, at.cols, start, 0))
-            start, first = start + shard, first + size
-        yield ServedPiece(f"{{at}}.in_proj_{kinds}.weight", (first, at.cols), tuple(rects))
+            rects.append(Rect(0, first + rank * shard, 0, shard, parameter.cols, start, 0))
+            start += shard
+            first += size
+        yield ServedPiece(f"{{at}}.in_proj_{kinds}.weight", (first, parameter.cols), tuple(rects))
 
 
 _DELTA_NET = r"(?P<at>.+\.linear_attn)\."
@@ -64,7 +95,7 @@ ROWS = (
 GAPS = (
     Gap(
         "delta-net-operators",
-        "operators of sgl_kernel's CPU build, which the backend of delta nets and Qwen3.5 look up when imported",
+        "operators of sgl_kernel's CPU build that the backend of delta nets and Qwen3.5 look up when imported",
         open=delta_net.operators_missing,
         close=delta_net.add_operators,
     ),
@@ -81,4 +112,4 @@ REPLACEMENTS = (
     (delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated),
     (delta_net.SHARED_EXPERT, delta_net.add_gated_expert),
 )
-"""Functions by which the CPU path replaces SGLang's, by their dotted names."""
+"""Replacements of SGLang's functions on the CPU path, by dotted name."""

@@ -1,4 +1,4 @@
-"""megatron-core's sparse attention (DSA) over packed sequences. Written for megatron-core 0.19.2."""
+"""Sparse attention (DSA) of megatron-core over packed sequences. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from slimx.adapters.megatron.layers import Norm
 
 
 class Replicated(Linear):
-    """The duplicated Linear of an indexer, which each tensor-parallel rank holds whole. Upstream's writes it into
-    checkpoints as if every rank were the first."""
+    """The duplicated Linear of an indexer, complete on each tensor-parallel rank. Upstream's writes checkpoints as if
+    every rank were the first."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class Replicated(Linear):
 
 
 class KeyNorm(torch.nn.Module):
-    """LayerNorm over the indexer's keys in plain torch, with `weight` and `bias` [head]; computed in fp32."""
+    """LayerNorm of the indexer's keys in plain torch, with `weight` and `bias` [head]; computed in fp32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
@@ -37,37 +37,42 @@ class KeyNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
+        weight = self.weight.float()
+        bias = self.bias.float()
         return torch.nn.functional.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 ChosenTokens = dict[int, torch.Tensor]
-"""Tokens that the queries of one micro-batch see, by layer (from 1, as megatron-core counts): int32 [1, T, k] in host
-memory, positions in the whole pack (-1: none) for the T queries of this context-parallel rank."""
+"""Tokens that the queries of one micro-batch attend to, by layer number (from 1, as in megatron-core): int32 [1, T, k]
+in host memory, positions in the pack (-1: none) for the T queries of this context-parallel rank."""
 
 
 @dataclass
 class SparseSequences(PackedSeqParams):
-    """Bounds of a micro-batch's sequences, with the tokens that sparse attention sees. A layer that is not among
-    `chosen` adds its own choice; the others take theirs."""
+    """Bounds of a micro-batch's sequences, with the tokens that sparse attention reads. A layer that is not in `chosen`
+    adds its choice; the others replay theirs."""
 
     chosen: ChosenTokens = field(default_factory=dict)
 
 
-class SparseAttention(DSAttention):
-    """DSAttention that can keep the indexer's choice of tokens and take it again (`SparseSequences`).
+class ReplayableAttention(DSAttention):
+    """DSAttention that can record the indexer's choice of tokens and replay it (`SparseSequences`).
 
-    It rests on upstream's layers that share a choice: they read it from a dictionary on the micro-batch's
-    PackedSeqParams, do not run the indexer, and leave out the one fused kernel that never shows its choice. A layer
-    that replays finds itself there as its own source. Recomputation sees the same object, hence the same choice.
+    Built on upstream's layers that share a choice: they read it from a dictionary in the micro-batch's PackedSeqParams,
+    do not run the indexer, and avoid the one fused kernel that does not return its choice. A layer that replays is its
+    own source in that dictionary. Recomputation gets the same object and therefore the same choice.
     """
+
+    index_share: bool
+    skip_topk: bool
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._shares, self._chooses = self.index_share, not self.skip_topk
+        self._shares = self.index_share
+        self._chooses = not self.skip_topk
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> torch.Tensor:
-        """Attention of the local heads, as upstream's."""
+        """Computes attention of the local heads."""
         chosen = packed_seq_params.chosen if isinstance(packed_seq_params, SparseSequences) else None
         if self._chooses:
             self.index_share = self._shares or chosen is not None
@@ -78,26 +83,26 @@ class SparseAttention(DSAttention):
         if self.skip_topk:
             shared[self.layer_number] = chosen[self.layer_number].to(kwargs["x"].device, non_blocking=True)
         output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        # Layers behind this one, and their recomputation, may want it too.
-        taken = shared[self.layer_number] if self._shares else shared.pop(self.layer_number)
-        # Kernels that want the length of each choice count it where none is kept.
+        # Later layers that share the choice, and their recomputation, also read it.
+        choice = shared[self.layer_number] if self._shares else shared.pop(self.layer_number)
+        # Kernels that need the length of each choice compute it if none is stored.
         self._get_index_share_topk_length_holder(packed_seq_params).pop(self.layer_number, None)
         if not self.skip_topk:
-            host = torch.empty(taken.shape, dtype=torch.int32, pin_memory=taken.is_cuda)
-            chosen[self.layer_number] = host.copy_(taken)
+            host = torch.empty(choice.shape, dtype=torch.int32, pin_memory=choice.is_cuda)
+            chosen[self.layer_number] = host.copy_(choice)
         return output
 
 
 _IN_TORCH = {Linear: Replicated, Norm: KeyNorm}
-"""Parts of an indexer that plain torch has other layers for."""
+"""Parts of an indexer with a replacement in plain torch."""
 
 
 def block_spec(transformer: Any, *, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Spec of a decoder with `experimental_attention_variant` dsa."""
+    """Returns the spec of a decoder with `experimental_attention_variant` dsa."""
     block = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules.core_attention
-        attention.module = SparseAttention
+        attention.module = ReplayableAttention
         parts = attention.submodules.indexer.submodules
         for name, part in vars(parts).items():
             setattr(parts, name, _IN_TORCH.get(part, part))

@@ -1,18 +1,31 @@
-"""Places of an indexer's tensors in SGLang's models. Written for sglang 0.5.23."""
+"""Layout of an indexer's tensors in SGLang's models. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol, cast
 
 from slimx.adapters.sglang.weights.layout import ServedParameter, ServedPiece, share_of_rows, whole
 
 
-def indexer_keys(at: ServedParameter) -> Iterator[ServedPiece]:
-    """Rows of an indexer's key projection, then of its heads' weights, on every rank."""
-    head = at.parent.head_dim
-    yield share_of_rows("{at}.wk.weight", head, at.cols, head, 0, 0)
-    heads = at.owner.output_size - head
-    yield share_of_rows("{at}.weights_proj.weight", heads, at.cols, heads, 0, head)
+class _Indexer(Protocol):
+    """Attributes of SGLang's Indexer."""
+
+    head_dim: int
+
+
+class _KeyProjection(Protocol):
+    """Attributes of the indexer's key projection."""
+
+    output_size: int
+
+
+def indexer_keys(parameter: ServedParameter) -> Iterator[ServedPiece]:
+    """Yields the rows of an indexer's key projection, then of its heads' weights, complete on every rank."""
+    head = cast(_Indexer, parameter.parent).head_dim
+    yield share_of_rows("{at}.wk.weight", head, parameter.cols, head, 0, 0)
+    heads = cast(_KeyProjection, parameter.owner).output_size - head
+    yield share_of_rows("{at}.weights_proj.weight", heads, parameter.cols, heads, 0, head)
 
 
 _INDEXER = r"(?P<at>.+\.self_attn\.indexer)\."

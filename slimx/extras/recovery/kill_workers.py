@@ -1,0 +1,72 @@
+"""Kills processes that may be stopped. Ray asks an actor to end itself, which a process under SIGSTOP does not do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slimx.errors import PartLost
+from slimx.runtime.tasks import in_thread
+
+END_S = 20.0
+"""Deadline for the end of a killed process, in seconds. Later, a driver or a file system blocks it."""
+_LOOK_S = 0.05
+
+
+def kill_workers(pids: Sequence[int]) -> list[int]:
+    """Kills Ray workers of this machine by process id and returns those that still run after `END_S`. Ids that no
+    longer belong to a worker are ignored."""
+    running = [pid for pid in pids if _is_worker(pid)]
+    for pid in running:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    until = time.monotonic() + END_S
+    while running and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        running = [pid for pid in running if _is_worker(pid)]
+    return running
+
+
+async def kill_on_nodes(pids: Mapping[str | None, Sequence[int]], about: str) -> None:
+    """Kills processes by the Ray id of their node; None is the local node. Returns when all have ended; processes on a
+    node that Ray has lost count as ended. Raises PartLost naming `about` if one does not end."""
+    work = []
+    for node, node_pids in pids.items():
+        if node_pids:
+            work.append(in_thread(kill_workers, node_pids) if node is None else _kill_on(node, node_pids))
+    running = [pid for node_running in await asyncio.gather(*work) for pid in node_running]
+    if running:
+        raise PartLost(
+            f"{about}: the processes {', '.join(map(str, running))} did not end within {END_S:.0f} s of SIGKILL, so "
+            "they cannot be replaced; a driver or a file system blocks them",
+            code="rank.held",
+            about=about,
+        )
+
+
+async def _kill_on(node: str, pids: Sequence[int]) -> list[int]:
+    task = ray.remote(kill_workers).options(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+    )
+    try:
+        async with asyncio.timeout(2 * END_S):
+            return await task.remote(list(pids))
+    except (ray.exceptions.RayError, TimeoutError):
+        return []  # a node that runs no task has no responding worker either
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "ray::" in " ".join(process.cmdline() or [process.name()])
+    except psutil.Error:
+        return False
