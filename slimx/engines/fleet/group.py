@@ -192,9 +192,9 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
     nodes = {place.node for place in ranks}
     if len(nodes) > 1:
         raise SlimxError(
-            f"the GPUs of {len(ranks)} consecutive trainer ranks, shared by a server of rollout.engines "
-            f"group {name}, are on {len(nodes)} nodes; make the server's ranks per node (tensor x pipeline / nodes) divide the GPUs of a "
-            "node",
+            f"the GPUs of {len(ranks)} consecutive trainer ranks, shared by a server of rollout.engines group "
+            f"{name}, are on {len(nodes)} nodes; make the server's ranks per node (tensor x pipeline / nodes) divide "
+            "the GPUs of a node",
             code="engines.shared_gpus",
             about=name,
         )
