@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import Destination, Held, held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.places import Destination, LocalPart, local_layout, local_sums, staged_sums
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
@@ -151,7 +151,7 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
         height, width = rng.randint(0, rows - row), rng.randint(1, cols - col)
         parameter = torch.zeros(2, height + 1, cols + 2, dtype=dtype)
         copies = [
-            Held("p", tuple(parameter.shape), (Rect(0, row, col, height, width, top, left),))
+            LocalPart("p", tuple(parameter.shape), (Rect(0, row, col, height, width, top, left),))
             for top, left in ((0, 1), (height + 1, 0))
         ]
         places = {"t": Destination(dtype, shape, copies)}
@@ -160,13 +160,13 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
             view.copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
         whole, share = staged_sums({"t": tensor}, places)["t"]
         assert whole == checksum_tensor(tensor)
-        assert held_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
+        assert local_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
         if height:
             (spot,) = copies[rng.randrange(2)].views({"p": parameter})
             spot[rng.randrange(height), rng.randrange(width)] += 1
-            assert held_sums(places, ["t"], {"p": parameter})["t"] != {share}
+            assert local_sums(places, ["t"], {"p": parameter})["t"] != {share}
         for other in ({}, {"p": parameter[0]}, {"p": parameter.transpose(0, 1)}, {"p": parameter.to(torch.float64)}):
-            assert held_sums(places, ["t"], other)["t"] == {None}
+            assert local_sums(places, ["t"], other)["t"] == {None}
 
 
 @pytest.mark.parametrize("last", [2, 3], ids=["rows are left", "to the end"])
@@ -176,13 +176,13 @@ def test_a_share_of_every_section_is_the_same_in_the_tensor_and_where_it_is_held
     rows = [row + k for row, count in runs for k in range(count)]
     parameter, starts = tensor[rows].clone(), (0, 2, 3)
     rects = tuple(Rect(0, row, 0, count, 4, at, 0) for (row, count), at in zip(runs, starts, strict=True))
-    places = {"t": Destination(tensor.dtype, (9, 1, 4), [Held("p", tuple(parameter.shape), rects)])}
+    places = {"t": Destination(tensor.dtype, (9, 1, 4), [LocalPart("p", tuple(parameter.shape), rects)])}
     whole, share = staged_sums({"t": tensor}, places)["t"]
     assert whole == checksum_tensor(tensor)
-    assert held_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
+    assert local_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
     for at in range(len(rows)):
         wrong = parameter.clone()
         wrong[at] += 1
-        assert held_sums(places, ["t"], {"p": wrong})["t"] != {share}
+        assert local_sums(places, ["t"], {"p": wrong})["t"] != {share}
     swapped = parameter[[2, 0, 1, *range(3, len(rows))]]
-    assert held_sums(places, ["t"], {"p": swapped})["t"] != {share}
+    assert local_sums(places, ["t"], {"p": swapped})["t"] != {share}

@@ -407,8 +407,8 @@ def test_no_entry_point_replaces_a_verb_of_the_publication(receiver, monkeypatch
     monkeypatch.setattr(entry_points, "find", lambda group: dict.fromkeys(("status", "other")))
     monkeypatch.setattr(entry_points, "load", lambda group, name: lambda runner: {"from": name})
     runner = SimpleNamespace(model=receiver.model)
-    assert sglang_plugin._answer(runner, "other", {}) == {"from": "other"}
-    assert sglang_plugin._answer(runner, "status", {}) == receiver.status()
+    assert sglang_plugin._response(runner, "other", {}) == {"from": "other"}
+    assert sglang_plugin._response(runner, "status", {}) == receiver.status()
 
 
 def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:
