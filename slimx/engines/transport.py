@@ -22,6 +22,7 @@ from slimx.reshard.parties import Delivery, Recipient, Source, TransportLost
 if TYPE_CHECKING:
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
+    from slimx.engines.server.server import Machines
     from slimx.reshard.manifest import Manifest
     from slimx.reshard.pack.pieces import PlannedBuckets
     from slimx.reshard.packed import PackedBucket
@@ -35,15 +36,15 @@ class Trainers(Protocol):
     plans: Mapping[str, PlannedBuckets]
     """Transfer plans of the weights; "publish": the plan for one engine."""
 
-    async def call(self, method: str, what: str, /, **arguments: Any) -> list[Any]: ...
+    async def call(self, method: str, what: str, /, **arguments: object) -> list[Any]: ...
 
-    async def stored(self, values: Sequence[Any]) -> list[Any]: ...
+    async def stored(self, values: Sequence[object]) -> list[Any]: ...
 
 
 class End(Protocol):
     """A transport's end on one node of an engine, in the process that owns the server there."""
 
-    async def prepare(self, host: str, nodes: Any = None) -> None:
+    async def prepare(self, host: str, nodes: Machines | None = None) -> None:
         """Prepares for a start of the server. `host`: address of the node; `nodes`: the server's other nodes
         (`slimx.engines.server.server.Machines`)."""
 
@@ -65,7 +66,7 @@ class Transport:
         """Returns the factory of ends at servers, or None if servers open buckets in place."""
         return None
 
-    def connect(self, config: Config, trainers: Trainers, engines: Any, source: Source) -> tuple[Source, Delivery]:
+    def connect(self, config: Config, trainers: Trainers, engines: object, source: Source) -> tuple[Source, Delivery]:
         """Returns the trainers as the publisher's source and the delivery to `engines`, an `EngineGroup` or None.
         `source`: source of gathered buckets."""
         return source, MemoryDelivery(trainers)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slimx import entry_points
 from slimx.config.schema import Config
@@ -22,6 +22,9 @@ from slimx.json_types import Json
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, WeightedReward
 from slimx.rollout.hooks import Generate, Keep, Reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GENERATE = "slimx.generate"
 """Group of entry points: generate hooks by their names in a configuration."""
@@ -149,7 +152,9 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
             hook = _load_reward(f"reward.parts.{index}", part, facts)
             parts.append(WeightedReward(part.name, hook, part.weight, part.where))
         return Mixture(tuple(parts))
-    return _load_reward("reward", config, facts) if config.function else None
+    if not config.function:
+        return None
+    return _load_reward("reward", config, facts)
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
@@ -197,7 +202,7 @@ def _judged_by(reward: Reward, prompts: Sequence[Prompt]) -> list[tuple[Reward, 
     return [(part.hook, list(filter(part.fits, prompts))) for part in reward.parts]
 
 
-def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: Any) -> None:
+def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises SlimxError for the first prompt that the generate hook refuses with its options."""
     check = needs.prompt_check(generate)
     if check is not None:
@@ -233,7 +238,9 @@ def described(hook: object) -> str:
 
 
 def _parts(reward: Reward) -> list[Reward]:
-    return [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
+    if isinstance(reward, Mixture):
+        return [part.hook for part in reward.parts]
+    return [reward]
 
 
 def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str, Json]) -> Reward:

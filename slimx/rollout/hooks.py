@@ -259,9 +259,9 @@ class RewardContext(_Logging):
         return [response.final_answer for response in self.responses]
 
 
-Generate = Callable[[RolloutContext, Prompt], Coroutine[Any, Any, Trajectory | list[Trajectory]]]
+Generate = Callable[[RolloutContext, Prompt], Coroutine[None, None, Trajectory | list[Trajectory]]]
 Value = float | Mapping[str, float]  # covariant, like Sequence below: accepts list[float] and dict[str, int]
-Reward = Callable[[RewardContext, Any], Coroutine[Any, Any, Value | Sequence[Value]]]
+Reward = Callable[[RewardContext, Any], Coroutine[None, None, Value | Sequence[Value]]]
 Keep = Callable[[Group], bool | str]
 
 

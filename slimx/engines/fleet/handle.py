@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from slimx.cluster.waiting import ActorDied, gather, kill
 from slimx.engines.server.server import ANSWER_S, STOP_S
 from slimx.engines.server.spec import EngineSpec
@@ -128,7 +130,7 @@ class EngineHandle:
         except SlimxError:
             return None
 
-    async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
+    async def perform(self, verb: str, epoch: int | None, *arguments: object, deadline_s: float | None = None) -> Any:
         """Calls a verb of a publication (`slimx.reshard.parties.Receiver`) in membership `epoch`, or any method of
         `slimx.engines.server.engine.Engine` if `epoch` is None.
 
@@ -152,7 +154,7 @@ class EngineHandle:
         if self._reason is not None:
             raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
 
-    async def _result(self, operation: str, reference: Any, deadline_s: float) -> Any:
+    async def _result(self, operation: str, reference: ray.ObjectRef, deadline_s: float) -> Any:
         """Waits for a result, or until the engine is lost. Raises ReceiverLost if it or its actor is gone."""
         future, _ = await race(self._wait(operation, reference, deadline_s), self._lost.wait())
         self._check_not_lost()
@@ -162,7 +164,7 @@ class EngineHandle:
         except (ActorDied, DeadlineError) as error:
             raise ReceiverLost(str(error), code="engine.silent", about=self.name) from None
 
-    async def _wait(self, operation: str, reference: Any, deadline_s: float) -> Any:
+    async def _wait(self, operation: str, reference: ray.ObjectRef, deadline_s: float) -> Any:
         (result,) = await gather(
             [reference],
             what=f"{operation} of engine {self.name}",

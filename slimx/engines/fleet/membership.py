@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
 
 from slimx.cluster.restarts import Restart, Restarts, told_of
 from slimx.cluster.waiting import first_line
@@ -349,7 +348,7 @@ class Membership:
         names = ", ".join(engine.name for engine in self.engines)
         self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Runs `work` in a task that ends with the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from slimx.cluster.restarts import Restarts, told_of
 from slimx.cluster.waiting import first_line
@@ -30,7 +30,7 @@ class Fleet(Protocol):
 
     def members(self) -> Sequence[EngineHandle]: ...
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
     def changed(self) -> None:
         """Updates the outage after the router was lost or came back."""

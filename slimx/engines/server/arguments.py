@@ -140,5 +140,7 @@ def _field(node: ast.stmt) -> Field | None:
     flag = "--" + name.replace("_", "-")
     if "cli_name" in options:
         flag = ast.literal_eval(options["cli_name"])
-    default = node.value.value if isinstance(node.value, ast.Constant) else None
+    default: object = None
+    if isinstance(node.value, ast.Constant):
+        default = node.value.value
     return Field(name, flag, ast.unparse(kind), "type_parser" in options or "action" in options, default)

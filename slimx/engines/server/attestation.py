@@ -14,7 +14,7 @@ import psutil
 import slimx
 from slimx.engines.server.arguments import command_line
 from slimx.engines.server.spec import EngineSpec, policy_args
-from slimx.engines.server.wire import REFUSED, Wire, request
+from slimx.engines.server.wire import REFUSED, ControlClient, request
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.kernels import BLACKWELL, unpublishable
@@ -24,7 +24,7 @@ from slimx.reshard.parties import PROTOCOL
 from slimx.runtime.process import SupervisedProcess
 
 
-async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
+async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
     """Returns the attestation of each rank of a server that generates. Raises SlimxError if one does not match `spec`.
 
     `process`: None for an external server.
@@ -43,7 +43,7 @@ async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | No
     return ranks
 
 
-async def _attest(wire: Wire, name: str) -> list[Json]:
+async def _attest(wire: ControlClient, name: str) -> list[Json]:
     """Returns the attestation of each rank. Raises SlimxError if the plugin does not respond: SGLang swallows plugin
     failures."""
     try:
@@ -78,7 +78,7 @@ def check_plugin(rank: Json, name: str) -> None:
         )
 
 
-async def check_guarded(wire: Wire) -> None:
+async def check_guarded(wire: ControlClient) -> None:
     """Raises SlimxError if the server answers without a key, for generation or for control calls."""
     for method, path in (("GET", "/model_info"), ("POST", "/weights_checker")):
         status, _ = await request(
@@ -98,7 +98,7 @@ async def check_guarded(wire: Wire) -> None:
             )
 
 
-async def _check_arguments(wire: Wire, spec: EngineSpec) -> None:
+async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
     """Raises SlimxError if an external server of the policy runs without arguments that slimx requires."""
     info = await wire.call("/server_info", method="GET", key=spec.keys.api_key)
     needed = policy_args(spec)

@@ -15,10 +15,10 @@ import contextlib
 import pickle
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from slimx.engines.server.attestation import check_copied, check_staged, forms_of, verified_by
-from slimx.engines.server.server import Server
+from slimx.engines.server.server import EngineServer
 from slimx.engines.server.spec import EngineSpec
 from slimx.engines.server.wire import RECEIVER, stamp
 from slimx.errors import DeadlineError, SlimxError
@@ -54,7 +54,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-class Engine(Server):
+class Engine(EngineServer):
     """A server with a state: a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
 
     state = State.DEAD
@@ -139,7 +139,7 @@ class Engine(Server):
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: Any) -> Any:
+    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
         """Calls a verb of `slimx.reshard.parties.Receiver` as a step of the publication of membership `epoch`, or any
         method if `epoch` is None. Raises SlimxError for a step of an outdated publication."""
         if epoch is not None:
@@ -235,7 +235,7 @@ class Engine(Server):
         self.publication = manifest
         self.staging = staging
 
-    async def transport(self, method: str, *arguments: object) -> Any:
+    async def transport(self, method: str, *arguments: object) -> object:
         """Calls a method of the transport's local end."""
         return await getattr(self.end, method)(*arguments)
 

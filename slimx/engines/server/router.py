@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slimx.engines.server.keys import STDIN, Keys
-from slimx.engines.server.wire import Wire
+from slimx.engines.server.wire import ControlClient
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 from slimx.runtime.children import python_argv
@@ -81,7 +81,7 @@ class Router:
         self.url = f"http://{HOST}:{port}"
         self.keys = Keys.random() if keys is None else keys
         api_key = Keys(self.keys.api_key)  # it generates, and changes nothing
-        self.wire = Wire(self.url, "the router", api_key, CALL_S)
+        self.wire = ControlClient(self.url, "the router", api_key, CALL_S)
         self.process = SupervisedProcess("router", argv, log_path, stdin=api_key.to_bytes())
 
     def start(self) -> None:

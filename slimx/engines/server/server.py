@@ -15,7 +15,7 @@ from slimx import entry_points
 from slimx.cluster.place import Placement
 from slimx.engines.server.attestation import attested
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
-from slimx.engines.server.wire import Wire
+from slimx.engines.server.wire import ControlClient
 from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
@@ -70,7 +70,7 @@ class Machines(Protocol):
         ...
 
 
-class Server:
+class EngineServer:
     """A server across all its starts, in a process on its (first) node, which starts, monitors and ends it. An external
     server is only used, and left unchanged."""
 
@@ -108,7 +108,7 @@ class Server:
     def reset(self, spec: EngineSpec) -> None:
         """Resets everything that belongs to one start; the next one uses `spec`."""
         self.spec = spec
-        self.wire = Wire(spec.url, f"engine {spec.name}", spec.keys, self.deadline_s)
+        self.wire = ControlClient(spec.url, f"engine {spec.name}", spec.keys, self.deadline_s)
         self.process: SupervisedProcess | None = None
         """None for an external server."""
         self.nodes: Machines | None = None
@@ -257,7 +257,7 @@ class Server:
 
     async def ask(self, verb: str, **arguments: object) -> list[Json]:
         """Returns the responses of all ranks to a verb of the plugin. Raises like `call`."""
-        return await self._answer(self.wire.ask(verb, **arguments))
+        return await self._answer(self.wire.ask(verb, deadline_s=None, **arguments))
 
     async def _answer[T](self, call: Awaitable[T]) -> T:
         try:

@@ -2,7 +2,7 @@
 message.
 
 Control calls go directly to a server, because sglang-router does not forward them: to SGLang's endpoints by
-`Wire.call`, to the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`) by `Wire.ask`.
+`ControlClient.call`, to the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`) by `ControlClient.ask`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def parse_body(body: str | bytes) -> Json:
         value = None
     if isinstance(value, dict):
         return value
-    return {"text": body if isinstance(body, str) else body.decode(errors="replace")}
+    if isinstance(body, bytes):
+        body = body.decode(errors="replace")
+    return {"text": body}
 
 
 def message_of(response: Json) -> str:
@@ -84,7 +86,7 @@ def stamped(text: str, policy: str | None) -> str:
     return versions.get(policy, "")
 
 
-class Wire:
+class ControlClient:
     """Control calls of one server or router. Keeps no connection: calls are rare and come from any event loop."""
 
     def __init__(self, url: str, who: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:

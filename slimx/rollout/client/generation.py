@@ -25,7 +25,7 @@ from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, Scores
 from slimx.rollout.client.reader import Reader
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.client.sending import Resending, Sender, input_logprobs
+from slimx.rollout.client.sending import RequestSender, Resending, input_logprobs
 from slimx.rollout.client.stream import TokenStream
 
 
@@ -149,10 +149,10 @@ class GenerationClient:
             raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(response)}")
         return response["meta_info"]
 
-    def _sender(self, key: str | None) -> Sender:
+    def _sender(self, key: str | None) -> RequestSender:
         if self._session is None:
             raise SlimxError("the generation client is closed; use it inside `async with`")
-        return Sender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
+        return RequestSender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
 
     async def _lost(self) -> None:
         self.retried += 1

@@ -160,4 +160,6 @@ def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
 
 def _last(meta: Meta, name: str, count: int) -> list:
     """Returns the last `count` entries of a list with one entry per sampled token."""
-    return (meta.get(name) or [])[-count:] if count else []
+    if not count:
+        return []
+    return (meta.get(name) or [])[-count:]

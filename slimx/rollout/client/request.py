@@ -171,7 +171,9 @@ class Pending:
 
     def rest(self, *, cut: str = "a request was interrupted") -> GenerationRequest:
         """Returns the request for the remainder. Raises SlimxError like `GenerationRequest.rest`."""
-        return self.request.rest(self.completion, cut=cut) if self.count else self.request
+        if not self.count:
+            return self.request
+        return self.request.rest(self.completion, cut=cut)
 
 
 def _checked(sampling: Json) -> Json:

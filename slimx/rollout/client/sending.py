@@ -167,7 +167,7 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
         raise DeadlineError(REQUEST, deadline_s, url) from None
 
 
-class Sender:
+class RequestSender:
     """Sends one request and its continuations through a router, and counts how often it was lost."""
 
     def __init__(

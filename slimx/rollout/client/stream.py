@@ -21,7 +21,7 @@ from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.reader import Meta, Reader
 from slimx.rollout.client.request import GenerationRequest, Pending
-from slimx.rollout.client.sending import REQUEST, AnswerError, Sender
+from slimx.rollout.client.sending import REQUEST, AnswerError, RequestSender
 
 
 class Lines:
@@ -66,7 +66,7 @@ class TokenStream:
     def __init__(
         self,
         request: GenerationRequest,
-        sender: Sender,
+        sender: RequestSender,
         reader: Reader,
         body: Callable[[GenerationRequest], Json],
         deadline_s: float,

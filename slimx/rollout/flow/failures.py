@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from slimx.data.records import Trajectory
-from slimx.errors import DeadlineError, SlimxError
+from slimx.data.records import Prompt, Trajectory
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
+from slimx.runtime.clocks import Clock
+
+Score = Callable[[Prompt, Trajectory], Awaitable[None]]
+"""Adds values of another model, such as a teacher, to a trajectory of a prompt. Raises SlimxError."""
+
+
+async def scored(score: Score, prompt: Prompt, trajectory: Trajectory) -> None:
+    """Scores `trajectory`; marks it as failed if that fails."""
+    with marking(trajectory, "teacher"):
+        await score(prompt, trajectory)
 
 
 def any_failed(trajectories: Sequence[Trajectory]) -> bool:
@@ -30,7 +40,9 @@ def marking(trajectory: Trajectory, stage: str) -> Iterator[None]:
 
 def reason_of(error: SlimxError, reason: str) -> str:
     """Returns `reason`, or ENGINE_DEADLINE if engines did not respond in time."""
-    return ENGINE_DEADLINE if isinstance(error, DeadlineError) and error.awaited == REQUEST else reason
+    if isinstance(error, DeadlineError) and error.awaited == REQUEST:
+        return ENGINE_DEADLINE
+    return reason
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -51,6 +63,16 @@ def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
     trajectory.status = "failed"
     trajectory.finish_reason = text
     trajectory.metadata["failed"] = reason
+
+
+def crashed_trajectory(
+    ctx: RolloutContext, error: BaseException, clock: Clock, hook: str, deadline_s: float
+) -> Trajectory:
+    """Returns the failed trajectory of a rollout whose generate hook raised `error`."""
+    if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
+        late = DeadlineError(f"rollout {ctx.group_id}/{ctx.index}", deadline_s, hook)
+        return failed_trajectory(ctx, "generate deadline", str(late))
+    return failed_trajectory(ctx, "generate failed", f"{hook} raised {raised(error)}")
 
 
 def failed_trajectory(ctx: RolloutContext, reason: str, text: str) -> Trajectory:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
@@ -37,7 +38,8 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
             if out.done():  # abandoned while unread: the rest may have arrived since
                 await asyncio.wait({piece}, timeout=CANCEL_S)
             else:
-                await asyncio.wait([piece, out], return_when=asyncio.FIRST_COMPLETED)
+                futures: list[asyncio.Future[Any]] = [piece, out]
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not piece.done():
                 raise SlimxError(
                     "a stream was interrupted, but its engine did not end it within rollout.interrupt_deadline; "
@@ -71,10 +73,10 @@ class Interruptible:
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
-            request = asyncio.ensure_future(self._request(pending))
-            async with self._gate.tracked(request):
-                await asyncio.wait({request})  # a cancelled rollout leaves at once, even if the request goes on
-                part = None if request.cancelled() else request.result()
+            task = asyncio.ensure_future(self._request(pending))
+            async with self._gate.tracked(task):
+                await asyncio.wait({task})  # a cancelled rollout leaves at once, even if the request goes on
+                part = None if task.cancelled() else task.result()
                 interrupted = self.interrupted
             if part is not None:
                 pending.add(part)
@@ -86,7 +88,9 @@ class Interruptible:
     async def _request(self, pending: Pending) -> Completion | None:
         """Returns the remainder, or None if the gate closed before the request was sent."""
         async with self._slots.one(self._clock):
-            return await self._client.generate(pending.rest()) if self._gate.is_open else None
+            if self._gate.is_open:
+                return await self._client.generate(pending.rest())
+            return None
 
     def stream(self, request: GenerationRequest) -> InterruptibleStream:
         """Streams like `GenerationClient.stream`."""

@@ -21,12 +21,12 @@ from dataclasses import asdict
 
 from slimx.config.schema import Config
 from slimx.data.prompts.read import DataSource, Outcome
-from slimx.data.records import Group, Trajectory
+from slimx.data.records import Group
 from slimx.errors import DeadlineError, PartLost, SlimxError, raised
 from slimx.json_types import Json
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
-from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, rewards_of
+from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, older_trajectory, rewards_of
 from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.clocks import Clock
 
@@ -141,7 +141,9 @@ class RolloutManager:
 
     def counting(self, current: int, done: int) -> int:
         """Returns the step that counts a group dropped now. `current`: step in progress, `done`: completed steps."""
-        return current if self.waiting_since is not None else max(current, done) + 1
+        if self.waiting_since is not None:
+            return current
+        return max(current, done) + 1
 
     def status(self) -> Json:
         """Returns a summary for `slimx status`.
@@ -319,7 +321,7 @@ class RolloutManager:
         bound = self.config.schedule.max_staleness
         too_old = False
         for ticket in taken:
-            trajectory = _older(ticket.group, version - bound)
+            trajectory = older_trajectory(ticket.group, version - bound)
             if trajectory is None:
                 continue
             detail = (
@@ -392,11 +394,3 @@ class RolloutManager:
 def _unfinished(tickets: Sequence[Ticket]) -> list[str]:
     """Returns the prompt ids of unfinished groups."""
     return [ticket.prompt.id for ticket in tickets if ticket.outcome is None]
-
-
-def _older(group: Group, bound: int) -> Trajectory | None:
-    """Returns a trajectory with a token of a version before `bound`, if any."""
-    for trajectory in group.trajectories:
-        if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
-            return trajectory
-    return None

@@ -60,7 +60,9 @@ class _Entry:
     @property
     def prompt(self) -> np.ndarray:
         """int32: prompt of the request."""
-        return self.new if self.before is None else np.concatenate([self.before.tokens, self.new])
+        if self.before is None:
+            return self.new
+        return np.concatenate([self.before.tokens, self.new])
 
     @property
     def tokens(self) -> np.ndarray:
@@ -86,7 +88,9 @@ class Journal:
     def replay(self, request: GenerationRequest) -> Completion | None:
         """Returns the response of an earlier run to `request`, if any. Within a run nothing is replayed: a request is
         made once."""
-        return self._replayed.get(key_of(request)) if self._replayed else None
+        if not self._replayed:
+            return None
+        return self._replayed.get(key_of(request))
 
     def record(self, request: GenerationRequest, completion: Completion) -> None:
         """Records the tokens sampled for `request`."""

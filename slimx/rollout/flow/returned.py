@@ -178,4 +178,6 @@ def check_metadata(whose: str, metadata: object) -> None:
 
 def _first(values: np.ndarray, invalid: np.ndarray) -> str:
     """Returns the first invalid value as text, or "" if there is none."""
-    return str(values[invalid.argmax()]) if invalid.any() else ""
+    if not invalid.any():
+        return ""
+    return str(values[invalid.argmax()])

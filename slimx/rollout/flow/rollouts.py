@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,9 +19,19 @@ from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
-from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
+from slimx.errors import SlimxError, raised, safe_repr
 from slimx.json_types import Json
-from slimx.rollout.flow.failures import add_metrics, any_failed, failed_trajectory, is_cancellation, marking, reason_of
+from slimx.rollout.flow.failures import (
+    Score,
+    add_metrics,
+    any_failed,
+    crashed_trajectory,
+    failed_trajectory,
+    is_cancellation,
+    marking,
+    reason_of,
+    scored,
+)
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
@@ -45,8 +55,6 @@ from slimx.runtime.clocks import Clock
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Score = Callable[[Prompt, Trajectory], Awaitable[None]]
-"""Adds values of another model, such as a teacher, to a trajectory of a prompt. Raises SlimxError."""
 STRAGGLER = "straggler"
 """Reason of an unfinished group that was dropped because a batch would have waited for it too long."""
 
@@ -256,7 +264,8 @@ class GroupMaker:
         except BaseException as error:  # includes a SystemExit of a hook's library
             if is_cancellation(error):
                 raise
-            trajectories = [self._crashed(ctx, error, clock)]
+            limit = self.config.rollout.rollout_deadline
+            trajectories = [crashed_trajectory(ctx, error, clock, self.config.rollout.generate, limit)]
         else:
             await self._judge_all(prompt, trajectories, evaluation=evaluation, greedy=greedy)
             if not any_failed(trajectories):
@@ -323,15 +332,6 @@ class GroupMaker:
         add_metrics(trajectories[0], ctx.metrics)
         return trajectories
 
-    def _crashed(self, ctx: RolloutContext, error: BaseException, clock: Clock) -> Trajectory:
-        """Returns the failed trajectory of a rollout whose generate hook raised `error`."""
-        hook = self.config.rollout.generate
-        if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
-            rollout = f"rollout {ctx.group_id}/{ctx.index}"
-            late = DeadlineError(rollout, self.config.rollout.rollout_deadline, hook)
-            return failed_trajectory(ctx, "generate deadline", str(late))
-        return failed_trajectory(ctx, "generate failed", f"{hook} raised {raised(error)}")
-
     async def _judge_all(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: bool, greedy: bool
     ) -> None:
@@ -340,7 +340,7 @@ class GroupMaker:
         if self.config.reward.scope == "trajectory":
             work += [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
         if self._score is not None and not (evaluation or greedy):
-            work += [_scored(self._score, prompt, trajectory) for trajectory in trajectories]
+            work += [scored(self._score, prompt, trajectory) for trajectory in trajectories]
         if len(work) == 1:  # saves a task in the usual case
             await work[0]
         else:
@@ -397,8 +397,3 @@ class GroupMaker:
             for trajectory, verdict in zip(trajectories, verdicts, strict=True):
                 trajectory.reward, trajectory.reward_parts = verdict
             add_metrics(trajectories[0], ctx.metrics)
-
-
-async def _scored(score: Score, prompt: Prompt, trajectory: Trajectory) -> None:
-    with marking(trajectory, "teacher"):
-        await score(prompt, trajectory)

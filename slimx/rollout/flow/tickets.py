@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from slimx.config.schema import Config
 from slimx.config.sections.schedule import batches_in_flight
-from slimx.data.records import Group, Prompt
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome, broke
 
@@ -109,6 +109,14 @@ def rewards_of(group: Group) -> tuple[float, ...]:
     return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
 
 
+def older_trajectory(group: Group, bound: int) -> Trajectory | None:
+    """Returns a trajectory with a token of a version before `bound`, if any."""
+    for trajectory in group.trajectories:
+        if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
+            return trajectory
+    return None
+
+
 @dataclass(kw_only=True, slots=True)
 class SavedTicket:
     """A ticket in a checkpoint: with its group if complete, else with its progress."""
@@ -171,7 +179,9 @@ class Rules:
             elif oldest is None:
                 oldest = ticket.number
             if len(taken) == self.size:
-                return taken if self._in_time(queue, taken, version) else None
+                if self._in_time(queue, taken, version):
+                    return taken
+                return None
         return None
 
     def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
