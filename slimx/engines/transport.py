@@ -22,7 +22,6 @@ from slimx.reshard.parties import Delivery, Recipient, Source, TransportLost
 if TYPE_CHECKING:
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
-    from slimx.engines.server.server import Machines
     from slimx.reshard.manifest import Manifest
     from slimx.reshard.pack.pieces import PlannedBuckets
     from slimx.reshard.packed import PackedBucket
@@ -44,7 +43,7 @@ class Trainers(Protocol):
 class End(Protocol):
     """A transport's end on one node of an engine, in the process that owns the server there."""
 
-    async def prepare(self, host: str, nodes: Machines | None = None) -> None:
+    async def prepare(self, host: str, nodes: Any = None) -> None:
         """Prepares for a start of the server. `host`: address of the node; `nodes`: the server's other nodes
         (`slimx.engines.server.server.Machines`)."""
 

@@ -4,10 +4,9 @@
                                                                                   |
                                                                                   +--restarts used up--> GONE
 
-An engine that fails in any way leaves the router at once, its process tree is killed (a half-updated server must not
-serve anything), and it is restarted in the background. It serves again only after a complete, verified publication.
-While none serves there is an outage: requests wait, and their deadlines and those of rollouts are suspended. The run
-ends only when no engine is left that could come back.
+A failed engine leaves the router, its process tree is killed (a half-updated server must not serve anything), and it is
+restarted in the background. It serves again only after a complete, verified publication. While none serves there is an
+outage: requests wait, deadlines are suspended. The run ends only when no engine is left that could come back.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from itertools import chain
 
 from slimx.cluster.restarts import Restart, Restarts, told_of
 from slimx.cluster.waiting import first_line
@@ -30,8 +30,7 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Pace, cancelled
 
 
-async def _nothing(error: SlimxError) -> None:
-    """Ignores a lost engine."""
+async def _nothing(error: SlimxError) -> None: ...
 
 
 class Membership:
@@ -91,10 +90,8 @@ class Membership:
         self._tasks: set[asyncio.Task[None]] = set()
         """Watchers and recoveries, which end with the run."""
         self._look: asyncio.Task[None] | None = None
-        self._ran = False
-        """True once an engine of each role has run."""
-        self._served = False
-        """True once an engine of each role has served."""
+        self._ran = False  # whether an engine of each role has run
+        self._served = False  # whether an engine of each role has served
         self._patience: asyncio.Task[None] | None = None
         """Task that ends the run if no engine comes back."""
 
@@ -128,9 +125,8 @@ class Membership:
                 self.restarts[engine.name].serves()
                 self.changed()
         if engine.standing is not Standing.MEMBER:
-            raise ReceiverLost(
-                f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
-            )
+            message = f"engine {engine.name} was lost before it could serve"
+            raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
         """Takes `engine` out of the router because of `error` and restarts it in the background. Returns when no new
@@ -306,22 +302,21 @@ class Membership:
 
     def metrics(self) -> dict[str, float]:
         """Returns how many engines serve and are out, and how many were lost and restarted in this run."""
-        restarted = sum(_completed(restarts) for restarts in self.restarts.values())
+        router_restarts = sum(not restart.error for restart in self.keeper.restarts.history)
+        restarts = sum(not restart.error for restart in self.history())
         return {
             "engines/serving": float(len(self.members())),
             "engines/quarantined": float(len(self.engines) - len(self.candidates())),
             "engines/lost": float(self.lost),
-            "engines/restarted": float(restarted),
-            "engines/router_restarts": float(_completed(self.keeper.restarts)),
+            "engines/restarted": float(restarts - router_restarts),
+            "engines/router_restarts": float(router_restarts),
             "engines/outage_seconds": self.outage.seconds,
         }
 
     def history(self) -> list[Restart]:
         """Returns all restarts of engines and router, in the order of their start."""
-        history = list(self.keeper.restarts.history)
-        for restarts in self.restarts.values():
-            history += restarts.history
-        return sorted(history, key=lambda restart: restart.at)
+        parts = [*self.restarts.values(), self.keeper.restarts]
+        return sorted(chain.from_iterable(part.history for part in parts), key=lambda restart: restart.at)
 
     def awaited(self) -> Json | None:
         """Returns the reason why rollouts wait, for `slimx status`: {what, since: Unix time}, or None if they do
@@ -360,8 +355,7 @@ class Membership:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, SlimxError):
             self.fail(error)
-        elif error is not None:
-            # A bug must reach the loop, not vanish in a task.
+        elif error is not None:  # a bug must reach the loop, not vanish in a task
             kind = type(error).__name__
             self.fail(SlimxError(f"{kind}: {error}", code="engines.mistake", about=kind))
 
@@ -390,11 +384,6 @@ class Membership:
         self.on_change()
         self._change.set()
         self._change = asyncio.Event()
-
-
-def _completed(restarts: Restarts) -> int:
-    """Returns the number of successful restarts."""
-    return sum(not restart.error for restart in restarts.history)
 
 
 class Joining:

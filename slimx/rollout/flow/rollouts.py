@@ -21,10 +21,16 @@ from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError, raised, safe_repr
 from slimx.json_types import Json
-from slimx.rollout.flow.failures import (
+from slimx.rollout.flow.gate import Gate
+from slimx.rollout.flow.interruption import Interruptible
+from slimx.rollout.flow.progress import GroupProgress
+from slimx.rollout.flow.returned import (
+    Returned,
     Score,
     add_metrics,
     any_failed,
+    check_metadata,
+    check_verdict,
     crashed_trajectory,
     failed_trajectory,
     is_cancellation,
@@ -32,10 +38,6 @@ from slimx.rollout.flow.failures import (
     reason_of,
     scored,
 )
-from slimx.rollout.flow.gate import Gate
-from slimx.rollout.flow.interruption import Interruptible
-from slimx.rollout.flow.progress import GroupProgress
-from slimx.rollout.flow.returned import Returned, check_metadata, check_verdict
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
@@ -264,8 +266,7 @@ class GroupMaker:
         except BaseException as error:  # includes a SystemExit of a hook's library
             if is_cancellation(error):
                 raise
-            limit = self.config.rollout.rollout_deadline
-            trajectories = [crashed_trajectory(ctx, error, clock, self.config.rollout.generate, limit)]
+            trajectories = [crashed_trajectory(ctx, error, clock, self.config.rollout)]
         else:
             await self._judge_all(prompt, trajectories, evaluation=evaluation, greedy=greedy)
             if not any_failed(trajectories):

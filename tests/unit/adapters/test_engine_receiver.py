@@ -309,7 +309,7 @@ def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receive
     assert told["loaded"] == 0 and told["error"].startswith("ZeroDivisionError: ")
     assert receiver.status()["open"] is None
     # Nothing vouches for what it holds now, not even an earlier publication.
-    assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.held)
+    assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.local)
 
 
 def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:

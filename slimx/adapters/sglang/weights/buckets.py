@@ -56,7 +56,7 @@ class OpenPublication:
     @property
     def missing(self) -> list[str]:
         """Tensors that this rank needs and has neither staged nor loaded."""
-        return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
+        return [name for name in self.layout.local if name not in self.staged and name not in self.loaded]
 
     def ready(self) -> dict[str, Staged]:
         """Returns the staged tensors that can be copied: those whose partners in the model's loader are staged too."""
@@ -118,7 +118,7 @@ def open_bucket(
 
 def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dict[str, int]:
     """Returns the shares of all base weights among `loaded`. Raises SlimxError if some are missing."""
-    base = [name for name in layout.held if not is_adapter(name)]
+    base = [name for name in layout.local if not is_adapter(name)]
     missing = [name for name in base if name not in loaded]
     if missing:
         raise SlimxError(

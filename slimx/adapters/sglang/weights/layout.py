@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from slimx import entry_points
-from slimx.adapters.sglang.weights import modules
+from slimx.adapters.sglang.weights import places
 from slimx.adapters.sglang.weights.places import BASE, Destination, Layout, LocalPart, Parameters, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
@@ -54,7 +54,7 @@ class ServedPiece:
 class ServedParameter:
     """A parameter of this rank and the modules around it."""
 
-    held: torch.Tensor
+    parameter: torch.Tensor
     owner: nn.Module
     parent: nn.Module
     experts: object
@@ -62,19 +62,19 @@ class ServedParameter:
 
     @property
     def cols(self) -> int:
-        return matrix(self.held.shape)[1]
+        return matrix(self.parameter.shape)[1]
 
 
 def whole(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields a parameter stored as in the checkpoint, identical on every rank."""
-    yield _piece("{name}", tuple(served.held.shape))
+    yield _piece("{name}", tuple(served.parameter.shape))
 
 
 def vocabulary(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's rows of the real vocabulary, then padding."""
-    owner = cast(modules.Vocabulary, served.owner)
+    owner = cast(places.Vocabulary, served.owner)
     indices = owner.shard_indices
-    rows, cols = served.held.shape
+    rows, cols = served.parameter.shape
     start = indices.org_vocab_start_index
     real = indices.num_org_elements
     _expect(indices.num_added_elements == 0, "an added vocabulary is stored in the same parameter")
@@ -84,14 +84,14 @@ def vocabulary(served: ServedParameter) -> Iterator[ServedPiece]:
 
 def rows_split(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's rows of a ColumnParallelLinear."""
-    owner = cast(modules.Linear, served.owner)
-    yield share_of_rows("{name}", owner.output_size, served.cols, served.held.shape[0], rank_in(owner.tp_group), 0)
+    owner = cast(places.Linear, served.owner)
+    yield share_of_rows("{name}", owner.output_size, served.cols, served.parameter.shape[0], rank_in(owner.tp_group), 0)
 
 
 def columns_split(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields this rank's columns of a RowParallelLinear."""
-    owner = cast(modules.Linear, served.owner)
-    rows, cols = served.held.shape
+    owner = cast(places.Linear, served.owner)
+    rows, cols = served.parameter.shape
     yield _columns("{name}", (rows, cols), owner.input_size, rank_in(owner.tp_group), 0)
 
 
@@ -100,7 +100,7 @@ def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
     start = 0
     for part, (total, shard, rank) in zip("qkv", _heads(served), strict=True):
         tensor = f"{{at}}.{part}_proj.{{kind}}"
-        yield share_of_rows(tensor, total, served.cols, shard, rank, start, vector=served.held.dim() == 1)
+        yield share_of_rows(tensor, total, served.cols, shard, rank, start, vector=served.parameter.dim() == 1)
         start += shard
 
 
@@ -118,7 +118,7 @@ def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
 
 def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
     """Returns rows of the complete projection, rows of this rank's shard and its index, for query, key and value."""
-    owner = cast(modules.Attention, served.owner)
+    owner = cast(places.Attention, served.owner)
     rank = rank_in(owner.tp_group)
     kv_rank = rank_in(owner.kv_tp_group) // owner.num_kv_head_replicas
     heads = owner.total_num_heads
@@ -132,15 +132,15 @@ def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
 
 def latent_down(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields MLA's first projections, identical on every rank: rows of the query's, then of the key-value's."""
-    query = cast(modules.LatentAttention, served.parent).q_lora_rank
+    query = cast(places.LatentAttention, served.parent).q_lora_rank
     yield share_of_rows("{at}.q_a_proj.weight", query, served.cols, query, 0, 0)
-    rest = cast(modules.Linear, served.owner).output_size - query
+    rest = cast(places.Linear, served.owner).output_size - query
     yield share_of_rows("{at}.kv_a_proj_with_mqa.weight", rest, served.cols, rest, 0, query)
 
 
 def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields rows of gate, then up, of a dense MLP or a shared expert."""
-    owner = cast(modules.Linear, served.owner)
+    owner = cast(places.Linear, served.owner)
     start = 0
     for name, size, shard in zip(("gate", "up"), owner.output_sizes, owner.output_partition_sizes, strict=True):
         yield share_of_rows(f"{{at}}.{name}_proj.weight", size, served.cols, shard, rank_in(owner.tp_group), start)
@@ -153,8 +153,8 @@ def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
     if not hasattr(served.owner, "num_head_replicas"):
         yield from whole(served)
         return
-    owner = cast(modules.HeadsNorm, served.owner)
-    shard = served.held.shape[0]
+    owner = cast(places.HeadsNorm, served.owner)
+    shard = served.parameter.shape[0]
     total = shard * owner.attn_tp_size // owner.num_head_replicas
     yield share_of_rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
 
@@ -164,13 +164,13 @@ def experts_gate_up(
 ) -> Iterator[ServedPiece]:
     """Yields w13: per expert the rows of gate, then up (reversed if the method of FlashInfer's kernels says so).
     `names`: both names in the checkpoint."""
-    owner = cast(modules.Experts, served.owner)
+    owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
     method = getattr(owner, "weight_load_method", None) or owner.quant_method
     order: Sequence[str] = names
     if getattr(method, "load_up_proj_weight_first", False):
         order = names[::-1]
-    _expect(tuple(served.held.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(served))
+    _expect(tuple(served.parameter.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(served))
     shape = (inner * owner.moe_tp_size, owner.hidden_size)
     for name, slot in _experts(served):
         for index, part in enumerate(order):
@@ -183,10 +183,10 @@ def experts_gate_up(
 
 def experts_down(served: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
     """Yields w2: one matrix per expert, split by columns. `part`: its name in the checkpoint."""
-    owner = cast(modules.Experts, served.owner)
+    owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
     total = inner * owner.moe_tp_size
-    _expect(tuple(served.held.shape) == (owner.num_local_experts, owner.hidden_size, inner), _unlike(served))
+    _expect(tuple(served.parameter.shape) == (owner.num_local_experts, owner.hidden_size, inner), _unlike(served))
     for name, slot in _experts(served):
         tensor = f"{name}.{part}.weight"
         if slot is None:
@@ -270,35 +270,35 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
     if scales_of is None:
         pieces = split(served)
     else:
-        pieces = scales_of.scales(split(replace(served, held=weights[source])), served.owner)
+        pieces = scales_of.scales(split(replace(served, parameter=weights[source])), served.owner)
     named: list[ServedPiece] = []
     for piece in pieces:
         tensor = piece.tensor
         if tensor is not None:
             tensor = tensor.format(name=published, **groups)
         named.append(replace(piece, tensor=tensor))
-    place(layout, name, served.held, named)
+    place(layout, name, served.parameter, named)
     if split in TOGETHER:
         names = {piece.tensor for piece in named if piece.tensor is not None}
         for tensor in names:
             layout.together[tensor] = tuple(sorted(names - {tensor}))
 
 
-def place(layout: Layout, name: str, held: torch.Tensor, pieces: list[ServedPiece]) -> None:
+def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
     """Records the location of the tensors of `pieces` in parameter `name`, after checking that they cover it
     exactly."""
-    _expect(held.data.is_contiguous(), f"strides {held.stride()} are not those of contiguous memory")
+    _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of contiguous memory")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
-    check_boxes(f"parameter {name}", matrix(held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
+    check_boxes(f"parameter {name}", matrix(parameter.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
     for piece in pieces:
         if piece.tensor is None:
             continue
-        destination = layout.places.setdefault(piece.tensor, Destination(held.dtype, piece.shape))
+        destination = layout.places.setdefault(piece.tensor, Destination(parameter.dtype, piece.shape))
         if piece.rects:
-            parts = {_part(other.rects) for other in destination.held} | {_part(piece.rects)}
+            parts = {_part(other.rects) for other in destination.parts} | {_part(piece.rects)}
             _expect(len(parts) == 1, f"different parts of {piece.tensor} are stored")
-            destination.held.append(LocalPart(name, tuple(held.shape), piece.rects))
+            destination.parts.append(LocalPart(name, tuple(parameter.shape), piece.rects))
 
 
 @functools.cache
@@ -319,7 +319,7 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:
     """Yields (name of an expert, slot in this rank's parameter): slots in order, then experts of other ranks with
     None."""
-    owner = cast(modules.Experts, served.owner)
+    owner = cast(places.Experts, served.owner)
     shared = owner.num_fused_shared_experts
     routed = owner.num_local_experts - shared
     first = owner.moe_ep_rank * routed
@@ -358,7 +358,7 @@ def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: 
     return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
 
-def rank_in(group: modules.Group | None) -> int:
+def rank_in(group: places.Group | None) -> int:
     """Returns the rank in the group that splits a layer, 0 for a layer that is not split."""
     return 0 if group is None else group.rank_in_group
 
@@ -374,8 +374,8 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 def _unlike(served: ServedParameter) -> str:
-    owner = cast(modules.Experts, served.owner)
+    owner = cast(places.Experts, served.owner)
     return (
-        f"shape {tuple(served.held.shape)} is not {owner.num_local_experts} experts of hidden size "
+        f"shape {tuple(served.parameter.shape)} is not {owner.num_local_experts} experts of hidden size "
         f"{owner.hidden_size} and inner size {owner.intermediate_size_per_partition} (a repacked or split layout)"
     )

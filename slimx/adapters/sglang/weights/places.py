@@ -9,7 +9,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,84 @@ BASE = "base_layer"
 """Attribute of a layer that SGLang wrapped for adapters: the original layer."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Names of parameters that scale an fp8 KV cache."""
+
+
+# torch types attributes of a module as `Tensor | Module`; a cast to one of these protocols gives the real types.
+
+
+class Group(Protocol):
+    """A parallel group."""
+
+    rank_in_group: int
+
+
+class Linear(Protocol):
+    """ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear."""
+
+    tp_group: Group | None
+    input_size: int
+    output_size: int
+    output_sizes: Sequence[int]
+    output_partition_sizes: Sequence[int]
+
+
+class Attention(Protocol):
+    """QKVParallelLinear."""
+
+    tp_group: Group | None
+    kv_tp_group: Group | None
+    num_kv_head_replicas: int
+    total_num_heads: int
+    total_num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    q_proj_shard_size: int
+    kv_proj_shard_size: int
+    v_proj_shard_size: int
+
+
+class VocabularyShard(Protocol):
+    """Indices of a rank's part of the vocabulary."""
+
+    org_vocab_start_index: int
+    num_org_elements: int
+    num_added_elements: int
+
+
+class Vocabulary(Protocol):
+    """VocabParallelEmbedding and ParallelLMHead."""
+
+    shard_indices: VocabularyShard
+    org_vocab_size: int
+
+
+class LatentAttention(Protocol):
+    """MLA's attention layer."""
+
+    q_lora_rank: int
+
+
+class HeadsNorm(Protocol):
+    """MiniMaxM2RMSNormTP."""
+
+    num_head_replicas: int
+    attn_tp_size: int
+    attn_tp_rank: int
+
+
+class Experts(Protocol):
+    """FusedMoE."""
+
+    quant_method: object
+    layer_id: int
+    hidden_size: int
+    intermediate_size_per_partition: int
+    num_local_experts: int
+    num_fused_shared_experts: int
+    moe_tp_size: int
+    moe_tp_rank: int
+    moe_ep_size: int
+    moe_ep_rank: int
 
 
 @runtime_checkable
@@ -82,7 +160,7 @@ class Destination:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Shape of the complete tensor."""
-    held: list[LocalPart] = field(default_factory=list)
+    parts: list[LocalPart] = field(default_factory=list)
     """Copies of the same part of the tensor: several for redundant experts, none for another rank's expert."""
 
     @property
@@ -105,9 +183,9 @@ class Layout:
     """Tensors that the model's `load_weights` accepts only in one call with others -> those others."""
 
     @property
-    def held(self) -> list[str]:
+    def local(self) -> list[str]:
         """Names of tensors of which this rank stores a part."""
-        return [name for name, place in self.places.items() if place.held]
+        return [name for name, place in self.places.items() if place.parts]
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -162,7 +240,7 @@ def staged_sums(
         local = 2 * index
         other = 2 * index + 1
         below = 0
-        for rect in places[name].held[0].rects:
+        for rect in places[name].parts[0].rects:
             right = rect.col + rect.cols
             for row, col, height, width, target in (
                 (rect.row, rect.col, rect.rows, rect.cols, local),
@@ -191,7 +269,7 @@ def local_sums(
     for name in names:
         destination = places[name]
         shares[name] = set()
-        for part in destination.held:
+        for part in destination.parts:
             views = part.views(parameters)
             if views is None or views[0].dtype != destination.dtype:
                 shares[name].add(None)

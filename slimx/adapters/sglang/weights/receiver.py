@@ -134,7 +134,7 @@ class RankReceiver:
             for entry in tensors:
                 check_entry(entry, publication.layout.places, publication.taken, bucket, size)
                 publication.taken.add(entry["name"])
-            local = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
+            local = [entry for entry in tensors if publication.layout.places[entry["name"]].parts]
             views, device = open_bucket(part["fd_path"], size, local, next(self.model.parameters()).device)
             sums = staged_sums(views, publication.layout.places, device)
             for entry in local:
@@ -232,14 +232,14 @@ class RankReceiver:
         loaded = self.copied.loaded
         parameters = self._parameters(self.copied.manifest.policy)
         differ = differing(places, loaded, parameters)
-        missing = [name for name in self.copied.layout.held if name not in loaded]
+        missing = [name for name in self.copied.layout.local if name not in loaded]
         covered: set[str] = set()
         for destination in places.values():
-            covered.update(part.parameter for part in destination.held)
+            covered.update(part.parameter for part in destination.parts)
         missing += sorted(parameters.keys() - covered)
         for policy, slot, shares in self._others(self.copied.manifest.policy):
             differ += [f"{policy}:{name}" for name in differing(places, shares, slot.buffers())]
-            adapters = [name for name in self.copied.layout.held if is_adapter(name)]
+            adapters = [name for name in self.copied.layout.local if is_adapter(name)]
             missing += [f"{policy}:{name}" for name in adapters if name not in shares]
         self.copied.verified = self.copied is self.open and not differ and not missing
         return {
@@ -300,7 +300,7 @@ class RankReceiver:
         `forms`: all tensors that this rank receives; `uncovered`: its parameters that no publication covers.
         """
         layout = self._layout_of(encoding)
-        names = (name for name in layout.held if encoding != "adapters" or is_adapter(name))
+        names = (name for name in layout.local if encoding != "adapters" or is_adapter(name))
         return {"forms": {name: layout.places[name].form for name in names}, "uncovered": layout.uncovered}
 
     # ----------------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class AdapterSlot:
         buffers = self.buffers()
         for name, tensor in named:
             flat = tensor.view(matrix(tensor.shape))
-            for held in layout.places[name].held:
+            for held in layout.places[name].parts:
                 for rect, view in zip(held.rects, held.views(buffers) or (), strict=True):
                     view.copy_(flat[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
@@ -100,7 +100,7 @@ class AdapterSlot:
             size = rank, cols = len(layer.a) // len(b), layer.a.shape[1]
             a = [replace(p, shape=size, rects=(Rect(0, 0, 0, *size, k * rank, 0),)) for k, p in enumerate(b)]
         elif split is columns_split:
-            a, b = [*split(replace(at, held=layer.a))], [*whole(at)]
+            a, b = [*split(replace(at, parameter=layer.a))], [*whole(at)]
         else:
             raise Unexpected("adapters of such layers were never published")
         for letter, held, pieces in (("A", layer.a, a), ("B", layer.b, b)):

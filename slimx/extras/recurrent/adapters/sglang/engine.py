@@ -19,19 +19,19 @@ from slimx.layout.maps import Rect
 
 def delta_convolution(at: ServedParameter) -> Iterator[ServedPiece]:
     """The convolution of a delta net: this rank's rows of the queries', then of the keys' and the values' filters."""
-    net, width = at.parent, at.held.shape[-1]
+    net, width = at.parent, at.parameter.shape[-1]
     rects, start, first = [], 0, 0
     for rows in (net.key_dim, net.key_dim, net.value_dim):
         shard = rows // net.attn_tp_size
         rects.append(Rect(0, first + net.attn_tp_rank * shard, 0, shard, width, start, 0))
         start, first = start + shard, first + rows
-    yield ServedPiece("{name}", (net.conv_dim, *at.held.shape[1:]), tuple(rects))
+    yield ServedPiece("{name}", (net.conv_dim, *at.parameter.shape[1:]), tuple(rects))
 
 
 def delta_heads(at: ServedParameter) -> Iterator[ServedPiece]:
     """A number of each value head that this rank computes."""
     net = at.owner
-    yield share_of_rows("{name}", net.num_v_heads, 1, at.held.shape[0], net.attn_tp_rank, 0, vector=True)
+    yield share_of_rows("{name}", net.num_v_heads, 1, at.parameter.shape[0], net.attn_tp_rank, 0, vector=True)
 
 
 def delta_inputs(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -39,7 +39,8 @@ def delta_inputs(at: ServedParameter) -> Iterator[ServedPiece]:
     which they stand head by head (Qwen3-Next), or of two, in which they stand one kind below the other (Qwen3.5)."""
     owner = at.owner
     if not hasattr(at.parent, "_bind_packed_weight_loaders"):
-        yield share_of_rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], rank_in(owner.tp_group), 0)
+        rows = at.parameter.shape[0]
+        yield share_of_rows("{name}", sum(owner.output_sizes), at.cols, rows, rank_in(owner.tp_group), 0)
         return
     sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))
     rank, start = rank_in(owner.tp_group), 0
