@@ -1,5 +1,5 @@
-"""Times in which no engine serves, where requests wait and the deadlines of rollouts stand still, and the engines' turn
-on devices that they share with trainers (`schedule.colocate`)."""
+"""Outages, during which no engine serves: requests wait and rollout deadlines are suspended. Also the engines' turn on
+devices that they share with trainers (`schedule.colocate`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Seconds between two looks at an outage from another event loop."""
+"""Polling interval of an outage from another event loop, in seconds."""
 
 
 class Outage:
-    """A record of outages, times in which no engine serves. It belongs to one event loop; whoever knows of the engines
+    """A record of outages, times in which no engine serves. It belongs to one event loop; the owner of the engines
     begins and ends them."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        """Begin of the outage by the event loop's clock; None while engines serve."""
+        """Start of the outage by the event loop's clock; None while engines serve."""
         self._before = 0.0
         self._served = asyncio.Event()
         self._served.set()
         self._clocks: dict[Clock, ExitStack] = {}
-        """Clocks that stand still while it lasts, and what holds them."""
+        """Clocks that are stopped during an outage, with the contexts that stop them."""
 
     @property
     def lasts(self) -> bool:
@@ -34,45 +34,46 @@ class Outage:
 
     @property
     def since(self) -> float | None:
-        """Unix seconds at which the outage began, by the present clock of this machine; None while engines serve."""
+        """Unix time at which the outage began, by the current clock of this node; None while engines serve."""
         return None if self._began is None else time.time() - (_now() - self._began)
 
     def begin(self) -> None:
-        """No engine serves from now on. Twice is once."""
+        """Marks the start of an outage. Idempotent."""
         if not self.lasts:
             self._began = _now()
             self._served.clear()
-            for clock, held in self._clocks.items():
-                held.enter_context(clock.standing())
+            for clock, stack in self._clocks.items():
+                stack.enter_context(clock.standing())
 
     def end(self) -> None:
-        """An engine serves from now on. Twice is once."""
+        """Marks the end of an outage: an engine serves. Idempotent."""
         if self.lasts:
-            self._before, self._began = self.seconds, None
+            self._before = self.seconds
+            self._began = None
             self._served.set()
-            for held in self._clocks.values():
-                held.close()
+            for stack in self._clocks.values():
+                stack.close()
 
     async def over(self) -> None:
-        """Wait until an engine serves."""
+        """Waits until an engine serves."""
         await self._served.wait()
 
     @property
     def seconds(self) -> float:
-        """Seconds of all outages so far, together."""
+        """Total duration of all outages so far, in seconds."""
         return self._before + (0.0 if self._began is None else _now() - self._began)
 
     def time(self) -> float:
-        """Seconds of the event loop's clock, which stands still while an outage lasts."""
+        """Returns the time of the event loop's clock minus all outages, in seconds."""
         return _now() - self.seconds
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """`clock`, which runs, stands still in the outages of this block."""
-        with ExitStack() as held:
+        """Stops the running `clock` during outages within this block."""
+        with ExitStack() as stack:
             if self.lasts:
-                held.enter_context(clock.standing())
-            self._clocks[clock] = held
+                stack.enter_context(clock.standing())
+            self._clocks[clock] = stack
             try:
                 yield
             finally:
@@ -80,21 +81,21 @@ class Outage:
 
 
 class Outages:
-    """Outages of several groups of engines as one, which lasts while any of them does: a rollout may need them all."""
+    """Outages of several engine groups as one, which lasts while any of them does: a rollout may need all groups."""
 
     def __init__(self, parts: tuple[Outage, ...]) -> None:
         self._parts = parts
 
     def time(self) -> float:
-        """Seconds of the event loop's clock, which stands still while one lasts; time of two at once counts twice."""
+        """Returns the time of the event loop's clock minus all outages, in seconds; overlapping outages count twice."""
         return _now() - sum(part.seconds for part in self._parts)
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """`clock`, which runs, stands still in the outages of this block."""
-        with ExitStack() as held:
+        """Stops the running `clock` during outages within this block."""
+        with ExitStack() as stack:
             for part in self._parts:
-                held.enter_context(part.stops(clock))
+                stack.enter_context(part.stops(clock))
             yield
 
 
@@ -102,7 +103,7 @@ class Elsewhere:
     """An outage as seen from other event loops."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
-        """`hopeless`: whether it will never end; then nobody waits for that."""
+        """Wraps `outage`. `hopeless` returns True if it will never end; then callers do not wait."""
         self._outage, self._hopeless = outage, hopeless
 
     @property
@@ -119,15 +120,16 @@ Absence = Outage | Elsewhere
 
 
 class EnginesTurn:
-    """Says when engines may start: SGLang sizes its KV cache by the memory that is free then, so trainers must be gone
-    from the devices. The turn is the engines' until `end` is called; without shared devices it never is."""
+    """The times in which engines may start. SGLang sizes its KV cache by free memory, so trainers must have left the
+    devices first. The engines' turn lasts until `end` is called; without shared devices it never is."""
 
     def __init__(self) -> None:
-        self._theirs, self._idle = asyncio.Event(), asyncio.Event()
+        self._theirs = asyncio.Event()
+        self._idle = asyncio.Event()
         self._theirs.set()
         self._idle.set()
         self._busy = 0
-        """Engines that are being started or ended."""
+        """Number of engines that are being started or ended."""
 
     @property
     def theirs(self) -> bool:
@@ -135,29 +137,29 @@ class EnginesTurn:
         return self._theirs.is_set()
 
     def begin(self) -> None:
-        """Give the devices to the engines."""
+        """Gives the devices to the engines."""
         self._theirs.set()
 
     async def end(self) -> None:
-        """Let no engine start from now on; returns when none is being started or ended. A start has its own deadline,
-        and so has an end."""
+        """Prevents further starts and returns when no engine is being started or ended. Starts and stops have their own
+        deadlines."""
         self._theirs.clear()
         await self._idle.wait()
 
     async def come(self) -> None:
-        """Wait for the engines' turn."""
+        """Waits for the engines' turn."""
         await self._theirs.wait()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Wait for the engines' turn, which lasts until the block ends."""
+        """Waits for the engines' turn and extends it until the block ends."""
         await self.come()
         async with self.ending():
             yield
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """Count an engine that gives its memory back inside the block, in any turn."""
+        """Counts an engine that releases its memory inside the block, in any turn."""
         self._busy += 1
         self._idle.clear()
         try:

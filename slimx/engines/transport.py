@@ -2,11 +2,11 @@
 
 Entry points of `slimx.transports`:
 
-memory    engines map the memory of the trainer ranks: one machine
-cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one machine
+memory    engines map the memory of the trainer ranks: one node cuda_ipc  engines copy from the memory of the trainer
+ranks' GPUs: one node
 
-Others are of extras. The part of one that runs on trainer ranks is a role of these (`slimx.roles`), the part at an
-engine an `End`. Importing a transport loads neither torch nor Ray, without which a plan does.
+Extras add others. The part of a transport on trainer ranks is one of their roles (`slimx.roles`), the part at an engine
+an `End`. Importing a transport loads neither torch nor Ray, which a plan runs without.
 """
 
 from __future__ import annotations
@@ -28,62 +28,62 @@ if TYPE_CHECKING:
 
 
 class Trainers(Protocol):
-    """The trainer ranks (`slimx.orchestration.ranks.trainers.TrainerGroup`), which may be replaced."""
+    """The trainer ranks (`slimx.orchestration.ranks.trainers.TrainerGroup`), which may be replaced during a run."""
 
     actors: list[Any]
-    """Those of the present ranks."""
+    """Actors of the current ranks."""
     plans: Mapping[str, PlannedBuckets]
-    """Plans by which weights leave them; "publish": that for one engine."""
+    """Transfer plans of the weights; "publish": the plan for one engine."""
 
-    async def call(self, method: str, what: str, /, **arguments: Any) -> list[Any]: ...
+    async def call(self, method: str, what: str, /, **arguments: object) -> list[Any]: ...
 
-    async def stored(self, values: Sequence[Any]) -> list[Any]: ...
+    async def stored(self, values: Sequence[object]) -> list[Any]: ...
 
 
 class End(Protocol):
-    """A transport's end on one machine of an engine, in the process that owns the server there."""
+    """A transport's end on one node of an engine, in the process that owns the server there."""
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepare for a start of the server. `host`: the machine's address; `nodes`: the server's other machines
+        """Prepares for a start of the server. `host`: address of the node; `nodes`: the server's other nodes
         (`slimx.engines.server.server.Machines`)."""
 
     def landed(self, packed: PackedBucket) -> AbstractAsyncContextManager[PackedBucket]:
-        """A bucket in memory that the server opens, for the time of the block."""
+        """Yields a bucket in memory that the server can open until the block ends."""
 
 
 class Transport:
-    """Memory of trainer ranks, in which engines open buckets."""
+    """Engines open buckets in the memory of trainer ranks."""
 
     gathers = True
-    """True if all ranks bring their pieces of a bucket together in the memory of some (`TrainerGroup.pack`)."""
+    """True if ranks gather their pieces of a bucket in the memory of some of them (`TrainerGroup.pack`)."""
 
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
-        """Returns True if buckets are in the memory of GPUs in a run on `device`, "cpu" or "cuda"."""
+        """Returns True if buckets are in GPU memory in a run on `device`, "cpu" or "cuda"."""
         return publish.on_device
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """Returns the maker of ends at servers; None: servers open buckets in place."""
+        """Returns the factory of ends at servers, or None if servers open buckets in place."""
         return None
 
-    def connect(self, config: Config, trainers: Trainers, engines: Any, source: Source) -> tuple[Source, Delivery]:
-        """Returns the trainers as the publisher reads them and the delivery to `engines`, an `EngineGroup` or None.
-        `source`: of gathered buckets."""
+    def connect(self, config: Config, trainers: Trainers, engines: object, source: Source) -> tuple[Source, Delivery]:
+        """Returns the trainers as the publisher's source and the delivery to `engines`, an `EngineGroup` or None.
+        `source`: source of gathered buckets."""
         return source, MemoryDelivery(trainers)
 
 
 def transport_of(publish: Publish) -> Transport:
-    """Returns the configured transport; for `auto`, as in a run without engines, memory."""
+    """Returns the configured transport; memory for `auto`, as in a run without engines."""
     name = "memory" if publish.transport == "auto" else publish.transport
     return entry_points.load("slimx.transports", name)()
 
 
 class MemoryDelivery(Delivery):
-    """Buckets that engines open in the memory of trainer ranks."""
+    """Delivers buckets that engines open in the memory of trainer ranks."""
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
         self._owners: Sequence[Any] = ()
-        """The actors that pack the present publication."""
+        """Actors that pack the current publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._owners = list(self.trainers.actors)
@@ -94,7 +94,7 @@ class MemoryDelivery(Delivery):
         except SlimxError as error:
             from slimx.cluster.waiting import has_died
 
-            # No engine is to blame for a bucket whose owner has died.
+            # The engine is not at fault for a bucket whose owner has died.
             if self._owners and await has_died(*self._owners):
                 raise TransportLost(
                     f"a trainer rank died before a bucket was taken: {error}", code="publish.source", about="trainers"

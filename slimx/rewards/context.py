@@ -1,12 +1,15 @@
-"""The part of a reward context that the reward hooks of this room read."""
+"""The part of a reward context that the reward hooks of slimx read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Context(Protocol):
@@ -22,24 +25,24 @@ class Context(Protocol):
 
     @property
     def final_answer(self) -> str:
-        """The end of the last turn, behind its thinking: the text that is graded."""
+        """End of the last turn, after its thinking: the text that is graded."""
         ...
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     @property
     def engines(self) -> Mapping[str, Any]:
-        """Frozen models by their group's name."""
+        """Frozen models by the name of their group."""
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Log a number of this call, which becomes a curve."""
+        """Logs a number of this call as a metric."""
         ...
 
 
 def answer_of(ctx: Context, hook: str) -> str:
-    """The prompt's answer. Raises SlimxError for a prompt without one: 0 for each of its rollouts would hide that."""
+    """Returns the prompt's answer. Raises SlimxError for a prompt without one: a reward of 0 would hide that."""
     if ctx.prompt.answer is None:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line or choose "

@@ -1,16 +1,18 @@
-"""Several rewards as one: the weighted sum of the parts that fit a prompt."""
+"""Combines several rewards: the weighted sum of the parts that match a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context
 
-Hook = Callable[[Any, Trajectory], Awaitable[float | dict[str, float]]]
+Value = float | Mapping[str, float]
+Hook = Callable[[Any, Any], Coroutine[None, None, Value | Sequence[Value]]]
+"""Like `slimx.rollout.hooks.Reward`, which is in a room above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +22,15 @@ class WeightedReward:
     name: str
     hook: Hook
     weight: float
-    where: Mapping[str, Any]
-    """Metadata that a prompt must have."""
+    where: Mapping[str, object]
+    """Required metadata of a prompt."""
 
     def fits(self, prompt: Prompt) -> bool:
-        return all(key in prompt.metadata and prompt.metadata[key] == value for key, value in self.where.items())
+        """Returns True if the prompt has all required metadata."""
+        for key, value in self.where.items():
+            if key not in prompt.metadata or prompt.metadata[key] != value:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +40,33 @@ class Mixture:
     parts: tuple[WeightedReward, ...]
 
     async def __call__(self, ctx: Context, trajectory: Trajectory) -> dict[str, float]:
-        """By part (`name`, or `name/key` where its hook returns several numbers) what it adds to the reward.
+        """Returns the contribution of each part to the reward, by `name`, or `name/key` for a hook that returns several
+        numbers.
 
-        Raises SlimxError for a prompt that no part fits."""
-        out: dict[str, float] = {}
+        Raises SlimxError for a prompt that no part matches.
+        """
+        contributions: dict[str, float] = {}
         for part in self._fitting(ctx.prompt):
             value = await part.hook(ctx, trajectory)
             if isinstance(value, dict):
-                out |= {f"{part.name}/{key}": part.weight * each for key, each in value.items()}
+                for key, number in value.items():
+                    contributions[f"{part.name}/{key}"] = part.weight * number
             else:
-                out[part.name] = part.weight * value
-        return out
+                contributions[part.name] = part.weight * cast(float, value)
+        return contributions
 
     def _fitting(self, prompt: Prompt) -> list[WeightedReward]:
         fitting = [part for part in self.parts if part.fits(prompt)]
         if not fitting:
             raise SlimxError(
-                f"prompt {prompt.id!r} with metadata {prompt.metadata} fits no entry of reward.parts; add one for it, "
-                "or one without `where`",
+                f"prompt {prompt.id!r} with metadata {prompt.metadata} matches no entry of reward.parts; add one for "
+                "it, or one without `where`",
                 code="reward.parts",
                 about=prompt.id,
             )
         return fitting
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Raise SlimxError for the first prompt that no part fits."""
+        """Raises SlimxError for the first prompt that no part matches."""
         for prompt in prompts:
             self._fitting(prompt)

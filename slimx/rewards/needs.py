@@ -1,4 +1,4 @@
-"""Marks by which a hook says its needs: a process of its own, an answer, checks before the run."""
+"""Marks with which a hook declares its requirements: a separate process, an answer, checks before the run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ Hook = Callable[..., Any]
 
 
 def needs_process[H: Hook](hook: H) -> H:
-    """Mark a hook that computes for long without awaiting: in a thread it could not be ended at its deadline, and would
-    hold up all others while it runs."""
+    """Marks a hook that computes for long without awaiting: in a thread it could not be stopped at its deadline, and
+    would delay all others."""
     hook.needs_process = True  # type: ignore[attr-defined]
     return hook
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Have `check` called with the hook's options before a run starts; what it raises (SlimxError) ends the start."""
+    """Returns a decorator that has `check` called with the hook's options before a run starts; a SlimxError ends the
+    start."""
 
     def mark(hook: Hook) -> Hook:
         hook.check = check  # type: ignore[attr-defined]
@@ -27,8 +28,8 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Have `check` called with the prompts that the hook will judge before a run starts; what it raises (SlimxError)
-    ends the start. That of a generate hook gets the hook's options, too, and `tokenizer` where that is a parameter."""
+    """Returns a decorator that has `check` called with the hook's prompts before a run starts; a SlimxError ends the
+    start. The check of a generate hook also receives the hook's options, and `tokenizer` if it has that parameter."""
 
     def mark(hook: Hook) -> Hook:
         hook.check_prompts = check  # type: ignore[attr-defined]
@@ -38,33 +39,33 @@ def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def needs_answer[H: Hook](hook: H) -> H:
-    """Mark a hook that compares with the prompt's answer, and raises for a prompt without one."""
+    """Marks a hook that compares with the prompt's answer and raises for a prompt without one."""
     hook.needs_answer = True  # type: ignore[attr-defined]
     return hook
 
 
-def asks_for_answer(hook: Any) -> bool:
-    """Returns True if `needs_answer` marks the hook, or the function behind a partial."""
+def asks_for_answer(hook: object) -> bool:
+    """Returns True if the hook, or the function of a partial, is marked by `needs_answer`."""
     return getattr(_function(hook), "needs_answer", False)
 
 
-def asks_for_process(hook: Any) -> bool:
-    """Returns True if `needs_process` marks the hook, or the function behind a partial."""
+def asks_for_process(hook: object) -> bool:
+    """Returns True if the hook, or the function of a partial, is marked by `needs_process`."""
     return getattr(_function(hook), "needs_process", False)
 
 
-def check(hook: Any) -> None:
-    """Call the check that the hook has, if it has one, with the options that a partial fills in."""
+def check(hook: object) -> None:
+    """Calls the hook's check, if any, with the options of a partial."""
     options = hook.keywords if isinstance(hook, partial) else {}
     getattr(_function(hook), "check", lambda **_: None)(**options)
 
 
-def prompt_check(hook: Any) -> Callable[..., None] | None:
-    """The check of prompts that `checks_prompts` gave the hook, or the function behind a partial; None without one."""
+def prompt_check(hook: object) -> Callable[..., None] | None:
+    """Returns the check of prompts of the hook, or of the function of a partial, by `checks_prompts`, if any."""
     return getattr(_function(hook), "check_prompts", None)
 
 
-def _function(hook: Any) -> Any:
+def _function(hook: object) -> object:
     while isinstance(hook, partial):
         hook = hook.func
     return hook

@@ -1,11 +1,10 @@
-"""Builds a trajectory token by token, keeping the provenance of each; what a generate hook works with."""
+"""Builds a trajectory token by token with the provenance of each, for generate hooks."""
 
 from __future__ import annotations
 
 import inspect
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,14 +13,15 @@ from slimx.data.records import Span, Status, Trajectory, Turn
 from slimx.data.support import Support
 from slimx.data.whole import as_ids
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion
 
 _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 
 class Draft:
-    """A trajectory in the making: `add_sampled` what an engine returned, `add_inserted` what a tool or template
-    said."""
+    """A trajectory under construction: `add_sampled` appends an engine's completion, `add_inserted` the text of a tool
+    or template."""
 
     def __init__(
         self,
@@ -32,31 +32,35 @@ class Draft:
         group_id: str,
         index: int,
         seed: int,
-        sampling: dict[str, Any],
+        sampling: Json,
         policy: str = ACTOR,
     ):
-        self.id, self.rollout_id, self.group_id, self.index = id, rollout_id, group_id, index
+        self.id = id
+        self.rollout_id = rollout_id
+        self.group_id = group_id
+        self.index = index
         self.sampling = {**sampling, "seed": seed}
-        self.policy, self.turn = policy, 0
+        self.policy = policy
+        self.turn = 0
         self.timings = {"generate": 0.0}
-        # Thousands of rollouts wait for their tools at once: 9 bytes a token here, where lists of numbers take 90.
-        self._ids = array("i", as_ids(prompt_ids))  # a copy of an array, too, for it grows
+        # Thousands of rollouts wait for their tools at once: arrays take 9 bytes per token, lists of numbers 90.
+        self._ids = array("i", as_ids(prompt_ids))  # arrays are copied as well, because this one grows
         self._logprobs = array("f", [float("nan")]) * len(self._ids)
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
         self._supports: list[Support | int] = [len(self._ids)]
-        """Support of the parts, in order; a number of tokens: nothing was cut away there."""
+        """Supports of the parts, in order; an integer: that many tokens without restriction."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far: what the next request continues."""
+        """All tokens so far, which the next request continues."""
         return list(self._ids)
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
-        """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        """Appends the tokens of an engine. `train=False` excludes them from the loss."""
         if inspect.isawaitable(completion):
             raise SlimxError(
                 f"trajectory {self.id}: add_sampled got a {type(completion).__name__}; await it, as in "
@@ -66,8 +70,8 @@ class Draft:
             )
         if completion.policy != self.policy:
             raise SlimxError(
-                f"trajectory {self.id} is one of the policy {self.policy}, and {completion.policy} sampled these "
-                "tokens; add them by add_inserted, which does not train them, or to a draft of that policy "
+                f"trajectory {self.id} belongs to policy {self.policy}, but {completion.policy} sampled these tokens; "
+                "add them by add_inserted, which does not train them, or to a draft of that policy "
                 "(ctx.policies[NAME].draft)",
                 code="draft.policy",
                 about=self.id,
@@ -75,11 +79,11 @@ class Draft:
         if self.turn and completion.temperature != self.sampling["temperature"]:
             raise SlimxError(
                 f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
-                f"{completion.temperature}; use one for all its turns, or return a trajectory for each",
+                f"{completion.temperature}; use one for all its turns, or return a trajectory per turn",
                 code="draft.temperature",
                 about=self.id,
             )
-        # The trainer divides its logits by it: what the hook really asked for, not what the configuration says.
+        # The trainer divides its logits by it: the hook's temperature, not the configured one.
         self.sampling["temperature"] = completion.temperature
         start = len(self._ids)
         self._ids.extend(completion.token_ids.tolist())
@@ -97,14 +101,14 @@ class Draft:
                 )
             )
         self._supports.append(len(completion.token_ids) if completion.support is None else completion.support)
-        # A completion reports the experts of all its input positions: the last one covers the earlier turns too.
+        # A completion returns the experts of all its input positions: the last one covers earlier turns too.
         self._routes = completion.routed_experts
         self._finish = completion.finish_reason
         self.timings["generate"] += completion.seconds
         self.turn += 1
 
     def describe_turn(self, *, state_key: str | None = None, reward: float = 0.0) -> None:
-        """Describe the turn that was sampled last: the state in which it began, and the reward that it brought."""
+        """Describes the last sampled turn: its initial state and its reward."""
         if not self.turn:
             raise SlimxError(
                 f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled",
@@ -114,7 +118,7 @@ class Draft:
         self._turns[self.turn - 1] = Turn(reward=reward, state_key=state_key)
 
     def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
-        """Append tokens that no engine sampled: a tool's answer, the next user turn, or (trained) a demonstration."""
+        """Appends tokens that no engine sampled: a tool's output, the next user turn, or (trained) a demonstration."""
         if len(token_ids) == 0:
             return
         start = len(self._ids)
@@ -125,17 +129,19 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """The support of the first `end` tokens; None where nothing was cut away."""
+        """Returns the support of the first `end` tokens, or None without any restriction."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]
         return Support.join(parts).take(np.arange(end))
 
-    def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
-        """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left
-        off."""
+    def finish(self, *, metadata: Json | None = None) -> Trajectory:
+        """Returns the trajectory. Drops untrained tokens after the last sampled one: they have no loss and no routed
+        experts."""
         end = self._trained.rfind(1) + 1
-        end = max(end, max((span.stop for span in self._spans if span.source == "sampled"), default=0))
+        for span in self._spans:
+            if span.source == "sampled":
+                end = max(end, span.stop)
         if end == 0:
             raise SlimxError(
                 f"trajectory {self.id} has neither a sampled nor a trained token; the generate hook added none",
@@ -162,7 +168,7 @@ class Draft:
             sampling=self.sampling,
             support=self._support(end),
             routed_experts=self._routes,
-            turns=[self._turns.get(number, Turn()) for number in range(self.turn)] if self._turns else [],
+            turns=[self._turns.get(index, Turn()) for index in range(self.turn)] if self._turns else [],
             status=_STATUS.get(self._finish or "stop", "completed"),
             finish_reason=self._finish,
             timings=self.timings,

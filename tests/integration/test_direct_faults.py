@@ -25,7 +25,7 @@ import torch
 
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.wire import Wire
+from slimx.engines.server.wire import ControlClient
 from slimx.errors import SlimxError
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.layout.ranks import EngineSizes
@@ -120,7 +120,7 @@ class Stand:
 
     async def held(self, engine: EngineHandle) -> dict[str, str]:
         """By parameter SGLang's own digest of what an engine holds now."""
-        wire = Wire(engine.url, keys=engine.spec.keys)
+        wire = ControlClient(engine.url, keys=engine.spec.keys)
         answer = await wire.call("/weights_checker", {"action": "checksum", "selector": "target"})
         return answer["ranks"][0]["checksums"]
 
@@ -135,7 +135,7 @@ class Stand:
         if moment.kind == "receiver":
             (owner,) = [p for p in server.parents() if "ray::Engine" in command_of(p)]
             return owner.pid
-        return (await Wire(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
+        return (await ControlClient(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
 
     async def back(self) -> None:
         """Wait until every engine runs."""
@@ -258,7 +258,7 @@ async def assert_whole(stand: Stand, engine: EngineHandle, old: int, *, struck: 
         async with asyncio.timeout(STEP_S):
             if engine.standing is not Standing.MEMBER or not await engine.perform("serves", None):
                 return
-            status = (await Wire(engine.url, keys=engine.spec.keys).ask("status"))[0]
+            status = (await ControlClient(engine.url, keys=engine.spec.keys).ask("status"))[0]
             held = await stand.held(engine)
     except (SlimxError, TimeoutError):
         if not struck:

@@ -76,7 +76,7 @@ async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = EngineSpec("stock", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=2048)
-    stock = server.Server(spec, tmp_path / "server.log")
+    stock = server.EngineServer(spec, tmp_path / "server.log")
     monkeypatch.setattr(stock, "_placed", lambda: spec)
     flags = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048"]
     where = ["--model-path", spec.model_path, "--device", "cpu", "--dtype", "float32", "--port", str(spec.port)]

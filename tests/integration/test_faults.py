@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.wire import Wire
+from slimx.engines.server.wire import ControlClient
 from slimx.engines.transport import MemoryDelivery
 from slimx.errors import LOST
 from slimx.models.families import read_model
@@ -76,7 +76,7 @@ class Stand:
 
 async def process_of(engine: EngineHandle) -> int:
     """The server's scheduler, which holds the model."""
-    return (await Wire(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
+    return (await ControlClient(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
 
 
 @asynccontextmanager

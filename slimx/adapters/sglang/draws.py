@@ -1,12 +1,12 @@
-"""Seeded draws that take few fp64 logarithms, with the tokens of SGLang 0.5.23's `multinomial_with_seed`.
+"""Seeded sampling with few fp64 logarithms, which draws the same tokens as SGLang 0.5.23's `multinomial_with_seed`.
 
-SGLang draws by Gumbel's trick in fp64: two logarithms for each request and token of the vocabulary, on GPUs of which
-Blackwell Ultra computes little fp64. Here an fp32 estimate finds the blocks of the vocabulary that can hold the
-maximum, and the fp64 expression decides among their tokens.
+SGLang samples by the Gumbel trick in fp64: two logarithms per request and token of the vocabulary, on GPUs of which
+Blackwell Ultra has little fp64 throughput. Here an fp32 estimate finds the blocks of the vocabulary that can contain
+the maximum, and the fp64 expression decides among their tokens.
 
 The estimate of a token near the maximum is within 2e-5 of its score. A draw can differ only if 8 tokens in 8 other
-blocks score within 4e-5 of the maximum, and the number of tokens within d of a Gumbel maximum is at most geometric
-with mean exp(d) - 1: a chance below 1e-35 a draw.
+blocks score within 4e-5 of the maximum, and the number of tokens within d of a Gumbel maximum is at most geometric with
+mean exp(d) - 1: a chance below 1e-35 per draw.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import torch
 DRAW = "sglang.srt.layers.sampler.multinomial_with_seed"
 LARGEST_HASH = 2**32 - 1
 LEAST_NOISE = 2.0**-32
-"""SGLang's lower bound of -log(u), which the largest hash would make 0."""
-WIDTH, BLOCKS = 256, 8
-"""Tokens in a block, and blocks of which fp64 decides."""
+"""SGLang's lower bound of -log(u), which would be 0 for the largest hash."""
+WIDTH = 256
+"""Number of tokens in a block."""
+BLOCKS = 8
+"""Number of blocks that are evaluated in fp64."""
 
 
 def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Returns log-prob plus Gumbel noise in fp32, from hashes (int64) of the same shape.
 
-    -log(u) comes from 1 - u where u is above a half: its relative error stays that of fp32 up to the largest hash."""
+    -log(u) is computed from 1 - u for u above one half: its relative error stays that of fp32 up to the largest hash.
+    """
     below = (LARGEST_HASH - hashed).float() / LARGEST_HASH
     above = hashed.float() / LARGEST_HASH
     exponential = torch.where(hashed > LARGEST_HASH // 2, -torch.log1p(-below), -torch.log(above))
@@ -35,22 +38,22 @@ def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tens
 
 
 def scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns log-prob plus Gumbel noise in fp64 from hashes (int64), by SGLang's operations in SGLang's order."""
+    """Returns log-prob plus Gumbel noise in fp64 from hashes (int64), with SGLang's operations in SGLang's order."""
     uniform = hashed.double() / LARGEST_HASH
     exponential = -torch.clamp(torch.log(uniform), min=torch.finfo(torch.float64).min, max=-LEAST_NOISE)
     return -torch.log(exponential) + logprobs.double()
 
 
 def highest(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the column of the highest score in each row, [rows, 1]. `hashed`: uint32 [rows, columns], as the
-    log-probs in fp32 or fp64."""
+    """Returns the column of the highest score in each row, [rows, 1]. `hashed`: uint32 [rows, columns]; `logprobs`:
+    fp32 or fp64 of the same shape."""
     rows, columns = logprobs.shape
     bits = hashed.view(torch.int32)  # few operations take uint32
     estimate = estimated_scores(bits.long() & LARGEST_HASH, logprobs)
     blocks = -(-columns // WIDTH)
     estimate = torch.nn.functional.pad(estimate, (0, blocks * WIDTH - columns), value=-torch.inf)
     best = estimate.view(rows, blocks, WIDTH).amax(-1).topk(min(BLOCKS, blocks)).indices
-    # In the order of columns: of equal scores the first counts.
+    # In column order: the first of equal scores wins.
     inside = (best.sort().values[..., None] * WIDTH + torch.arange(WIDTH, device=best.device)).flatten(1)
     taken = inside.clamp(max=columns - 1)
     exact = scores(bits.gather(1, taken).long() & LARGEST_HASH, logprobs.gather(1, taken))
@@ -58,9 +61,10 @@ def highest(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns a column drawn for each row, int64 [rows, 1], in place of `multinomial_with_seed`.
+    """Draws a column for each row, int64 [rows, 1], as a replacement of `multinomial_with_seed`.
 
-    `logprobs`: [rows, columns]; `seed` and `positions`: integers [rows]."""
+    `logprobs`: [rows, columns]; `seed` and `positions`: integers [rows].
+    """
     from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 
     columns = torch.arange(logprobs.shape[1], device=logprobs.device)
@@ -69,5 +73,5 @@ def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) ->
 
 @cache
 def _fused() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Compiles `highest` at the first draw: the compiler's import takes seconds, and few processes draw."""
+    """Returns `highest`, compiled at the first draw: importing the compiler takes seconds, and few processes draw."""
     return torch.compile(highest, dynamic=True)

@@ -18,11 +18,12 @@ import psutil
 import torch
 
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.form import ServedForm
 from slimx.runtime.ports import meet
 
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""The function in which SGLang chooses how the server starts its other processes."""
+"""The function in which SGLang chooses the start method of the server's other processes."""
 LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
 """Name of the memory file that replaces it."""
@@ -31,53 +32,53 @@ KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""Called at the end of the construction of every batch's sampling parameters; SGLang's own does nothing."""
+"""Called at the end of the construction of every batch's sampling parameters; SGLang's implementation does nothing."""
 UNSEEDED = 42
-"""Seed of a request that names none, SGLang's own in deterministic inference."""
+"""Seed of a request without one, SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-"""Called once in every turn of a paused scheduler's loop, and in no other."""
+"""Called once in every iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
 
 
-def fork_from_here(result: None, arguments: Any) -> None:
-    """After SGLang has chosen to spawn its other processes: fork them instead.
+def fork_from_here(result: None, arguments: object) -> None:
+    """Switches SGLang's start method from spawn to fork, after SGLang has set it.
 
-    Each spawned process imports everything again, 5 to 9 s of CPU time. A fork is safe where neither CUDA nor a thread
-    pool of torch's has begun: on the CPU, before SGLang has started anything.
+    Each spawned process imports everything again, 5 to 9 s of CPU time. A fork is safe before CUDA or a thread pool of
+    torch is started: on the CPU, before SGLang has started anything.
     """
     multiprocessing.set_start_method("fork", force=True)
 
 
 def loads_path(ipc_name: str) -> str:
-    """The file in which the scheduler tells its load to the server, in place of `load_snapshot.shm_path_for`.
+    """Returns the file through which the scheduler reports its load to the server, instead of
+    `load_snapshot.shm_path_for`.
 
     SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, found through
-    /proc by that process and its children: it has no name to leave behind, however the server ends.
+    /proc by that process and its children: it has no name and disappears with the server.
     """
     for process in (psutil.Process(), *psutil.Process().parents()):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            # A file may be closed between the listing and the look, the listing's own among them.
+            # A file may be closed after it was listed, such as that of the listing.
             with contextlib.suppress(FileNotFoundError):
                 if LOADS in os.readlink(link):
                     return str(link)
     raise SlimxError(
-        "the server's first process holds no memory file for its load; start it with slimx.engines.server.launch",
+        "the server's first process has no memory file for its load; start it with slimx.engines.server.launch",
     )
 
 
-def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dict[str, Any]:
-    """Wraps `ServerArgs.resolved_dict`, which /server_info answers with, and blanks the keys: who may generate would
-    read there the key of those who may replace the weights."""
+def without_keys(original: Callable[..., Json], arguments: object) -> Json:
+    """Blanks the keys in `ServerArgs.resolved_dict`, which /server_info returns: clients with the generation key could
+    read the control key there."""
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
-def take_fields(form: ServedForm, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx", and
-    refuse a request that a server of this form cannot answer.
+def take_fields(form: ServedForm, manager: object, request: Any, *args: object, **kwargs: object) -> None:
+    """Sets request fields that were sent as the custom label "slimx", before `TokenizerManager.generate_request`.
+    Raises SlimxError for a request that a server of this form cannot serve.
 
-    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom
-    labels. The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not
-    know.
+    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but forwards custom
+    labels. The label is removed because SGLang would pass it to Prometheus, which refuses unknown labels.
     """
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(LABEL, "{}")).items():
@@ -86,34 +87,36 @@ def take_fields(form: ServedForm, manager: Any, request: Any, *args: Any, **kwar
 
 
 def carry_seeds(result: None, info: Any, batch: Any, vocab_size: int) -> None:
-    """After `adjusted_from_schedule_batch`: the seed of each request, int64 [requests] on the batch's device.
+    """Sets the seed of each request, int64 [requests] on the batch's device, after `adjusted_from_schedule_batch`.
 
-    SGLang hands seeds to its sampler in deterministic inference only, which is more than seeds: matrix products without
-    tuned tiles, attention without split keys, no custom all-reduce. In fast mode a policy engine has none of that, and
-    its sampler (the backend pytorch) takes seeds all the same once the batch carries them.
+    SGLang passes seeds to its sampler only in deterministic inference, which also disables tuned tiles of matrix
+    products, split-KV attention and the custom all-reduce. In fast mode a policy engine keeps these, and its sampler
+    (the backend pytorch) uses seeds as soon as the batch has them.
     """
     if info.sampling_seed is not None:  # deterministic inference
         return
-    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
-    seeds = torch.tensor([UNSEEDED if seed is None else seed for seed in seeds], dtype=torch.int64)
+    requested = [request.sampling_params.sampling_seed for request in batch.reqs]
+    seeds = torch.tensor([UNSEEDED if seed is None else seed for seed in requested], dtype=torch.int64)
     if torch.device(batch.device).type == "cuda":
         seeds = seeds.pin_memory()
     info.sampling_seed = seeds.to(batch.device, non_blocking=True)
 
 
 def wait_while_paused(result: None, scheduler: Any) -> None:
-    """After a turn of a paused scheduler: wait up to a second for the next message, if the server sleeps on idle.
+    """Waits up to a second for the next message in an iteration of a paused scheduler, if the server sleeps on idle.
 
-    SGLang waits where it is idle and was started with `--sleep-on-idle`; while it is paused it polls at full speed all
-    the same, through each publication and for as long as trainers compute on the same devices, which need the core.
-    Only the rank that messages come to has an `idle_sleeper`; the others of its server wait for that one.
+    SGLang waits when idle if started with `--sleep-on-idle`; while paused it still polls at full speed, during each
+    publication and while trainers compute on the same devices, which need the core. Only the rank that receives
+    messages has an `idle_sleeper`; the server's other ranks wait for it.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
-def at_one_address(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **__: Any) -> Any:
-    """Replaces torch's `_create_c10d_store`, which would listen on every interface: the store of SGLang's first process
-    group listens at the address of `hostname` alone. It keeps the groups' addresses: who can write to it decides whom
-    the ranks hear, and what gloo brings is unpickled."""
+def at_one_address(
+    hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: object, **__: object
+) -> torch.distributed.Store:
+    """Creates the store of SGLang's first process group at the address of `hostname` only, instead of torch's
+    `_create_c10d_store`, which listens on every interface. The store contains the groups' addresses: a process that can
+    write to it chooses the ranks' peers, and gloo messages are unpickled."""
     return meet(hostname, port, rank=rank, size=world_size, timeout=timeout)

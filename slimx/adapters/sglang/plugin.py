@@ -1,9 +1,9 @@
 """The slimx plugin of an SGLang server: attests itself and receives weights, through the stock /weights_checker.
 
 Written for sglang 0.5.23, entry point `sglang.srt.plugins: slimx`. /weights_checker runs `ModelRunner.check_weights` on
-every rank and brings each rank's answer back; actions that begin with `slimx.` are answered here, all others by SGLang.
-SGLang only logs a plugin that fails, so the client asks `slimx.attest` and refuses a server that does not answer it in
-full.
+every rank and returns each rank's response; actions that begin with `slimx.` are handled here, all others by SGLang.
+SGLang only logs a failing plugin: the client therefore calls `slimx.attest` and refuses a server with an incomplete
+response.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,38 +23,56 @@ import slimx
 from slimx import entry_points
 from slimx.adapters.device import device_named
 from slimx.adapters.sglang import hooks as sglang_hooks
-from slimx.adapters.sglang.weights import drafted as sglang_drafted
+from slimx.adapters.sglang.weights import draft_model
+from slimx.adapters.sglang.weights.layout import ExpertLocation
 from slimx.adapters.sglang.weights.receiver import RankReceiver, receiver_of
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.form import server_form
 from slimx.numerics.mode import server_mode
 from slimx.reshard.parties import PROTOCOL
 
-NAME, SPAWN = "slimx", "--spawn"
+NAME = "slimx"
+SPAWN = "--spawn"
 SCHEDULER = "sglang.srt.managers.scheduler"
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
-ANSWER, ERROR, CODE, ABOUT, PID = "slimx", "error", "code", "about", "pid"
-"""Keys of the payload's `checksums`: our JSON answer, or an error's text, code and object, and whose it is."""
+ANSWER = "slimx"
+"""Key of the payload's `checksums` for the JSON response; the next three are for an error, the last for the process."""
+ERROR = "error"
+CODE = "code"
+ABOUT = "about"
+PID = "pid"
 PREFIX = "slimx."
-"""Begin of the actions that are slimx's verbs."""
+"""Prefix of the actions that are slimx's verbs."""
 VERBS = "slimx.server_verbs"
-"""Entry points: verbs about a server's process, functions of the model runner and the verb's arguments."""
+"""Entry points: verbs of a server's process, functions of the model runner and the verb's arguments."""
+
+
+class Runner(Protocol):
+    """SGLang's ModelRunner."""
+
+    model: torch.nn.Module
+    dtype: torch.dtype
+    device: str
+    _weight_checker: Any
 
 
 def register() -> None:
-    """Called by SGLang early in each of its processes. Does nothing in a server that was not started for slimx."""
+    """Registers slimx's hooks; SGLang calls it early in each process. Does nothing in a server that slimx did not
+    start."""
     if NAME not in [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
-    numerics, form = server_mode(sys.argv), server_form(sys.argv)
+    numerics = server_mode(sys.argv)
+    form = server_form(sys.argv)
     device = device_named("cpu" if is_cpu() else "cuda")
     device.open_choices()
     numerics.open_choices()
-    # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
-    # runs. SGLang calls this in the server's process before it starts others, and in a spawned child after that has
-    # imported its own main module. Where the server's process forks the others, these find everything in its place.
+    # A hook makes SGLang import its target, 3 s of CPU time for the model runner: each process gets only the hooks that
+    # it needs. SGLang calls this in the server's process before it starts others, and in a spawned child after it has
+    # imported its main module. Forked processes inherit the hooks.
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
@@ -70,70 +88,72 @@ def register() -> None:
         HookRegistry.register(sglang_hooks.ADJUST, sglang_hooks.carry_seeds, HookType.AFTER)
         HookRegistry.register(sglang_hooks.PAUSED, sglang_hooks.wait_while_paused, HookType.AFTER)
         HookRegistry.register(sglang_hooks.CREATE_STORE, sglang_hooks.at_one_address, HookType.REPLACE)
-        if sglang_drafted.asked(sys.argv):
-            HookRegistry.register(sglang_drafted.START, sglang_drafted.take_draft, HookType.AFTER)
+        if draft_model.publishes_draft(sys.argv):
+            HookRegistry.register(draft_model.START, draft_model.take_draft, HookType.AFTER)
         form.register(HookRegistry, HookType)
         device.register(HookRegistry, HookType, experts=not numerics.replaces_layers)
         numerics.register(HookRegistry, HookType)
 
 
 def check_weights(
-    original: Callable[..., Any],
-    runner: Any,
+    original: Callable[..., object],
+    runner: Runner,
     action: str,
     allow_quant_error: bool = False,
     skip_tensor_list: list[str] | None = None,
     *,
     role: str,
-) -> Any:
-    """Around `ModelRunner.check_weights`: answer actions `slimx.VERB` in the payload type of SGLang's checksum action.
+) -> object:
+    """Handles actions `slimx.VERB` around `ModelRunner.check_weights`, with the payload type of SGLang's checksum
+    action.
 
     The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
-    answers afterwards, so an error on one rank must not leave it: it travels as text under the key "error".
+    responses afterwards, so an error must not leave its rank: it is returned as text under the key "error".
     """
     if not action.startswith(PREFIX):
         return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
     try:
         arguments = json.loads((skip_tensor_list or ["{}"])[0])
-        answer = {ANSWER: json.dumps(_answer(runner, action.removeprefix(PREFIX), arguments))}
+        response = {ANSWER: json.dumps(_response(runner, action.removeprefix(PREFIX), arguments))}
     except SlimxError as error:
-        answer = {ERROR: str(error), CODE: error.code, ABOUT: error.about}
+        response = {ERROR: str(error), CODE: error.code, ABOUT: error.about}
     except Exception as error:
-        answer = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
+        response = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
     return {
-        "checksums": answer | {PID: str(os.getpid())},
+        "checksums": response | {PID: str(os.getpid())},
         "per_gpu_checksum": "",
         "parallelism_info": runner._weight_checker._parallelism_info(role=role).model_dump(),
     }
 
 
-def _answer(runner: Any, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Do a verb: a method of the model's receiver, or an entry point of `VERBS`."""
+def _response(runner: Runner, verb: str, arguments: Json) -> Json:
+    """Calls a verb: a method of the model's receiver, or an entry point of `VERBS`."""
     of_process = entry_points.find(VERBS)
     verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
     if verb not in verbs:
         if verb in of_process:
             return entry_points.load(VERBS, verb)(runner, **arguments)
         raise SlimxError(
-            f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} knows "
+            f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} has "
             f"{', '.join(sorted(verbs | of_process.keys()))}",
             code="plugin.action",
             about=PREFIX + verb,
         )
     receiver = receiver_of(runner.model)
-    receiver.rank, receiver.experts = _coordinates()["rank"], _expert_location()
+    receiver.rank = _coordinates()["rank"]
+    receiver.experts = _expert_location()
     return getattr(receiver, verb)(**arguments)
 
 
-def _expert_location() -> Any:
-    """The experts that the slots of this process hold (None for models without experts)."""
+def _expert_location() -> ExpertLocation | None:
+    """Returns the map of experts to this process's slots, or None for models without experts."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
 
 
 def _coordinates() -> dict[str, int]:
-    """The coordinates of this rank in its engine; `rank` counts as `slimx.layout.ranks.EngineSizes` does."""
+    """Returns the coordinates of this rank in its engine; `rank` is numbered as in `slimx.layout.ranks.EngineSizes`."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -147,10 +167,11 @@ def _coordinates() -> dict[str, int]:
 
 
 def _sizes() -> dict[str, int]:
-    """The sizes by which this engine splits its model: the fields of `slimx.layout.ranks.EngineSizes`."""
+    """Returns the parallel sizes of this engine: the fields of `slimx.layout.ranks.EngineSizes`."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel, location = get_parallel(), _expert_location()
+    parallel = get_parallel()
+    location = _expert_location()
     return {
         "tensor": parallel.tp_size,
         "expert": parallel.moe_ep_size,
@@ -160,8 +181,8 @@ def _sizes() -> dict[str, int]:
     }
 
 
-def _backends() -> dict[str, Any]:
-    """Kernels as SGLang resolved them from its arguments, the model and this machine."""
+def _backends() -> Json:
+    """Returns the kernels as SGLang resolved them from its arguments, the model and this machine."""
     from sglang.srt.runtime_context import attention_backends, get_exec
 
     execution = get_exec()
@@ -178,18 +199,19 @@ def _backends() -> dict[str, Any]:
     }
 
 
-def attest(runner: Any) -> dict[str, Any]:
-    """The facts of this rank: versions, model, and whether each hook and each CPU entry is in force."""
+def attest(runner: Runner) -> Json:
+    """Returns the facts of this rank: versions, model, and whether each hook and each CPU entry is in force."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import is_cpu
 
-    ours = {
-        target: target in HookRegistry._patched
-        for target, hooks in HookRegistry._hooks.items()
-        if any(source is not None and source.plugin_name == NAME for _, _, source in hooks)
-    }
-    numerics, dtype = server_mode(sys.argv), str(runner.dtype).removeprefix("torch.")
+    hooks_in_force: dict[str, bool] = {}
+    for target, hooks in HookRegistry._hooks.items():
+        sources = [source for _, _, source in hooks if source is not None]
+        if any(source.plugin_name == NAME for source in sources):
+            hooks_in_force[target] = target in HookRegistry._patched
+    numerics = server_mode(sys.argv)
+    dtype = str(runner.dtype).removeprefix("torch.")
     return {
         "protocol": PROTOCOL,
         "slimx": slimx.__version__,
@@ -197,18 +219,18 @@ def attest(runner: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "coordinates": _coordinates(),
         "sizes": _sizes(),
-        "draft": sglang_drafted.asked(sys.argv),
+        "draft": draft_model.publishes_draft(sys.argv),
         "adapters": server_form(sys.argv).attest(runner),
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "epoch": receiver_of(runner.model).epoch,
         "dtype": dtype,
         "device": runner.device,
-        "hooks": ours | numerics.in_force(HookRegistry, runner.model),
+        "hooks": hooks_in_force | numerics.in_force(HookRegistry, runner.model),
         "capability": torch.cuda.get_device_capability()[0] if runner.device == "cuda" else None,
         "backends": _backends(),
         "experts": any(name.endswith("w13_weight") for name, _ in runner.model.named_parameters()),
-        "fp8": any(held.dtype == torch.float8_e4m3fn for held in runner.model.parameters()),
+        "fp8": any(parameter.dtype == torch.float8_e4m3fn for parameter in runner.model.parameters()),
         "numerics": numerics.contract(dtype, runner.device),
         "cpu": device_named("cpu" if is_cpu() else "cuda").attest(),
     }

@@ -1,1 +1,1 @@
-"""Engines of a run: their Ray actors, who takes part, and what is started again."""
+"""Engines of a run: their Ray actors, their membership and their restarts."""

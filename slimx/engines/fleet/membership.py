@@ -1,13 +1,12 @@
-"""Membership of engines in the run: losses are found, isolated and repaired while the run goes on.
+"""Membership of engines in the run: failures are detected, isolated and repaired while the run goes on.
 
     start --> JOINING --a verified publication--> MEMBER --failed, late, dead--> OUT --restarted--> JOINING
                                                                                   |
                                                                                   +--restarts used up--> GONE
 
-An engine that fails in any way leaves the router at once, its whole process tree is killed (a half-updated server gets
-no time to answer anything), and it is started again in the background. It serves again only after a complete, verified
-publication. While none serves there is an outage: requests wait, their deadlines and those of rollouts stand still. The
-run ends only when no engine is left that could come back.
+A failed engine leaves the router, its process tree is killed (a half-updated server must not serve anything), and it is
+restarted in the background. It serves again only after a complete, verified publication. While none serves there is an
+outage: requests wait, deadlines are suspended. The run ends only when no engine is left that could come back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import chain
 
 from slimx.cluster.restarts import Restart, Restarts, describe_restarts
 from slimx.cluster.waiting import first_line
@@ -26,12 +25,12 @@ from slimx.engines.outage import EnginesTurn, Outage
 from slimx.engines.server.router import Router
 from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError
+from slimx.json_types import Json
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Pace, cancelled
 
 
-async def _nothing(error: SlimxError) -> None:
-    """Nobody wants to look at a lost engine."""
+async def _nothing(error: SlimxError) -> None: ...
 
 
 class Membership:
@@ -48,81 +47,90 @@ class Membership:
         record: Callable[[Restart], None] = lambda restart: None,
         pause_s: float = 1.0,
     ):
-        """`start_deadline_s`: seconds for one start of an engine, or of the router. `note` is told what happens to
-        them, `record` of every restart. `pause_s`: seconds before the second restart in a row of one of them."""
-        self.engines, self.health, self.start_deadline_s, self.note = engines, health, start_deadline_s, note
+        """Creates the records of restarts and the keeper of `router`.
 
-        def kept(restart: Restart) -> None:
+        `start_deadline_s`: deadline of one start of an engine or of the router, in seconds. `note` receives a line for
+        every event, `record` every restart. `pause_s`: pause before the second restart in a row of one part, in
+        seconds.
+        """
+        self.engines = engines
+        self.health = health
+        self.start_deadline_s = start_deadline_s
+        self.note = note
+
+        def record_restart(restart: Restart) -> None:
             record(restart)
             self.on_change()
 
         def restarts(part: str) -> Restarts:
-            return Restarts(part, health, note=note, record=kept, pause_s=pause_s)
+            return Restarts(part, health, note=note, record=record_restart, pause_s=pause_s)
 
         self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
         self.keeper = RouterKeeper(self, router, restarts("router"))
         self.turn = EnginesTurn()
-        """Time in which lost engines are started again."""
+        """Times in which lost engines may be restarted."""
         self.outage = Outage()
-        """Outages of the run: one lasts while no engine, or no router, serves after some did."""
+        """Outages of the run: no engine, or no router, serves although some did before."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
-        """Probe that has an engine in the router do, asked directly, what requests ask of it; raises SlimxError if it
-        does not. None: the health check is all that is known of an engine."""
+        """Sends a typical request directly to an engine in the router; raises SlimxError if it fails. None: engines are
+        judged by the health check alone."""
         self.on_change: Callable[[], None] = lambda: None
+        """Called after every restart and whenever an engine's standing may have changed."""
         self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
-        """Called whenever an engine's standing may have changed, and after every restart."""
+        """Called with the name of a lost engine and the error."""
         self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
-        """Awaited before an engine that was lost by this error is ended."""
+        """Awaited before the server of an engine that was lost by this error is ended."""
         self.epoch = 0
-        """Rises with every change of who is a candidate or a member."""
+        """Rises with every change of candidates or members."""
         self.lost = 0
-        """Engines lost in this run."""
+        """Number of engines lost in this run."""
         self._failure: SlimxError | None = None
-        """Why the run cannot go on."""
+        """Error because of which the run cannot go on."""
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Watchers and recoveries: they end with the run."""
+        """Watchers and recoveries, which end with the run."""
         self._look: asyncio.Task[None] | None = None
-        self._ran = self._served = False
-        """True once engines have run, and once they have served."""
+        self._ran = False  # whether an engine of each role has run
+        self._served = False  # whether an engine of each role has served
         self._patience: asyncio.Task[None] | None = None
         """Task that ends the run if no engine comes back."""
 
-    # Who takes part ---------------------------------------------------------------------------------------------------
+    # Members ----------------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[EngineHandle]:
-        """Engines that run, in the router or not."""
+        """Returns the engines that run, in the router or not."""
         return [engine for engine in self.engines if engine.standing.runs]
 
     def joining(self) -> list[EngineHandle]:
-        """Engines that run and wait for a publication."""
+        """Returns the engines that run and wait for a publication."""
         return [engine for engine in self.engines if engine.standing is Standing.JOINING]
 
     def members(self) -> list[EngineHandle]:
-        """Engines in the router."""
+        """Returns the engines in the router."""
         return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
-        """Returns True if `engines` can serve without the others."""
+        """Returns True if `engines` include every role, so that they can serve alone."""
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
+        """Registers `engine`, which holds a verified version, with the router. Raises ReceiverLost if it was lost
+        meanwhile."""
         incarnation = engine.incarnation
         if engine.standing is Standing.JOINING:
             await self.keeper.add(engine)
-            # Lost meanwhile, it may even be back by now, with other weights and at another URL.
+            # An engine lost meanwhile may already be back, with other weights and at another URL.
             if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
                 self.restarts[engine.name].serves()
                 self.changed()
         if engine.standing is not Standing.MEMBER:
-            raise ReceiverLost(
-                f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
-            )
+            message = f"engine {engine.name} was lost before it could serve"
+            raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Take `engine` out because of `error`; returns when no new request can reach it. Twice is once."""
+        """Takes `engine` out of the router because of `error` and restarts it in the background. Returns when no new
+        request can reach it. Idempotent."""
         if engine not in self.candidates():
             return
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
@@ -136,7 +144,7 @@ class Membership:
         await asyncio.shield(removal)
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
-        """End the lost engine and start it again, as often as it may be."""
+        """Ends the lost engine and restarts it, up to its limit of restarts."""
         async with self.turn.ending():
             await removal
             await self.before_ending(error)
@@ -157,12 +165,14 @@ class Membership:
         self.changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
             role = engine.spec.role
-            which = "engine" if role == "regular" else f"{role} engine"
-            told = describe_restarts(self.history())
+            kind = "engine" if role == "regular" else f"{role} engine"
+            limit = f"rollout.health.restarts is {self.health.restarts}"
+            history = describe_restarts(self.history())
+            if history:
+                limit += f": {history}"
             self.fail(
                 PartLost(
-                    f"no {which} is left, and none may be started again (rollout.health.restarts is "
-                    f"{self.health.restarts}{told and f': {told}'}); the last one lost: {error}",
+                    f"no {kind} is left, and all restarts are used up ({limit}); the last one lost: {error}",
                     code="engines.gone",
                     about=engine.name,
                 )
@@ -176,26 +186,27 @@ class Membership:
         return self._every_role(self.candidates())
 
     async def available(self) -> None:
-        """Wait until an engine runs. Raises SlimxError if none will, DeadlineError if it takes too long."""
+        """Waits until an engine of each role runs. Raises SlimxError if none will, DeadlineError if it takes too
+        long."""
         await self._until(lambda: self.run)
 
     async def starved(self) -> None:
-        """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will.
+        """Waits until no engine serves but one could after a publication. Raises SlimxError if none ever will.
 
-        Where prompts and samples are computed by different servers, it takes one of either to serve.
+        With separate prefill and decode servers, both roles are needed to serve.
         """
         await self._until(lambda: not self._every_role(self.members()) and self.run)
 
     async def back(self) -> None:
-        """Wait until an engine waits for a publication. Raises SlimxError when the run cannot go on."""
+        """Waits until an engine is ready for a publication. Raises SlimxError if the run cannot go on."""
         await self._until(lambda: bool(self.joining()))
 
     def failure(self) -> SlimxError | None:
-        """Why the run cannot go on; None while it can."""
+        """Returns the error because of which the run cannot go on, or None."""
         return self._failure
 
     async def failed(self) -> None:
-        """Wait until the run cannot go on, and raise why."""
+        """Waits until the run cannot go on, and raises the error."""
         await self._until(lambda: False)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -209,16 +220,17 @@ class Membership:
     # Health -----------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Look at engines and router from now on, every `health.interval` seconds."""
+        """Starts checking engines and router every `health.interval` seconds."""
         for engine in self.engines:
             self.spawn(self._watch(engine))
         self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Look at router and engines now, and return when the dead ones are out of the router. For whoever lost a
-        request: calls that come together share one look.
+        """Checks router and engines now, and returns when dead ones are out of the router. Called after lost requests;
+        concurrent calls share one check.
 
-        Where all of them live, an engine may still fail every request that it gets: each is asked for a token."""
+        If all are alive, an engine may still fail every request: each is probed with a request.
+        """
         if self._look is None or self._look.done():
             self._look = self.spawn(self._look_once())
         await asyncio.shield(self._look)
@@ -231,12 +243,14 @@ class Membership:
             await asyncio.gather(*(self._quarantine_if_useless(engine) for engine in self.members()))
 
     async def _quarantine_if_useless(self, engine: EngineHandle) -> None:
-        """Quarantine an engine that twice does not do what requests ask of it, although it serves.
+        """Quarantines an engine that fails two requests although it serves.
 
-        One that is paused, for a publication, answers nothing and is not asked."""
+        An engine that is paused for a publication cannot respond and is not probed.
+        """
         if self.probe is None or engine.spec.role != "regular":
             return
-        incarnation, error = engine.incarnation, None
+        incarnation = engine.incarnation
+        error: SlimxError | None = None
         for _ in range(2):
             try:
                 if not await engine.perform("serves", None):
@@ -249,22 +263,24 @@ class Membership:
             except SlimxError as problem:
                 error = problem
         with suppress(SlimxError):
-            # A server whose scheduler has died breaks connections for a second before it ends itself.
+            # A server whose scheduler has died drops connections for a second before it ends itself.
             if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
                 return
             if await engine.perform("serves", None):
-                said = f"engine {engine.name} fails requests: {error}; log {engine.log}"
-                await self.quarantine(engine, ReceiverLost(said, code="engine.useless", about=engine.name))
+                message = f"engine {engine.name} fails requests: {error}; log {engine.log}"
+                await self.quarantine(engine, ReceiverLost(message, code="engine.useless", about=engine.name))
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
         incarnation = engine.incarnation
-        if (end := await engine.ended()) is None or engine.incarnation != incarnation:
+        end = await engine.ended()
+        if end is None or engine.incarnation != incarnation:
             return False
         await self.quarantine(engine, ReceiverLost(end, code="engine.ended", about=engine.name))
         return True
 
     async def _watch(self, engine: EngineHandle) -> None:
-        failures, pace = 0, Pace(self.health.interval)
+        failures = 0
+        pace = Pace(self.health.interval)
         while True:
             await pace.round()
             if engine not in self.candidates():
@@ -285,48 +301,50 @@ class Membership:
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Engines that serve, that are out now, and how often one was lost or came back in this run."""
-        restarts = [restart for each in self.restarts.values() for restart in each.history]
+        """Returns how many engines serve and are out, and how many were lost and restarted in this run."""
+        router_restarts = sum(not restart.error for restart in self.keeper.restarts.history)
+        restarts = sum(not restart.error for restart in self.history())
         return {
             "engines/serving": float(len(self.members())),
             "engines/quarantined": float(len(self.engines) - len(self.candidates())),
             "engines/lost": float(self.lost),
-            "engines/restarted": float(sum(not restart.error for restart in restarts)),
-            "engines/router_restarts": float(sum(not restart.error for restart in self.keeper.restarts.history)),
+            "engines/restarted": float(restarts - router_restarts),
+            "engines/router_restarts": float(router_restarts),
             "engines/outage_seconds": self.outage.seconds,
         }
 
     def history(self) -> list[Restart]:
-        """All restarts of engines and router, in the order in which they began."""
+        """Returns all restarts of engines and router, in the order of their start."""
         parts = [*self.restarts.values(), self.keeper.restarts]
-        return sorted((restart for part in parts for restart in part.history), key=lambda restart: restart.at)
+        return sorted(chain.from_iterable(part.history for part in parts), key=lambda restart: restart.at)
 
-    def awaited(self) -> dict[str, Any] | None:
-        """Reason for which rollouts wait, for `slimx status`: {what, since: Unix seconds}; None: they do not wait."""
+    def awaited(self) -> Json | None:
+        """Returns the reason why rollouts wait, for `slimx status`: {what, since: Unix time}, or None if they do
+        not."""
         if not self.outage.lasts:
             return None
         if not self.keeper.up:
-            what = "the router, which is started again"
+            cause = "the router, which is restarted"
         elif self.run:
-            what = "a publication to an engine that is back"
+            cause = "a publication to a restarted engine"
         else:
             out = ", ".join(engine.name for engine in self.engines if engine.standing is Standing.OUT)
-            what = f"an engine ({out}), which is started again"
-        return {"what": what, "since": self.outage.since}
+            cause = f"an engine ({out}), which is restarted"
+        return {"what": cause, "since": self.outage.since}
 
     async def stop(self) -> None:
-        """End watchers and recoveries."""
+        """Ends watchers and recoveries."""
         await cancelled(*self._tasks)
 
     async def _lose_patience(self) -> None:
         limit = self.health.outage_deadline
-        await self.turn.come()  # none can come back before
+        await self.turn.come()  # no engine can come back before
         await asyncio.sleep(limit)
         names = ", ".join(engine.name for engine in self.engines)
         self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do `work` in a task that ends with the run."""
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Runs `work` in a task that ends with the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -334,22 +352,21 @@ class Membership:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A mistake of ours must reach the loop, not vanish in a task.
-            self.fail(
-                error
-                if isinstance(error, SlimxError)
-                else SlimxError(f"{type(error).__name__}: {error}", code="engines.mistake", about=type(error).__name__)
-            )
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, SlimxError):
+            self.fail(error)
+        elif error is not None:  # a bug must reach the loop, not vanish in a task
+            kind = type(error).__name__
+            self.fail(SlimxError(f"{kind}: {error}", code="engines.mistake", about=kind))
 
     def fail(self, error: SlimxError) -> None:
-        """The run cannot go on because of `error`."""
+        """Records that the run cannot go on because of `error`."""
         if self._failure is None:
             self._failure = error
         self.changed()
 
     def changed(self) -> None:
-        """Tell everything that follows the engines that one of them, or the router, was lost or is back."""
+        """Updates epoch, outage and waiters after an engine or the router was lost or came back."""
         self.epoch += 1
         serve = self.keeper.up and self._every_role(self.members())
         self._served = self._served or serve
@@ -370,11 +387,13 @@ class Membership:
 
 
 class Joining:
-    """The engines of a membership that no version reached yet, for a publication to them alone."""
+    """The engines of a membership without any published version, for a publication to them alone."""
 
     def __init__(self, members: Membership):
-        self.quarantine, self.admit, self.candidates = members.quarantine, members.admit, members.joining
         self._members = members
+        self.quarantine = members.quarantine
+        self.admit = members.admit
+        self.candidates = members.joining
 
     @property
     def epoch(self) -> int:

@@ -1,14 +1,14 @@
-"""Keeps the router in front of engines alive: it holds nothing that cannot be told to another one.
+"""Keeps the router in front of the engines alive: its whole state, the list of members, can be restored.
 
-A router that ends or does not answer is started again at the same address and told the members. Requests that were in
-it break off and are sent again by their clients; those that find it gone wait (slimx/rollout/client/sending.py).
+A router that ends or does not respond is restarted at the same address, and the members are registered again. Clients
+repeat the requests that were in it; requests that find no router wait (slimx/rollout/client/sending.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from slimx.cluster.restarts import Restarts, describe_restarts
 from slimx.cluster.waiting import first_line
@@ -19,50 +19,52 @@ from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Pace
 
 PING_S = 10.0
-"""Seconds in which a router that lives answers: it computes nothing."""
+"""Deadline of a healthy router's response, in seconds: it computes nothing."""
 
 
 class Fleet(Protocol):
-    """The engines that belong into a router, and what becomes of them."""
+    """The engines of a router, as the keeper needs them."""
 
     health: Health
     start_deadline_s: float
 
     def members(self) -> Sequence[EngineHandle]: ...
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
     def changed(self) -> None:
-        """The router is lost, or is back."""
+        """Updates the outage after the router was lost or came back."""
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Take out a member that a router which answers cannot add."""
+        """Takes out a member that a responding router cannot add."""
 
     def fail(self, error: SlimxError) -> None:
-        """The router may not be started again."""
+        """Ends the run: the router's restarts are used up."""
 
 
 class RouterKeeper:
-    """One router, through all its restarts, and the registration of engines with it."""
+    """One router across all its restarts, and the registration of engines with it."""
 
     def __init__(self, membership: Fleet, router: Router, restarts: Restarts):
-        self.membership, self.router, self.restarts = membership, router, restarts
+        self.membership = membership
+        self.router = router
+        self.restarts = restarts
         self.in_flight: Callable[[], str] = lambda: ""
-        """Names the requests that are out, for the note of a loss."""
+        """Returns a description of the pending requests for the note of a loss."""
         self.up = True
         self._restarting: asyncio.Task[None] | None = None
         restarts.serves()
 
     async def add(self, engine: EngineHandle) -> None:
-        """Let requests reach `engine`. Raises SlimxError if it is the engine that cannot be added."""
+        """Registers `engine` for requests. Raises SlimxError if the engine is at fault for a failure."""
         await self._try(lambda: self._add(engine))
 
     async def remove(self, url: str) -> None:
-        """Let no new request reach the engine at `url`, which is no member any more."""
+        """Removes the engine at `url`, which is no longer a member: it receives no new requests."""
         try:
             await self._try(lambda: self.router.remove(url))
         except SlimxError as error:
-            await self.restart(error)  # another one is told the members alone
+            await self.restart(error)  # a restarted router gets the current members only
 
     async def look(self) -> bool:
         """Returns True if the router had ended; it is running again when this returns."""
@@ -73,9 +75,10 @@ class RouterKeeper:
         return True
 
     async def watch(self) -> None:
-        """Look at the router every `health.interval` seconds, and start it again where it has ended, or was silent
-        `health.threshold` times in a row."""
-        failures, pace = 0, Pace(self.membership.health.interval)
+        """Checks the router every `health.interval` seconds. Restarts it if it has ended or failed `health.threshold`
+        checks in a row."""
+        failures = 0
+        pace = Pace(self.membership.health.interval)
         while True:
             await pace.round()
             if await self.look():
@@ -91,14 +94,15 @@ class RouterKeeper:
                     failures = 0
 
     async def restart(self, reason: SlimxError) -> None:
-        """Start the router again and tell it the members; calls that come together share one restart.
+        """Restarts the router and registers the members; concurrent calls share one restart.
 
-        Raises SlimxError if it may not be started again."""
-        if not self._restarts_now:
+        Raises SlimxError if its restarts are used up.
+        """
+        if self._restarting is None or self._restarting.done():
             self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)
         if not self.up:
-            raise PartLost(f"the router is lost for good: {first_line(reason)}", code="router.gone", about="router")
+            raise PartLost(f"the router is permanently lost: {first_line(reason)}", code="router.gone", about="router")
 
     @property
     def _restarts_now(self) -> bool:
@@ -107,8 +111,9 @@ class RouterKeeper:
     async def _restart(self, reason: SlimxError) -> None:
         self.up = False
         self.restarts.lost()
-        out = self.in_flight()
-        self.restarts.note(f"the router is lost: {first_line(reason)}{out and f'; {out}'}")
+        loss = f"the router is lost: {first_line(reason)}"
+        requests = self.in_flight()
+        self.restarts.note(f"{loss}; {requests}" if requests else loss)
         self.membership.changed()
         while self.restarts.left:
             await asyncio.sleep(self.restarts.pause)
@@ -123,25 +128,26 @@ class RouterKeeper:
             self.restarts.serves()
             self.membership.changed()
             return
-        told = describe_restarts(self.restarts.history)
+        limit = f"rollout.health.restarts is {self.membership.health.restarts}"
+        history = describe_restarts(self.restarts.history)
+        if history:
+            limit += f": {history}"
         self.membership.fail(
             PartLost(
-                f"the router is lost, and may not be started again ("
-                f"rollout.health.restarts is {self.membership.health.restarts}{told and f': {told}'}): {reason}",
+                f"the router is lost, and its restarts are used up ({limit}): {reason}",
                 code="router.gone",
                 about="router",
             )
         )
 
     async def _register_all(self, deadline_s: float) -> None:
-        """Add the members that the router does not know."""
-        known = {worker["url"] for worker in await self.router.workers(deadline_s)}
-        await asyncio.gather(
-            *(self._add_again(engine) for engine in self.membership.members() if engine.url not in known)
-        )
+        """Adds the members that the router does not list."""
+        registered = {worker["url"] for worker in await self.router.workers(deadline_s)}
+        missing = [engine for engine in self.membership.members() if engine.url not in registered]
+        await asyncio.gather(*(self._add_again(engine) for engine in missing))
 
     async def _add_again(self, engine: EngineHandle) -> None:
-        """Add a member. Raises SlimxError if that is the router's fault."""
+        """Adds a member. Raises SlimxError if the router is at fault for a failure."""
         try:
             await self._add(engine)
         except SlimxError as error:
@@ -149,14 +155,15 @@ class RouterKeeper:
             self.membership.spawn(self.membership.quarantine(engine, error))
 
     async def _add(self, engine: EngineHandle) -> None:
-        spec, incarnation = engine.spec, engine.incarnation
+        spec = engine.spec
+        incarnation = engine.incarnation
         await self.router.add(spec.url, role=spec.role, bootstrap_port=spec.bootstrap_port, keys=spec.keys)
-        # Lost meanwhile, it may even be back by now, with other weights and at another URL.
+        # An engine lost meanwhile may already be back, with other weights and at another URL.
         if not engine.standing.runs or engine.incarnation != incarnation:
             await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work`; where it failed because the router did, again after its restart."""
+        """Runs `work`. Repeats it after a restart of the router if the router was at fault for a failure."""
         while True:
             if self._restarts_now:
                 await self.look()

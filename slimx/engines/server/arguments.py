@@ -1,8 +1,8 @@
-"""SGLang's own arguments: the fields that its ServerArgs has, read from its source, and a command line made from them.
+"""SGLang's arguments: the fields of its ServerArgs, read from its source, and command lines made from them.
 
-The driver must not import sglang (seconds, and CUDA where it exists), so the declarations are parsed: since 0.5.23
-ServerArgs is assembled from the classes in srt/arg_groups/fields, whose fields are annotated `A[type, help or
-Arg(...)]`.
+The driver must not import sglang (it takes seconds, and initializes CUDA if present), so the declarations are parsed:
+since 0.5.23 ServerArgs is assembled from the classes in srt/arg_groups/fields, whose fields are annotated `A[type, help
+or Arg(...)]`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Field:
     name: str
     flag: str
     type: str
-    """The annotated type as it is written, e.g. "Optional[int]"."""
+    """Annotated type as written, e.g. "Optional[int]"."""
     whole: bool
-    """True if a list or dict is one JSON argument (it has its own parser) and not one argument per element."""
-    default: Any
+    """True if a list or dict is one JSON argument (with a custom parser) rather than one argument per element."""
+    default: object
 
 
-# SGLang registers these by hand: their declarations have no flag, or the flag is spelled apart from the field.
+# SGLang registers these by hand: their declarations have no flag, or the flag does not match the field's name.
 BY_HAND = {
     "disable_cuda_graph": Field("disable_cuda_graph", "--disable-cuda-graph", "bool", False, False),
     "enable_dp_attention": Field("enable_dp_attention", "--enable-dp-attention", "bool", False, False),
@@ -42,9 +42,13 @@ BY_HAND = {
 }
 
 
+ACCEPTED: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+"""Annotated type -> types of values that it accepts."""
+
+
 @functools.cache
 def server_fields() -> dict[str, Field]:
-    """Every field of the installed SGLang's ServerArgs that can be given on its command line, by name."""
+    """Returns the fields of the installed SGLang's ServerArgs that have a command-line flag, by name."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
@@ -55,7 +59,8 @@ def server_fields() -> dict[str, Field]:
     for file in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef) and any(_assigns(item, "_NS_PATH") for item in node.body):
-                fields.update({field.name: field for item in node.body if (field := _field(item))})
+                declared = [_field(item) for item in node.body]
+                fields.update({field.name: field for field in declared if field is not None})
     if len(fields) < 100:
         raise SlimxError(
             f"found only {len(fields)} argument fields in {folder}; this SGLang declares them elsewhere: "
@@ -64,8 +69,8 @@ def server_fields() -> dict[str, Field]:
     return fields | BY_HAND
 
 
-def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang") -> None:
-    """Refuse a key that the installed SGLang does not know, or a value that its field cannot take."""
+def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None:
+    """Raises SlimxError for an unknown argument of the installed SGLang, or a value of the wrong type."""
     fields = server_fields()
     for name, value in args.items():
         if name not in fields:
@@ -77,12 +82,7 @@ def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang
                 about=f"{where}.{name}",
             )
         kind = fields[name].type.removeprefix("Optional[").removesuffix("]")
-        accepted = {"bool": bool, "int": int, "float": (int, float), "str": str}.get(kind)
-        if (
-            accepted
-            and value is not None
-            and (not isinstance(value, accepted) or (kind != "bool" and isinstance(value, bool)))
-        ):
+        if value is not None and kind in ACCEPTED and type(value) not in ACCEPTED[kind]:
             raise SlimxError(
                 f"{where}.{name} is {value!r}, but SGLang's field is of type {fields[name].type}",
                 code="sglang.type",
@@ -90,12 +90,12 @@ def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang
             )
         if kind == "bool" and value is False and fields[name].default is True:
             raise SlimxError(
-                f"{where}.{name} cannot be switched off: it is on by default and SGLang has no flag for off",
+                f"{where}.{name} cannot be disabled: it is on by default and SGLang has no flag to disable it",
             )
 
 
-def command_line(args: dict[str, Any]) -> list[str]:
-    """Flags for `args` (field name -> value). None and False are left out: they are SGLang's defaults."""
+def command_line(args: Json) -> list[str]:
+    """Returns flags for `args` (field name -> value). None and False are left out: they are SGLang's defaults."""
     check_server_args(args)
     out: list[str] = []
     for name, value in args.items():
@@ -119,7 +119,7 @@ def _assigns(node: ast.stmt, name: str) -> bool:
 
 
 def _field(node: ast.stmt) -> Field | None:
-    """The field that `name: A[type, help or Arg(...)] = default` declares; None for any other statement."""
+    """Returns the field declared by `name: A[type, help or Arg(...)] = default`, or None for any other statement."""
     if not (
         isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
@@ -128,9 +128,8 @@ def _field(node: ast.stmt) -> Field | None:
         return None
     if not (isinstance(node.annotation.value, ast.Name) and node.annotation.value.id == "A"):
         return None
-    kind, *rest = (
-        node.annotation.slice.elts if isinstance(node.annotation.slice, ast.Tuple) else [node.annotation.slice]
-    )
+    annotation = node.annotation.slice
+    kind, *rest = annotation.elts if isinstance(annotation, ast.Tuple) else [annotation]
     options: dict[str, ast.expr] = {}
     for item in rest:
         if isinstance(item, ast.Call):
@@ -138,6 +137,10 @@ def _field(node: ast.stmt) -> Field | None:
     if "no_cli" in options:
         return None
     name = node.target.id
-    flag = ast.literal_eval(options["cli_name"]) if "cli_name" in options else "--" + name.replace("_", "-")
-    default = node.value.value if isinstance(node.value, ast.Constant) else None
+    flag = "--" + name.replace("_", "-")
+    if "cli_name" in options:
+        flag = ast.literal_eval(options["cli_name"])
+    default: object = None
+    if isinstance(node.value, ast.Constant):
+        default = node.value.value
     return Field(name, flag, ast.unparse(kind), "type_parser" in options or "action" in options, default)

@@ -1,22 +1,22 @@
-"""Checks answers of a server's ranks: one that is wrong, or differs from the others, is refused.
+"""Checks the responses of a server's ranks and refuses one that is wrong or differs from the others.
 
-At the start they attest that the server is the one that was started and computes as the configuration asks for; in a
-publication, which tensors they take, have staged, have copied and hold.
+At startup the ranks attest that the server is the one that was started and computes as configured; during a
+publication, which tensors they accept, have staged, have copied and hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 
 import slimx
-from slimx.data.whole import Json
 from slimx.engines.server.arguments import command_line
 from slimx.engines.server.spec import EngineSpec, policy_args
-from slimx.engines.server.wire import REFUSED, Wire, request
+from slimx.engines.server.wire import REFUSED, ControlClient, request
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.kernels import BLACKWELL, unpublishable
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Encoding
@@ -24,10 +24,10 @@ from slimx.reshard.parties import PROTOCOL
 from slimx.runtime.process import SupervisedProcess
 
 
-async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
-    """The attestation of each rank of a server that generates. Raises SlimxError unless it is what `spec` asks for.
+async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
+    """Returns the attestation of each rank of a server that generates. Raises SlimxError if one does not match `spec`.
 
-    `process`: None for a server that somebody else started.
+    `process`: None for an external server.
     """
     ranks = await _attest(wire, spec.name)
     for rank in ranks:
@@ -35,7 +35,7 @@ async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | No
     if process is None:
         await _check_arguments(wire, spec)
     else:
-        _check_own(ranks, spec, process)
+        _check_process(ranks, spec, process)
         await check_guarded(wire)
     check_ranks(ranks, spec)
     if not spec.frozen:
@@ -43,8 +43,9 @@ async def attested(wire: Wire, spec: EngineSpec, process: SupervisedProcess | No
     return ranks
 
 
-async def _attest(wire: Wire, name: str) -> list[Json]:
-    """The attestation of each rank, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
+async def _attest(wire: ControlClient, name: str) -> list[Json]:
+    """Returns the attestation of each rank. Raises SlimxError if the plugin does not respond: SGLang swallows plugin
+    failures."""
     try:
         return await wire.ask("attest")
     except SlimxError as error:
@@ -59,14 +60,16 @@ async def _attest(wire: Wire, name: str) -> list[Json]:
 
 
 def check_plugin(rank: Json, name: str) -> None:
-    """Refuse a rank of engine `name` with another plugin than this one's, or of which a part is not in force."""
-    if (rank["protocol"], rank["slimx"]) != (PROTOCOL, slimx.__version__):
+    """Raises SlimxError if a rank of engine `name` runs another slimx version, or a part of its plugin is not in
+    force."""
+    if rank["protocol"] != PROTOCOL or rank["slimx"] != slimx.__version__:
         raise SlimxError(
             f"engine {name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
             f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides",
         )
     parts = rank["hooks"] | (rank["cpu"] or {})
-    if failed := [part for part, in_force in parts.items() if not in_force]:
+    failed = [part for part, in_force in parts.items() if not in_force]
+    if failed:
         raise SlimxError(
             f"engine {name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
             f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')",
@@ -75,8 +78,8 @@ def check_plugin(rank: Json, name: str) -> None:
         )
 
 
-async def check_guarded(wire: Wire) -> None:
-    """Refuse a server that answers without a key: its keys must be in force for generation and for control."""
+async def check_guarded(wire: ControlClient) -> None:
+    """Raises SlimxError if the server answers without a key, for generation or for control calls."""
     for method, path in (("GET", "/model_info"), ("POST", "/weights_checker")):
         status, _ = await request(
             method,
@@ -88,15 +91,15 @@ async def check_guarded(wire: Wire) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.who} answers {method} {wire.url}{path} with {status} to anyone, without a "
-                "key; leave the arguments out of rollout.engines.sglang that have it do so",
+                f"{wire.who} answers {method} {wire.url}{path} with {status} without a "
+                "key; remove the arguments from rollout.engines.sglang that disable keys",
                 code="engine.unguarded",
                 about=path,
             )
 
 
-async def _check_arguments(wire: Wire, spec: EngineSpec) -> None:
-    """Refuse a server of the policy that somebody else started without what slimx needs of it."""
+async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
+    """Raises SlimxError if an external server of the policy runs without arguments that slimx requires."""
     info = await wire.call("/server_info", method="GET", key=spec.keys.api_key)
     needed = policy_args(spec)
     for name, value in needed.items():
@@ -106,7 +109,9 @@ async def _check_arguments(wire: Wire, spec: EngineSpec) -> None:
                 f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, slimx needs {value!r}; "
                 f"start it with python -m slimx.engines.server.launch -- ... {flags}",
             )
-    if (role := info.get("disaggregation_mode", "null")) != ("null" if spec.role == "regular" else spec.role):
+    role = info.get("disaggregation_mode", "null")
+    expected = "null" if spec.role == "regular" else spec.role
+    if role != expected:
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, and its group has the role "
             f"{spec.role}; change one of them",
@@ -114,86 +119,96 @@ async def _check_arguments(wire: Wire, spec: EngineSpec) -> None:
 
 
 def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
-    """Refuse a server of which a rank computes otherwise than the configuration asks for, or publications need."""
-    for number, rank in enumerate(ranks):
-        for fact, (found, expected, remedy) in _compared(rank, spec).items():
-            if found != expected:
+    """Raises SlimxError if a rank computes differently from what the configuration or publications require."""
+    for index, rank in enumerate(ranks):
+        for fact in _facts(rank, spec):
+            if fact.attested != fact.expected:
                 raise SlimxError(
-                    f"engine {spec.name} rank {number} attests {fact} {found}, the configuration asks for {expected}; "
-                    f"{remedy}",
-                    code=f"engine.{fact}",
-                    about=f"{spec.name} rank {number}",
+                    f"engine {spec.name} rank {index} attests {fact.name} {fact.attested}, the configuration requires "
+                    f"{fact.expected}; {fact.remedy}",
+                    code=f"engine.{fact.name}",
+                    about=f"{spec.name} rank {index}",
                 )
 
 
-def _compared(rank: Json, spec: EngineSpec) -> dict[str, tuple[Any, Any, str]]:
-    """By fact what a rank attests, what it must attest, and what to do where that differs."""
-    facts = {
-        "dtype": (rank["dtype"], spec.dtype, "start it with that --dtype"),
-        "adapters": (rank["adapters"], spec.form.contract(), "start it with the options that slimx starts others with"),
-        "numerics": (
-            rank["numerics"],
-            spec.numerics.contract(spec.dtype),
-            "start it as the run would, or set numerics.mode to what it has (None: fast)",
-        ),
-        "sizes": (EngineSizes(**rank["sizes"]), spec.sizes, "correct the sizes of its group in rollout.engines"),
-    }
+class Fact(NamedTuple):
+    """A property that a rank attests, with its expected value."""
+
+    name: str
+    attested: object
+    expected: object
+    remedy: str
+    """Advice to the user if the two differ."""
+
+
+def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
+    """Returns the properties of a rank that must match `spec`."""
+    numerics = spec.numerics.contract(spec.dtype)
+    sizes = EngineSizes(**rank["sizes"])
+    facts = [
+        Fact("dtype", rank["dtype"], spec.dtype, "start it with that --dtype"),
+        Fact("adapters", rank["adapters"], spec.form.contract(), "start it with the options of the engines of slimx"),
+        Fact("numerics", rank["numerics"], numerics, "start it as the run would, or set numerics.mode (None: fast)"),
+        Fact("sizes", sizes, spec.sizes, "correct the sizes of its group in rollout.engines"),
+    ]
     if not spec.frozen:
-        facts["draft"] = (rank["draft"], spec.draft, "start it with --publish-draft only where drafts are published")
+        remedy = "start it with --publish-draft only if drafts are published"
+        facts.append(Fact("draft", rank["draft"], spec.draft, remedy))
     return facts
 
 
 def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
-    """Refuse a server whose kernels, as SGLang resolved them, compute with other bytes than a publication writes."""
-    for number, rank in enumerate(ranks):
+    """Raises SlimxError if the kernels that SGLang resolved use another weight layout than the published one."""
+    for index, rank in enumerate(ranks):
         if rank["capability"] is None or rank["capability"] < BLACKWELL or spec.numerics.replaces_layers:
             continue
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
-                f"engine {spec.name} rank {number} resolved {field} to {rank['backends'][field]!r}, with which weights "
-                f"are not kept as they are published; set rollout.engines.sglang.{field}={plain}",
+                f"engine {spec.name} rank {index} resolved {field} to {rank['backends'][field]!r}, which changes the "
+                f"layout of published weights; set rollout.engines.sglang.{field}={plain}",
                 code="engine.backend",
                 about=field,
             )
 
 
-def _check_own(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) -> None:
-    """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
+def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) -> None:
+    """Raises SlimxError if another server responds, which took the port before this one could listen on it.
 
-    Ranks on other machines are those that met this machine's at an address that nobody else was told.
+    Only ranks on this machine are checked: the others joined at a rendezvous address that is private to the server.
     """
     family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
-    here = spec.sizes.world // (spec.node.count if spec.node else 1)
-    for rank in ranks[:here]:
+    nodes = spec.node.count if spec.node else 1
+    for rank in ranks[: spec.sizes.world // nodes]:
         if rank["pid"] not in family:
             raise SlimxError(
-                f"engine {spec.name}: process {rank['pid']} answers at {spec.url}, which is not the one that was "
-                f"started; another server has the port: start again (log {process.log_path})",
+                f"engine {spec.name}: process {rank['pid']} answers at {spec.url} and is not the server "
+                f"that was started; another server has the port: start again (log {process.log_path})",
             )
 
 
-# Answers to the verbs of a publication --------------------------------------------------------------------------------
+# Responses to the verbs of a publication ------------------------------------------------------------------------------
 
 
 def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[str, str]]:
-    """The inventory of engine `name`: one list per rank for "local", else one for all."""
-    for number, rank in enumerate(ranks):
-        if uncovered := rank["uncovered"]:
-            parameter, why = next(iter(uncovered.items()))
+    """Returns the inventory of engine `name`: one dict per rank for "local", else one for all."""
+    for index, rank in enumerate(ranks):
+        uncovered = rank["uncovered"]
+        if uncovered:
+            parameter, reason = next(iter(uncovered.items()))
             raise SlimxError(
-                f"engine {name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
-                f"first {parameter}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
+                f"engine {name} rank {index} holds {len(uncovered)} parameters that slimx cannot publish, "
+                f"first {parameter}: {reason}; add a row to slimx/adapters/sglang/weights/layout.py",
                 code="engine.uncovered",
                 about=parameter,
             )
     if encoding == "local":
         return [rank["forms"] for rank in ranks]
     tensors: dict[str, str] = {}
-    for number, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         for tensor, form in rank["forms"].items():
             if tensors.setdefault(tensor, form) != form:
                 raise SlimxError(
-                    f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {number}",
+                    f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {index}",
                     code="engine.ranks_differ",
                     about=tensor,
                 )
@@ -201,11 +216,11 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
 
 
 def check_staged(name: str, ranks: Sequence[Json]) -> None:
-    """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
-    for number, rank in enumerate(ranks):
+    """Raises SlimxError if a rank lacks a tensor of its model: the last check before copying."""
+    for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(
-                f"engine {name} rank {number}: {rank['missing']} tensors of the model are not staged, "
+                f"engine {name} rank {index}: {rank['missing']} tensors of the model are not staged, "
                 f"first {rank['first_missing']}; stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
@@ -213,11 +228,12 @@ def check_staged(name: str, ranks: Sequence[Json]) -> None:
 
 
 def check_copied(name: str, ranks: Sequence[Json]) -> None:
-    """Refuse if the copy has ended early on a rank."""
-    for number, rank in enumerate(ranks):
-        if error := rank["outcome"].get("error"):
+    """Raises SlimxError if copying failed on a rank."""
+    for index, rank in enumerate(ranks):
+        error = rank["outcome"].get("error")
+        if error:
             raise SlimxError(
-                f"engine {name} rank {number}: the copy ended after {rank['outcome']['loaded']} tensors: {error}; "
+                f"engine {name} rank {index}: the copy ended after {rank['outcome']['loaded']} tensors: {error}; "
                 "publish again",
                 code="engine.copy",
                 about=name,
@@ -225,7 +241,8 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
 
 
 def verified_by(name: str, ranks: Sequence[Json]) -> Json:
-    """{checked: tensors, derived: [names of tensors that the model computed from them]}, of all ranks."""
+    """Returns {checked: number of tensors, derived: [names of tensors computed by the model from them]} over all
+    ranks."""
     counts = [rank["tensors"] for rank in ranks]
     same_for_all = ranks[0]["encoding"] != "local"
     if same_for_all and len(set(counts)) > 1:
@@ -234,16 +251,17 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
             code="engine.counts",
             about=name,
         )
-    for key, how in (("differ", "differ from the published ones"), ("missing", "were never published")):
-        if wrong := _of_all(ranks, key):
+    for key, problem in (("differ", "differ from the published ones"), ("missing", "were never published")):
+        wrong = _names_of_all(ranks, key)
+        if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors {how}, first {wrong[0]}; publish again or restart the engine",
+                f"engine {name}: {len(wrong)} tensors {problem}, first {wrong[0]}; publish again or restart the engine",
                 code="engine.unverified",
                 about=wrong[0],
             )
-    return {"checked": counts[0] if same_for_all else sum(counts), "derived": _of_all(ranks, "derived")}
+    return {"checked": counts[0] if same_for_all else sum(counts), "derived": _names_of_all(ranks, "derived")}
 
 
-def _of_all(ranks: Sequence[Json], key: str) -> list[str]:
-    """The names that ranks list under `key`, each once."""
+def _names_of_all(ranks: Sequence[Json], key: str) -> list[str]:
+    """Returns the sorted union of the names that ranks list under `key`."""
     return sorted({name for rank in ranks for name in rank[key]})

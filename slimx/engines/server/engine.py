@@ -1,4 +1,4 @@
-"""One engine: a SGLang server with a state, so that it never serves weights that were not verified.
+"""One engine: a SGLang server with a state machine that prevents it from serving unverified weights.
 
 STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
                                                          |  ^             ^
@@ -15,14 +15,14 @@ import contextlib
 import pickle
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
-from slimx.data.whole import Json
 from slimx.engines.server.attestation import check_copied, check_staged, forms_of, verified_by
-from slimx.engines.server.server import Server
+from slimx.engines.server.server import EngineServer
 from slimx.engines.server.spec import EngineSpec
 from slimx.engines.server.wire import RECEIVER, stamp
 from slimx.errors import DeadlineError, SlimxError
+from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost, Staging
@@ -31,7 +31,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
-"""The body that /update_weights_from_tensor must carry although our tensors are staged: a pickled empty list."""
+"""Required body of /update_weights_from_tensor, a pickled empty list: the tensors are already staged."""
 
 
 class State(StrEnum):
@@ -39,7 +39,7 @@ class State(StrEnum):
     READY = "READY"
     PAUSED = "PAUSED"
     DIRTY = "DIRTY"
-    """A copy has begun and no verification has passed since: serves only after one."""
+    """Copying has begun and no verification has passed since: it may serve only after one."""
     ASLEEP = "ASLEEP"
     DEAD = "DEAD"
 
@@ -54,29 +54,29 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-class Engine(Server):
+class Engine(EngineServer):
     """A server with a state: a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
 
     state = State.DEAD
     epoch = -1
-    """Membership epoch of the publication that was begun last."""
+    """Membership epoch of the last publication that was begun."""
 
     def reset(self, spec: EngineSpec) -> None:
-        """Begin a start by `spec`, of which nothing is known yet."""
+        """Resets everything that belongs to one start; the next one uses `spec`."""
         super().reset(spec)
         self.asleep: set[Tag] = set()
-        """Tags whose memory is released."""
+        """Tags of released memory."""
         self.pause_mode: PauseMode = "retract"
         self.versions: dict[str, int] = {}
-        """Version of the verified weights, or adapters, of each policy that was published here."""
+        """Version of the verified weights, or adapters, of each published policy."""
         self.publication: Manifest | None = None
-        """The publication that is open."""
+        """The open publication."""
         self.staging: Staging = "model"
         self.updating = False
         """True while SGLang's weight update is open: from the first load of a publication to its verification."""
 
     def move(self, to: State) -> None:
-        """Change the state, or refuse a change that the table does not allow."""
+        """Changes the state. Raises SlimxError for a transition that is not in `TRANSITIONS`."""
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
@@ -86,24 +86,24 @@ class Engine(Server):
             )
         self.state = to
 
-    def require(self, what: str, *states: State) -> None:
-        """Refuse `what` unless the engine is in one of `states`."""
+    def require(self, operation: str, *states: State) -> None:
+        """Raises SlimxError unless the engine is in one of the `states` of `operation`."""
         if self.state not in states:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state}; {what} needs {' or '.join(states)}",
+                f"engine {self.spec.name} is {self.state}; {operation} needs {' or '.join(states)}",
                 code="engine.state",
-                about=what,
+                about=operation,
             )
 
     # Life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, deadline_s: float) -> tuple[EngineSpec, list[Json]]:
-        """Start the server; its specification and the attestation of its ranks. On any failure it is stopped."""
+        """Starts the server. Returns its specification and the attestation of its ranks. Stops it on any failure."""
         self.move(State.STARTING)
         try:
             await self.lasting(self.launch(deadline_s))
         except ReceiverLost:
-            raise  # it was stopped, and another start may have begun
+            raise  # it was stopped, and the next start may have begun
         except BaseException:
             await self.stop()
             raise
@@ -111,37 +111,37 @@ class Engine(Server):
         return self.spec, self.attestation
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server with its whole process tree; DEAD afterwards. May be called in any state.
-
-        Somebody else's server is not ended, but left.
-        """
-        before, self.state = self.state, State.DEAD
-        for task in self.under_way:
+        """Ends the server with its process tree, in any state; DEAD afterwards. An external server keeps running."""
+        before = self.state
+        self.state = State.DEAD
+        for task in self.pending:
             task.cancel()
         if before is not State.DEAD:
             await self.release(paused=before is State.PAUSED)
         await self.end_processes(grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
-        """Raise SlimxError if the server has ended or, while READY, does not generate. The state stays: the owner
+        """Raises SlimxError if the server has ended or, while READY, does not generate. Keeps the state: the owner
         counts failures.
 
-        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy).
+        A paused or sleeping server cannot respond to /health_generate (and would report itself unhealthy).
         """
         if self.state is State.READY:
             await self.check_generation(deadline_s)
-        elif (end := await self.ended()) is not None:
+            return
+        end = await self.ended()
+        if end is not None:
             raise SlimxError(end, code="engine.ended", about=self.spec.name)
 
     async def serves(self) -> bool:
-        """True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        """Returns True if the server generates: it is not paused, asleep or in the middle of a publication."""
         return self.state is State.READY
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: Any) -> Any:
-        """Do a verb of `slimx.reshard.parties.Receiver`, as a step of the publication of membership `epoch`, or, with
-        epoch None, any method. Refuses steps of an older publication than the newest."""
+    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
+        """Calls a verb of `slimx.reshard.parties.Receiver` as a step of the publication of membership `epoch`, or any
+        method if `epoch` is None. Raises SlimxError for a step of an outdated publication."""
         if epoch is not None:
             self._enter(verb, epoch)
         try:
@@ -164,8 +164,8 @@ class Engine(Server):
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating, unless that has been done. `retract` drops the KV of running requests, which is computed
-        again later; `in_place` keeps it."""
+        """Stops generating; does nothing if already stopped. `retract` drops the KV cache of running requests, which is
+        recomputed later; `in_place` keeps it."""
         if self.state in (State.PAUSED, State.DIRTY, State.ASLEEP):
             return
         self.require("pause", State.READY)
@@ -174,7 +174,7 @@ class Engine(Server):
         self.move(State.PAUSED)
 
     async def resume(self) -> None:
-        """Take back memory that is still released, and generate."""
+        """Restores released memory and generates again."""
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
@@ -182,12 +182,12 @@ class Engine(Server):
         self.move(State.READY)
 
     async def interrupt(self) -> None:
-        """End every request now; each brings what it has, with finish reason "abort"."""
+        """Aborts all requests; each returns its tokens so far, with finish reason "abort"."""
         await self.call("/abort_request", {"abort_all": True})
 
     async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Release the memory of `tags`; that of CUDA graphs is copied to host memory, if it can be released. Without a
-        memory saver (CPU) nothing is freed."""
+        """Releases the memory of `tags`. CUDA graphs are copied to host memory if they can be released. Without a
+        memory saver (on the CPU) nothing is freed."""
         await self.pause()
         self.require("sleep", State.PAUSED)
         await self.call("/release_memory_occupation", {"tags": list(tags)})
@@ -195,23 +195,25 @@ class Engine(Server):
         self.move(State.ASLEEP)
 
     async def hold_weights(self) -> None:
-        """Take back the memory of the weights alone, without their values, for the publication that follows. An engine
-        that is paused, or DIRTY, has it."""
-        if self.state is State.READY:  # it has started since the publication before
+        """Restores the memory of the weights, without their values, for the next publication. A paused or DIRTY engine
+        has it already."""
+        if self.state is State.READY:  # it started after the last publication
             await self.sleep()
         if self.state is State.ASLEEP:
             await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
-        """Take memory back, all or `tags`. With weights back the engine is DIRTY until a publication is verified."""
-        wanted = tuple(sorted(self.asleep if tags is None else self.asleep & set(tags)))
-        if not wanted:
+        """Restores memory of all tags or of `tags`. After the weights' memory returns, the engine is DIRTY until a
+        publication is verified."""
+        asleep = self.asleep if tags is None else self.asleep & set(tags)
+        if not asleep:
             raise SlimxError(
-                f"engine {self.spec.name}: nothing of {tags or 'it'} is asleep ({sorted(self.asleep) or 'all awake'})",
+                f"engine {self.spec.name}: none of {tags or 'its memory'} is released "
+                f"(released: {sorted(self.asleep) or 'none'})",
             )
-        await self.call("/resume_memory_occupation", {"tags": list(wanted)})
-        self.asleep -= set(wanted)
-        if "weights" in wanted:
+        await self.call("/resume_memory_occupation", {"tags": sorted(asleep)})
+        self.asleep -= asleep
+        if "weights" in asleep:
             self.move(State.DIRTY)
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
@@ -219,31 +221,34 @@ class Engine(Server):
     # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
-        """Names and forms of all that a publication must bring: one list per rank for "local", else one for all."""
+        """Returns names and forms of all tensors that a publication must include: one dict per rank for "local", else
+        one for all."""
         return forms_of(self.spec.name, await self.ask("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
-        """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
+        """Opens a publication; refused while another of the same membership epoch is open. Nothing changes yet.
 
-        `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
+        `staging`: "model" for one load after all buckets are staged, "bucket" for a load after each bucket.
         """
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
         await self.ask("begin", manifest=manifest.to_json(), staging=staging)
-        self.publication, self.staging = manifest, staging
+        self.publication = manifest
+        self.staging = staging
 
-    async def transport(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the transport's end here."""
+    async def transport(self, method: str, *arguments: object) -> object:
+        """Calls a method of the transport's local end."""
         return await getattr(self.end, method)(*arguments)
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket into memory that the server opens, and have it staged."""
+        """Receives a bucket into memory that the server can open, and stages it."""
+        if self.end is None:
+            raise TypeError("the transport has no end at the engine")
         async with self.end.landed(packed) as landed:
             await self.stage(landed, bucket)
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        """Have each rank map its part of a bucket and prove its bytes. Allowed while it serves: the model is not
-        touched. An error, a wrong byte or an unknown tensor, ends the publication.
-        """
+        """Has each rank map its part of a bucket and verify its bytes. Allowed while serving: the model is not touched.
+        An error (a wrong byte, an unknown tensor) ends the publication."""
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
             manifest = self._open("stage")
@@ -257,12 +262,12 @@ class Engine(Server):
             )
 
     async def abort(self) -> None:
-        """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
+        """Aborts the publication. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
         self.publication = None
         await self.ask("abort")
 
     async def load(self) -> None:
-        """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
+        """Copies all staged tensors in place. DIRTY from before the first copy; an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
         if self.staging == "model":
@@ -283,21 +288,23 @@ class Engine(Server):
             check_copied(self.spec.name, await self.ask("status"))
 
     async def _open_update(self) -> None:
-        """Open SGLang's weight update, in which weights stand as loaders want them; its end packs them again."""
+        """Opens SGLang's weight update, which unpacks weights into the layout of loaders; closing it packs them
+        again."""
         body = {"selector": "all" if self.spec.draft else "target"}
         try:
             await self.call("/begin_weight_update", body)
         except SlimxError as error:
             if error.code != "http.refused":
                 raise
-            # A publisher that died after opening left its update open: close it, then ours must open.
+            # A publisher that died left its update open: close that one first.
             await self.call("/end_weight_update", {})
             await self.call("/begin_weight_update", body)
 
     async def verify(self) -> Json:
-        """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
+        """Verifies that every rank holds the complete publication. DIRTY becomes PAUSED.
 
-        Answer: {checked: tensors, derived: [names of tensors that the model computed from them]}, of all ranks.
+        Returns {checked: number of tensors, derived: [names of tensors computed by the model from them]} over all
+        ranks.
         """
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
@@ -309,10 +316,10 @@ class Engine(Server):
         return verified
 
     async def commit(self, version: int) -> None:
-        """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
+        """Closes the publication, drops KV caches of older weights and stamps the verified weights. `resume` follows.
 
-        Paused `in_place`, running requests keep their KV (and SGLang would refuse to flush): the caller chose to mix
-        versions.
+        If paused `in_place`, running requests keep their KV cache (and SGLang would refuse to flush): the caller chose
+        to mix versions.
         """
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
@@ -320,31 +327,31 @@ class Engine(Server):
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.call("/flush_cache")
-        held = self.versions | {policy: version}
-        await self.stamp(stamp(held) if len(self.spec.form.policies) > 1 else str(version))
-        self.versions = held
+        versions = self.versions | {policy: version}
+        await self.stamp(stamp(versions) if len(self.spec.form.policies) > 1 else str(version))
+        self.versions = versions
 
     async def stamp(self, version: str) -> None:
-        """Have tokens that are sampled from now on carry `version`, a text as `slimx.engines.server.wire.stamp` makes
-        it; running requests go on."""
+        """Attaches `version`, a text of `slimx.engines.server.wire.stamp`, to all tokens sampled from now on; running
+        requests continue."""
         await self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    def _open(self, what: str) -> Manifest:
+    def _open(self, operation: str) -> Manifest:
         if self.publication is None:
             raise SlimxError(
-                f"engine {self.spec.name}: {what} needs an open publication; begin one first",
+                f"engine {self.spec.name}: {operation} needs an open publication; begin one first",
                 code="engine.not_open",
-                about=what,
+                about=operation,
             )
         return self.publication
 
     @contextlib.asynccontextmanager
     async def _ending_on_error(self) -> AsyncIterator[None]:
-        """A rank that fails has ended the publication for itself: end it on all, so that they stay in step."""
+        """Aborts the publication on all ranks if one rank failed, to keep them in step."""
         try:
             yield
         except ReceiverLost:
-            raise  # a second call would only wait again
+            raise  # another call would only time out again
         except SlimxError:
             with contextlib.suppress(SlimxError):
                 await self.abort()

@@ -1,7 +1,7 @@
 """Process entry of the router: `python -m slimx.engines.server.router_launch --keys - -- ARGUMENTS` of sglang-router.
 
-Its own launcher takes the key on the command line, where every user of the machine reads it, and imports SGLang with
-torch for a balancer in Python that is not used here.
+The upstream launcher takes the key on the command line, where every user of the machine can read it, and imports SGLang
+with torch for a load balancer in Python that is not used here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m slimx.engines.server.router_launch", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--keys", required=True, metavar="FILE", help="whose api_key requests need; -: standard input")
-    parser.add_argument("router", nargs=argparse.REMAINDER, help="-- and then arguments of sglang_router.launch_router")
+    parser.add_argument(
+        "--keys", required=True, metavar="FILE", help="JSON file with the api_key that requests need; -: standard input"
+    )
+    parser.add_argument(
+        "router", nargs=argparse.REMAINDER, help="-- followed by arguments of sglang_router.launch_router"
+    )
     options = parser.parse_args()
-    known = argparse.ArgumentParser(prog="sglang-router")
-    RouterArgs.add_cli_args(known)
-    arguments = RouterArgs.from_cli_args(known.parse_args(options.router[1:]))
+    router_parser = argparse.ArgumentParser(prog="sglang-router")
+    RouterArgs.add_cli_args(router_parser)
+    arguments = RouterArgs.from_cli_args(router_parser.parse_args(options.router[1:]))
     arguments.api_key = Keys.read(options.keys).api_key
     Router.from_args(arguments).start()

@@ -1,10 +1,11 @@
-"""The specification of one engine server, as SGLang's arguments and the process's environment."""
+"""Specification of one engine server, as SGLang's arguments and the environment of the process."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, cast
 
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
@@ -12,6 +13,7 @@ from slimx.engines.server.arguments import check_server_args, command_line
 from slimx.engines.server.keys import STDIN, Keys
 from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.layout.form import ServedForm, form_of
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.numerics.mode import NumericsMode, mode_of
@@ -23,20 +25,20 @@ from slimx.runtime.user_files import private_directory
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """One machine's share of a server that spans several."""
+    """One node's part of a server that spans several nodes."""
 
     rank: int
-    """Rank of the machine; 0 answers requests."""
+    """Rank of the node; node 0 serves requests."""
     count: int
     meeting: str
-    """host:port on machine 0 at which the ranks meet."""
+    """host:port on node 0 at which the ranks rendezvous."""
     peers: tuple[str, ...]
-    """Addresses of all its machines: others are not heard."""
+    """Addresses of all nodes of the server: connections from others are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The specification of one server."""
+    """Specification of one server."""
 
     name: str
     model_path: str
@@ -44,42 +46,42 @@ class EngineSpec:
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
     port: int = 0
-    """0: chosen when it starts."""
+    """0: chosen at startup."""
     host: str = "127.0.0.1"
     threads: int = 1
-    """CPU threads of the server (CPU only)."""
+    """CPU threads of the server (on the CPU only)."""
     max_total_tokens: int | None = None
-    """KV-cache room in tokens; None: SGLang decides."""
+    """Size of the KV cache in tokens; None: SGLang decides."""
     numerics: NumericsMode = NumericsMode()
-    """The mode of the policy's engines."""
+    """Numerics mode of the policy's engines."""
     sizes: EngineSizes = EngineSizes()
-    """The split of the model over the server's ranks."""
+    """Parallel sizes of the server's ranks."""
     seed: int = 1
     routed_experts: bool = True
-    """True if the server can return each token's experts (MoE models)."""
-    sglang: dict[str, Any] = field(default_factory=dict)
-    """More fields of SGLang's ServerArgs."""
+    """True if the server can return the experts of each token (MoE models)."""
+    sglang: Json = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
-    """Port of a prefill server at which decode servers ask it for their KV."""
+    """Port of a prefill server from which decode servers fetch the KV cache."""
     frozen: bool = False
-    """True if it serves a model that nothing is published to."""
+    """True if no weights are published to it."""
     draft: bool = False
-    """True if publications bring the weights of its draft model, too."""
+    """True if publications include the weights of its draft model."""
     form: ServedForm = ServedForm()
-    """The form of the weights that publications bring."""
+    """Form of the published weights."""
     precompile: bool = False
-    """True if DeepGEMM's kernels are compiled before it serves (CUDA only)."""
+    """True to compile DeepGEMM's kernels before serving (CUDA only)."""
     sleeps: bool = False
-    """True if its memory is given back while trainers train."""
+    """True to release its memory while trainers train."""
     external: bool = False
-    """True if it was started by somebody else, to whom it belongs."""
+    """True if it was started outside of the run."""
     node: NodeShare | None = None
-    """None: the server is on one machine."""
+    """None: the server is on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
     """Keys that requests to the server need."""
     gpus: tuple[str, ...] | None = None
-    """GPUs that the server may use, by number or UUID; None: those of the process that starts it."""
+    """GPUs of the server, by index or UUID; None: those of the process that starts it."""
 
     @property
     def url(self) -> str:
@@ -87,12 +89,12 @@ class EngineSpec:
 
 
 def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: bool) -> EngineSpec:
-    """The specification of a server `name` of `group` as the configuration has it: without address and places."""
+    """Returns the configured specification of server `name` of `group`, without address, ports and GPUs."""
     return EngineSpec(
         name=name,
         model_path=group.model or config.model.path,
         dtype=config.numerics.dtype,
-        device=device,
+        device=cast(Literal["cpu", "cuda"], device),
         threads=group.threads,
         max_total_tokens=group.max_total_tokens,
         numerics=NumericsMode() if group.frozen else mode_of(config),
@@ -109,9 +111,10 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
     )
 
 
-def server_args(spec: EngineSpec) -> dict[str, Any]:
-    """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
-    ours: dict[str, Any] = {
+def server_args(spec: EngineSpec) -> Json:
+    """Returns SGLang's arguments for `spec`: those set by slimx, those of the user, and defaults that the user may
+    override."""
+    ours: Json = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
         "device": spec.device,
@@ -136,124 +139,131 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
     if spec.node is not None:
         ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
-    # Events of a stream bring what is new; else each would bring all log-probs again.
-    defaults: dict[str, Any] = {"log_level": "warning", "incremental_streaming_output": True}
+    # Streamed events contain only new tokens; else each event would repeat all log-probs.
+    defaults: Json = {"log_level": "warning", "incremental_streaming_output": True}
     if not spec.sglang.get("enforce_shared_experts_fusion"):
-        # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
+        # SGLang would decide at runtime, on GPUs and for some models only; the publication plan must be known before.
         defaults["disable_shared_experts_fusion"] = True
     if not spec.frozen and spec.device == "cuda" and spec.dtype == "bfloat16":
-        # SGLang would round the cache of sparse attention to fp8 on Blackwell, which trainers do not.
+        # SGLang would round the cache of sparse attention to fp8 on Blackwell; trainers do not.
         defaults["kv_cache_dtype"] = "bf16"
     if spec.device == "cpu" or spec.sleeps:
-        # An idle or paused server would otherwise poll at full speed on a core that trainers need.
+        # An idle or paused server would otherwise busy-poll on a core that trainers need.
         defaults["sleep_on_idle"] = True
     if spec.device == "cpu":
         ours |= {"disable_cuda_graph": True}
-        # Nothing is compiled or captured here; whether it generates is asked before it gets its first weights.
+        # Nothing is compiled or captured on the CPU; generation is checked before the first publication.
         defaults["skip_server_warmup"] = True
-        # Requests whose recurrent states (delta nets) fit: else they get nearly half of the machine's memory.
+        # Number of recurrent states (delta nets) in memory: else they take nearly half of the node's memory.
         defaults["max_mamba_cache_size"] = 256
     ours |= spec.numerics.server_arguments(spec.device)
     check_server_args(spec.sglang)
     check_keyless(spec.sglang)
-    if taken := sorted(ours.keys() & spec.sglang.keys()):
+    taken = sorted(ours.keys() & spec.sglang.keys())
+    if taken:
         raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
-            "leave it out",
+            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; remove it",
             code="sglang.taken",
             about=f"rollout.engines.sglang.{taken[0]}",
         )
     return defaults | spec.sglang | ours
 
 
-def check_keyless(args: dict[str, Any]) -> None:
-    """Refuse arguments that would show a key to every user of the machine, or serve without asking for one."""
+def check_keyless(args: Json) -> None:
+    """Raises SlimxError for arguments that would expose a key to other users of the machine, or disable keys."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:
             raise SlimxError(
-                f"rollout.engines.sglang.{name} would stand on the server's command line, which every user of the "
-                "machine can read; leave it out: slimx gives each run's servers random keys",
+                f"rollout.engines.sglang.{name} would be on the server's command line, which every user of the "
+                "machine can read; remove it: slimx gives each run's servers random keys",
                 code="engine.key_on_command_line",
                 about=name,
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
-            "rollout.engines.sglang.tokenizer_worker_num is above 1, where SGLang asks nobody for a key, so that any "
-            "process could replace the weights; leave it at 1",
+            "rollout.engines.sglang.tokenizer_worker_num is above 1, with which SGLang checks no keys and any process "
+            "could replace the weights; set it to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",
         )
 
 
-def policy_args(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments without which the policy could not be published to a server, nor its rollouts be trained on.
+def policy_args(spec: EngineSpec) -> Json:
+    """Returns the arguments that a server needs for publications and for rollouts that can be trained on.
 
-    In deterministic inference SGLang samples by the request's seed, and computes each token alike in any batch: the
-    only form in which SGLang's CPU path takes seeds. With SGLang's kernels on a GPU it would cost the tuned ones and
-    the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.hooks), to the one sampler that
-    takes them.
+    With deterministic inference SGLang samples by the request's seed and computes each token identically in any batch:
+    SGLang's CPU path takes seeds only then. With SGLang's kernels on a GPU it would disable the tuned kernels and the
+    custom all-reduce: the plugin passes the seeds instead (slimx.adapters.sglang.hooks) to the one sampler that takes
+    them.
     """
-    deterministic = spec.numerics.replaces_layers or spec.device == "cpu"
-    return {
-        "custom_weight_loader": [RECEIVER],
-        "enable_return_routed_experts": spec.routed_experts,
-        **({"enable_deterministic_inference": True} if deterministic else {"sampling_backend": "pytorch"}),
-    }
+    arguments: Json = {"custom_weight_loader": [RECEIVER], "enable_return_routed_experts": spec.routed_experts}
+    if spec.numerics.replaces_layers or spec.device == "cpu":
+        arguments["enable_deterministic_inference"] = True
+    else:
+        arguments["sampling_backend"] = "pytorch"
+    return arguments
 
 
 def server_argv(spec: EngineSpec) -> list[str]:
-    """The command that runs the server in this environment's Python."""
-    own = [*spec.numerics.command_line(), *spec.form.command_line(), *(["--publish-draft"] if spec.draft else [])]
-    own += ["--keys", STDIN]
-    return python_argv("slimx.engines.server.launch", *own, "--", *command_line(server_args(spec)))
+    """Returns the command that runs the server with this environment's Python."""
+    options = [*spec.numerics.command_line(), *spec.form.command_line()]
+    if spec.draft:
+        options.append("--publish-draft")
+    options += ["--keys", STDIN]
+    return python_argv("slimx.engines.server.launch", *options, "--", *command_line(server_args(spec)))
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
-    # A server's temporary files go with it (slimx.runtime.process); what torch compiles is kept for the next.
+    """Returns additional environment variables of the server process. Models are local: the Hugging Face hub is
+    offline."""
+    # A server's temporary files are deleted with it (slimx.runtime.process); torch's compile cache is kept.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{private_directory()}/torchinductor"),
     }
     if spec.dtype == "float32":
-        environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are kept in bf16
+        environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are stored in bf16
     if is_loopback(spec.host):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address that the machine's name stands for
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address of the host name
     if spec.node is not None:
-        # SGLang unpickles what comes to its sockets; with these it drops connections from anywhere else.
+        # SGLang unpickles messages from its sockets; with these variables it drops connections from other hosts.
         environment["SGLANG_ZMQ_ALLOWED_PEERS"] = ",".join(dict.fromkeys(spec.node.peers))
         environment["SGLANG_ZMQ_SOURCE_IP"] = spec.host
     if spec.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     if spec.sleeps:
-        # SGLang gives up where one rank's GPU has a tenth less memory free than another's, as sleeping trainers leave
-        # them; how much there is, `slimx plan` has counted.
+        # SGLang would fail if a rank's GPU has a tenth less free memory than another's, which is usual with sleeping
+        # trainers; `slimx plan` has checked the memory.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if spec.device == "cuda":
         environment |= {name: value for name, value in cuda_defaults(spec).items() if name not in os.environ}
         if spec.sleeps:
-            # Without it graphs stay on the GPU while trainers train; with it captured all-reduces copy their input.
+            # Else CUDA graphs stay on the GPU while trainers train. With it, captured all-reduces copy their input.
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
         if not spec.frozen:
-            # Else rows of experts are permuted after loading, and no publication would find what it brought.
+            # Else rows of experts are permuted after loading, and the verification of a publication would fail.
             environment["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.sizes.world > 1:
-            # SGLang's CPU path refuses several ranks on one NUMA node unless each is told its cores.
-            cores, n = sorted(os.sched_getaffinity(0)), spec.threads
-            shares = [[cores[(rank * n + k) % len(cores)] for k in range(n)] for rank in range(spec.sizes.world)]
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+            # SGLang's CPU path refuses several ranks on one NUMA node without explicit cores.
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(spec))
     return environment
 
 
+def _cores(spec: EngineSpec) -> list[str]:
+    """Returns the CPU cores of each rank as a comma-separated list, dealt round-robin."""
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    return [",".join(map(str, itertools.islice(cores, spec.threads))) for _ in range(spec.sizes.world)]
+
+
 def cuda_defaults(spec: EngineSpec) -> dict[str, str]:
-    """Variables of a server on GPUs that a user's own take the place of."""
-    variables = {}
+    """Returns environment variables of a server on GPUs that the user's environment may override."""
+    variables: dict[str, str] = {}
     if not spec.precompile:
-        # SGLang would compile kernels for every number of tokens up to 16384, for 10 to 20 minutes by its own estimate
-        # (srt/layers/deep_gemm_wrapper/compile_utils.py), before a server of fp8 weights is ready.
+        # Before a server of fp8 weights is ready, SGLang would compile kernels for every number of tokens up to 16384:
+        # 10 to 20 minutes by its own estimate (srt/layers/deep_gemm_wrapper/compile_utils.py).
         variables |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
     if spec.sglang.get("moe_a2a_backend") == "deepep":
         variables |= NVSHMEM

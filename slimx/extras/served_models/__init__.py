@@ -1,1 +1,1 @@
-"""Models that engines serve and nothing trains: judges, reward models, teachers."""
+"""Models that engines serve without training: judges, reward models, teachers."""

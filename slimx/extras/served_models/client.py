@@ -1,4 +1,4 @@
-"""A frozen model as hooks see it: requests to its router, from any event loop."""
+"""Client of a frozen model for hooks: requests to its router, from any event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -17,14 +16,15 @@ from slimx.engines.outage import Elsewhere, Outage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, input_top_logprobs, send
 
 
 class FrozenEngine:
     """A group of `rollout.engines` with `frozen: true`; `ctx.engines[NAME]` in hooks.
 
-    Made in the run's event loop; its methods may be awaited in any other one, such as that of a reward's thread. A copy
-    in another process asks the same router, but does not have the run look for servers that it lost.
+    Created in the run's event loop; its methods can be awaited in any other, such as that of a reward's thread. A copy
+    in another process uses the same router, but does not report lost servers to the run.
     """
 
     def __init__(
@@ -39,31 +39,43 @@ class FrozenEngine:
         outage: Outage | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`url`: of the group's router, which asks for `api_key`. `deadline_s`: seconds for one request. One that is
-        lost with its server is sent again `retries` times, after `look` has looked for lost servers. `failure`: why the
-        group is lost for good. While `outage` lasts, requests wait, and their deadline does not run."""
-        self.name, self.url, self.deadline_s, self.retries = name, url.rstrip("/"), deadline_s, retries
-        self._look, self._failure, self._key = look, failure, api_key
+        """Stores the configuration of all requests.
+
+        `url`: URL of the group's router, which requires `api_key`. `deadline_s`: deadline of one request, in seconds.
+        `retries`: how often a request that was lost with its server is repeated, after `look` has checked for lost
+        servers. `failure`: returns the error by which the group is permanently lost, if any. While `outage` lasts,
+        requests wait and deadlines are suspended.
+        """
+        self.name = name
+        self.url = url.rstrip("/")
+        self.deadline_s = deadline_s
+        self.retries = retries
+        self._look = look
+        self._failure = failure
+        self._key = api_key
         self._loop = asyncio.get_running_loop() if look is not None else None
         self._absence = None if outage is None else Elsewhere(outage, lambda: failure() is not None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        options = {"deadline_s": self.deadline_s, "retries": self.retries, "api_key": self._key}
-        return partial(FrozenEngine, **options), (self.name, self.url)
+    def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
+        """Returns a copy without connection to the run, for pickling."""
+        copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
+        return copy, (self.name, self.url)
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers without which its servers answer nobody."""
+        """HTTP headers that requests to its servers need."""
         return bearer(self._key)
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /v1/embeddings."""
+    async def post(self, path: str, body: Json) -> Json:
+        """Returns the response of one of SGLang's endpoints, such as /v1/chat/completions, /v1/rerank or
+        /v1/embeddings."""
         url = self.url + path
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as session:
 
             async def attempt() -> Answer:
-                if (failure := self._failure()) is not None:
+                failure = self._failure()
+                if failure is not None:
                     raise SlimxError(f"frozen engines {self.name}: {failure}", code="frozen.lost", about=self.name)
                 try:
                     async with session.post(url, json=body) as response:
@@ -74,42 +86,48 @@ class FrozenEngine:
             rule = Resending(self.retries, self.deadline_s, self._lost, self._absence)
             return await send(attempt, url, self.deadline_s, rule)
 
-    async def chat(self, messages: Sequence[dict[str, Any]], **parameters: Any) -> str:
-        """The model's answer to a conversation. `parameters`: of /v1/chat/completions, such as temperature."""
-        answer = await self.post("/v1/chat/completions", {"model": "default", "messages": list(messages), **parameters})
+    async def chat(self, messages: Sequence[Json], **parameters: object) -> str:
+        """Returns the model's reply to a conversation. `parameters`: parameters of /v1/chat/completions, such as
+        temperature."""
+        body = {"model": "default", "messages": list(messages), **parameters}
+        response = await self.post("/v1/chat/completions", body)
         try:
-            return answer["choices"][0]["message"]["content"] or ""
+            return response["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise SlimxError(
-                f"frozen engines {self.name} gave no chat answer: {message_of(answer)}",
+                f"frozen engines {self.name} returned no chat message: {message_of(response)}",
             ) from None
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
-        """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens `start` to L - 1, [L - start].
+        """Returns the log-probs [L - start] under this model at temperature 1 of the tokens `start` to L - 1 of
+        `token_ids` [L].
 
-        Of the tokens before `start` the server may have the KV in its cache, and it computes no logits for them."""
+        The KV of tokens before `start` may come from the server's cache, and no logits are computed for them.
+        """
         ids = as_ids(token_ids)
-        answer = await self.post("/generate", _scoring(ids, start))
-        return input_logprobs(answer.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
+        response = await self.post("/generate", _scoring(ids, start))
+        return input_logprobs(response.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
 
     async def top_logprobs(
         self, token_ids: Sequence[int], *, top: int, start: int = 1
     ) -> tuple[list[float], np.ndarray, np.ndarray]:
-        """As `logprobs`, and in the place of each of these tokens the `top` likeliest ones: int32 [L - start, top], and
-        their log-probs, float32."""
+        """Returns the log-probs like `logprobs`, the `top` most likely token ids at each of these positions, int32 [L -
+        start, top], and their log-probs, float32."""
         ids = as_ids(token_ids)
         body = {**_scoring(ids, start), "top_logprobs_num": top}
-        meta, who = (await self.post("/generate", body)).get("meta_info", {}), f"frozen engines {self.name}"
+        response = await self.post("/generate", body)
+        meta = response.get("meta_info", {})
+        who = f"frozen engines {self.name}"
         return input_logprobs(meta, ids[start - 1 :], who), *input_top_logprobs(meta, len(ids) - start, top, who)
 
     async def _lost(self) -> None:
-        """Have the run look for lost servers, in its own event loop."""
+        """Has the run check for lost servers, in the run's event loop."""
         if self._look is not None and self._loop is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
 
 
-def _scoring(ids: list[int], start: int) -> dict[str, Any]:
-    """The request for the log-probs of the tokens from `start` on."""
+def _scoring(ids: list[int], start: int) -> Json:
+    """Returns the request body for the log-probs of the tokens from `start` on."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -119,13 +137,13 @@ def _scoring(ids: list[int], start: int) -> dict[str, Any]:
     }
 
 
-def _body(text: str) -> dict[str, Any]:
-    """A JSON object as it is; a list, which some of SGLang's paths answer, under "data"."""
-    answer = parse_body(text)
+def _body(text: str) -> Json:
+    """Parses a JSON object; a list, which some of SGLang's endpoints return, becomes the value of "data"."""
+    body = parse_body(text)
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             return {"data": json.loads(text)}
-    return answer
+    return body
 
 
 async def _awaited(look: Callable[[], Awaitable[None]]) -> None:

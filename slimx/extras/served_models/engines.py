@@ -1,6 +1,6 @@
-"""Models that are never published to, each group behind a router of its own: judges, reward models, teachers.
+"""Engines of frozen models, each group behind a separate router: judges, reward models, teachers.
 
-They join their router when they have started, not after a publication, and come back by themselves.
+They join their router when started, without a publication, and rejoin it after a restart.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
@@ -24,6 +24,9 @@ from slimx.orchestration.lifetime.lifetime import together
 from slimx.rollout.flow.rollouts import Score
 from slimx.runtime.tasks import all_tried, cancelled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class ServedModels(FrozenEngines):
     """Frozen groups behind their routers."""
@@ -37,10 +40,12 @@ class ServedModels(FrozenEngines):
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
     ):
-        """`note` takes one line about every engine that is lost or started again, `record` every restart."""
+        """Creates the groups without starting servers. `note` receives a line about every lost or restarted engine,
+        `record` every restart."""
         super().__init__(config)
-        self.groups = {
-            group.name: EngineGroup(
+        self.groups: dict[str, EngineGroup] = {}
+        for group in config.rollout.frozen_engines:
+            self.groups[group.name] = EngineGroup(
                 config,
                 device,
                 log_dir,
@@ -50,12 +55,10 @@ class ServedModels(FrozenEngines):
                 router=f"router-{group.name}",
                 groups=(group,),
             )
-            for group in config.rollout.frozen_engines
-        }
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all servers; they answer when this returns, and are watched from then on."""
+        """Starts all servers. They respond when this returns, and are monitored from then on."""
         check = partial(check_stored, self.config.model.path, self.config.rollout.frozen_engines)
         await together([check, *(group.start for group in self.groups.values())])
         for name, group in self.groups.items():
@@ -64,32 +67,42 @@ class ServedModels(FrozenEngines):
             self._tasks.append(asyncio.create_task(keep_admitting(group)))
             self.clients[name] = self._client(name, group.router.url, group.keys, group.members)
 
-    async def check(self, tokenizer: Any) -> None:
-        """Compare the vocabulary of teachers' servers that ran before with the policy's; raises SlimxError."""
+    async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Compares the vocabulary of teachers on external servers with the policy's. Raises SlimxError if they
+        differ."""
         for group in self.config.rollout.frozen_engines:
-            for url in group.urls if group.name in self.config.algorithm.served_teachers else ():
+            if group.name not in self.config.algorithm.served_teachers:
+                continue
+            for url in group.urls:
                 await check_vocabulary(self._client(group.name, url, keys_of(group)), tokenizer)
 
     def scorer(self) -> Score | None:
         return make_scorer(self.config, self.clients)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
-        """The client of a router, with the `members` behind it, or of a server that nobody watches."""
-        rollout, watched = self.config.rollout, {}
-        if members is not None:
-            watched = {"look": members.look, "failure": members.failure, "outage": members.outage}
-        limits = {"deadline_s": rollout.request_deadline, "retries": rollout.request_retries}
-        return FrozenEngine(name, url, api_key=keys.api_key, **limits, **watched)
+        """Returns the client of a router with the engines `members`, or of a server that is not monitored."""
+        rollout = self.config.rollout
+        client = partial(
+            FrozenEngine,
+            name,
+            url,
+            api_key=keys.api_key,
+            deadline_s=rollout.request_deadline,
+            retries=rollout.request_retries,
+        )
+        if members is None:
+            return client()
+        return client(look=members.look, failure=members.failure, outage=members.outage)
 
     def metrics(self) -> dict[str, float]:
-        """`engines/GROUP/serving` and the like."""
-        return {
-            f"engines/{name}/{key.removeprefix('engines/')}": value
-            for name, group in self.groups.items()
-            for key, value in group.members.metrics().items()
-        }
+        """Returns `engines/GROUP/serving` and the other metrics of each group."""
+        metrics: dict[str, float] = {}
+        for name, group in self.groups.items():
+            for key, value in group.members.metrics().items():
+                metrics[f"engines/{name}/{key.removeprefix('engines/')}"] = value
+        return metrics
 
     async def stop(self) -> None:
-        """End routers and servers; servers that run elsewhere are left alone."""
+        """Stops routers and servers; external servers keep running."""
         await cancelled(*self._tasks)
         await all_tried(*(group.stop() for group in self.groups.values()))

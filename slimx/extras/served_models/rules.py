@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, rule
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.rollout import Rollout, Sampling
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slimx.data.records import Prompt
     from slimx.models.families import ModelSpec
 
@@ -22,21 +24,24 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if algorithm.teacher_engine is not None:
         key = "algorithm.teacher_engine"
         named[key] = algorithm.teacher_engine
-    for place, name in named.items():
+    for option, name in named.items():
         if name not in frozen:
             yield (
-                place,
+                option,
                 f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
                 "this name, frozen: true and the teacher's model",
             )
-    for name in ("temperature", "top_p", "top_k") if named else ():
-        value, default = getattr(rollout.sampling, name), Sampling.model_fields[name].default
+    if not named:
+        return
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(rollout.sampling, name)
+        default = Sampling.model_fields[name].default
         if value != default:
             yield (
                 key,
                 f"SGLang scores tokens at temperature 1 over the whole vocabulary, not with "
-                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or algorithm.teacher, which trainers "
-                "score as the policy samples",
+                f"rollout.sampling.{name}={value:g}; set {name} to {default:g}, or use algorithm.teacher, which the "
+                "trainers score with the policy's sampling parameters",
             )
 
 
@@ -47,30 +52,31 @@ def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
 
 
 @rule("teacher.vocabulary", "algorithm.teacher_engine")
-def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: Any) -> Problems:
-    """The group gets the policy's token ids. Of servers that run already the texts are compared when the run starts
-    (`slimx.extras.served_models.teacher.check_vocabulary`)."""
-    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan does without
+def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Problems:
+    """Refuses a teacher with another vocabulary: it receives the policy's token ids. External servers are compared when
+    the run starts (`slimx.extras.served_models.teacher.check_vocabulary`)."""
+    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan runs without
 
     for group in rollout.frozen_engines:
-        if group.name not in algorithm.served_teachers or group.urls:
+        if group.name not in algorithm.served_teachers or group.urls or group.model is None:
             continue
-        here, there = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
-        if here != there:
+        policy = tokenizer.get_vocab()
+        teacher = load_tokenizer(group.model).get_vocab()
+        if policy != teacher:
             key = "teacher_engine" if group.name == algorithm.teacher_engine else "teacher_engines"
-            token = min((here.items() ^ there.items()), key=lambda item: (item[1], item[0]))[0]
+            token = min((policy.items() ^ teacher.items()), key=lambda item: (item[1], item[0]))[0]
             yield (
                 f"algorithm.{key}",
                 f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
-                f"{token!r} is token {there.get(token)} there and {here.get(token)} here; serve a model with the "
-                "policy's tokenizer",
+                f"{token!r} has id {teacher.get(token)} there and {policy.get(token)} in the policy; serve a model "
+                "with the policy's tokenizer",
             )
 
 
 @rule("teacher.prompt", "algorithm.teacher_engines")
 def taught(algorithm: Algorithm, prompts: Sequence[Prompt]) -> Problems:
     if algorithm.teacher_engines:
-        from slimx.extras.served_models.teacher import check_taught  # it imports clients, which a plan does without
+        from slimx.extras.served_models.teacher import check_taught  # imports clients, which a plan runs without
 
         check_taught(algorithm, prompts)
     yield from ()

@@ -1,7 +1,7 @@
 """Generation through the router: token ids in, token ids out with log-probs, weight versions and experts.
 
-Token ids are those that the server sampled; they are never made again from text. An id outside the vocabulary, which
-would end SGLang's scheduler and with it every other request, is refused here.
+Token ids are those that the server sampled; they are never re-encoded from text. An id outside the vocabulary, which
+would end SGLang's scheduler and with it all other requests, is refused by the client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -22,10 +21,11 @@ from slimx.engines.outage import Outage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.wire import message_of
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, Scores
 from slimx.rollout.client.reader import Reader
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.client.sending import Resending, Sender, input_logprobs
+from slimx.rollout.client.sending import RequestSender, Resending, input_logprobs
 from slimx.rollout.client.stream import TokenStream
 
 
@@ -33,7 +33,7 @@ async def _nothing() -> None: ...
 
 
 class GenerationClient:
-    """Requests over one HTTP session; `async with` opens and closes it."""
+    """Requests over one HTTP session, which `async with` opens and closes."""
 
     def __init__(
         self,
@@ -47,27 +47,30 @@ class GenerationClient:
         api_key: str | None = None,
         adapters: str | None = None,
     ) -> None:
-        """`url`: the router's, or a server's; it asks for `api_key`. `deadline_s`: seconds for one request, waiting in
-        queues included.
+        """Stores the configuration of all requests.
 
-        A request that is lost with its engine is sent again `retries` times, one that finds no engine for `retry_s`
-        seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router. While `outage`
-        lasts, requests wait, and no deadline runs. `adapters`: the policy whose adapters requests name, at servers that
-        compute with those of several.
+        `url`: URL of the router or of a server, which requires `api_key`. `deadline_s`: deadline of one request,
+        queueing included, in seconds. `retries`: how often a request that is lost with its engine is repeated.
+        `retry_s`: seconds during which a request without any engine is repeated. `on_lost`: awaited before a
+        repetition; it should take the lost engine out of the router. `outage`: while it lasts, requests wait and
+        deadlines are suspended. `adapters`: policy whose adapters requests name, for servers with the adapters of
+        several policies.
         """
-        self.url, self.shape, self.deadline_s = url.rstrip("/"), shape, deadline_s
-        self.on_lost, self.outage = on_lost, outage or Outage()
+        self.url = url.rstrip("/")
+        self.shape = shape
+        self.deadline_s = deadline_s
+        self.on_lost = on_lost
+        self.outage = Outage() if outage is None else outage
         self._rule = Resending(retries, retry_s, self._lost, self.outage)
         self.headers = bearer(api_key)
         self.retried = 0
-        """Requests that were sent again because an engine was lost, so far."""
+        """Number of requests repeated so far because an engine was lost."""
         self.adapters = adapters
         self._reader = Reader(self.url, shape, adapters)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GenerationClient:
-        # No limit of connections: the caller bounds the requests in flight, and a hidden queue here would eat their
-        # deadline.
+        # No connection limit: the caller bounds the requests in flight, and a hidden queue would use up their deadline.
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self.headers)
@@ -79,23 +82,23 @@ class GenerationClient:
             self._session = None
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample a continuation of the request's tokens.
+        """Samples a continuation of the request's tokens.
 
-        Under top-p alone at most `MAX_SUPPORT` candidates are sampled from: what the engine kept comes back as
-        `support`, and must be bounded.
+        With top-p alone at most `MAX_SUPPORT` candidates are sampled from: the engine returns them as `support`, which
+        must be bounded.
         """
         start = time.monotonic()
         meta = await self._post(self._request_body(request), request.affinity)
         return await self._reader.completion(meta, request, time.monotonic() - start)
 
     def stream(self, request: GenerationRequest) -> TokenStream:
-        """Sample as `generate` does, with tokens that can be read while they are sampled."""
+        """Samples like `generate`; tokens can be read while they are sampled."""
         score = partial(self.score, routed_experts=True)
         sender = self._sender(request.affinity)
         return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)
 
     async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
-        """Log-probs of `token_ids` [L] themselves; nothing is sampled. A dense model has no routes to return."""
+        """Returns the log-probs of `token_ids` [L] without sampling. A dense model returns no routed experts."""
         routed = routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if routed else {}
         body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
@@ -106,11 +109,12 @@ class GenerationClient:
             routed_experts=await self._reader.experts(meta, len(token_ids) - 1) if routed else None,
         )
 
-    def _request_body(self, request: GenerationRequest) -> dict[str, Any]:
-        """The body of a request that samples."""
-        parameters, fields = {**request.sampling, "sampling_seed": request.seed}, {}
+    def _request_body(self, request: GenerationRequest) -> Json:
+        """Returns the body of a sampling request."""
+        parameters = {**request.sampling, "sampling_seed": request.seed}
+        fields: Json = {}
         if request.restricted:
-            # SGLang's own log-probs are over the whole vocabulary, whatever top-k and top-p cut away.
+            # SGLang's default log-probs are over the whole vocabulary, regardless of top-k and top-p.
             fields["return_sampling_mask"] = True
             if parameters.get("top_k", -1) < 1:
                 parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
@@ -118,34 +122,37 @@ class GenerationClient:
             fields["return_routed_experts"] = True
         return self._body(request.token_ids, parameters, fields)
 
-    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        """`fields`: of the request, which the router would drop."""
+    def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json) -> Json:
+        """Returns the body of a request. `fields`: request fields that the router would drop."""
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
         ids = as_ids(token_ids)
         if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
-            wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
-            what = "a prompt without tokens" if wrong is None else f"token id {wrong}"
+            invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
+            subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
-                f"{what} cannot be generated from; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer",
+                f"{subject} cannot be continued; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer",
                 code="request.token_ids",
-                about=what,
+                about=subject,
             )
-        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
-        # As a label, because the router drops the fields themselves; the slimx plugin in the server sets them again.
-        return body | ({"custom_labels": {"slimx": json.dumps(fields)}} if fields else {})
+        body: Json = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
+        if fields:
+            # In a label, because the router drops unknown fields; the slimx plugin in the server restores them.
+            body["custom_labels"] = {"slimx": json.dumps(fields)}
+        return body
 
-    async def _post(self, body: dict[str, Any], key: str | None) -> dict[str, Any]:
-        """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
-        answer = await self._sender(key).answer(body, self.deadline_s)
-        if "meta_info" not in answer:
-            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(answer)}")
-        return answer["meta_info"]
+    async def _post(self, body: Json, key: str | None) -> Json:
+        """Returns `meta_info` of the response to a /generate request, which may be sent repeatedly: the seed gives the
+        same tokens."""
+        response = await self._sender(key).answer(body, self.deadline_s)
+        if "meta_info" not in response:
+            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(response)}")
+        return response["meta_info"]
 
-    def _sender(self, key: str | None) -> Sender:
+    def _sender(self, key: str | None) -> RequestSender:
         if self._session is None:
             raise SlimxError("the generation client is closed; use it inside `async with`")
-        return Sender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
+        return RequestSender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
 
     async def _lost(self) -> None:
         self.retried += 1

@@ -1,7 +1,7 @@
-"""One request through a router, sent again while engines are lost and come back, within a deadline.
+"""Sends a request through a router, with repetitions while engines are lost and come back, within a deadline.
 
-The deadline stands still while no engine serves: that is no failure of a request, and bounded by those who bring one
-back.
+The deadline is suspended while no engine serves: an outage is not a failure of the request, and its duration is bounded
+elsewhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
 
 import aiohttp
 import msgspec
@@ -19,139 +19,147 @@ from slimx.data.whole import as_ids
 from slimx.engines.outage import Absence
 from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
+from slimx.json_types import Json
 from slimx.runtime.clocks import Clock
 
 NO_ENGINE = 503
-"""The router's answer when no engine is registered."""
+"""The router's status if no engine is registered."""
 UNREACHED = -1
-"""Stands in place of a status: nobody listens at the address, so that the request was never sent."""
+"""Pseudo-status: the connection was refused, so the request was never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
-"""By which sglang-router's policy `manual` keeps requests together."""
+"""Header by which sglang-router's policy `manual` keeps requests together."""
 
 REQUEST = "a generation request"
-"""The `awaited` of a DeadlineError where engines did not answer in time."""
+"""`awaited` of a DeadlineError if engines do not respond in time."""
 
-Answer = tuple[int, dict[str, Any]]
-"""Status and body; status 0 if the connection broke, UNREACHED if there was none."""
+Answer = tuple[int, Json]
+"""Status and body of a response; status 0 if the connection broke, UNREACHED if there was none."""
 
 
 class AnswerError(SlimxError):
-    """An answer that is final and not the wanted one."""
+    """A final response with an error."""
 
     def __init__(self, url: str, status: int, message: str):
-        said = "was not answered" if status <= 0 else f"answered {status}"
-        super().__init__(f"POST {url} {said}: {message}", code="request.refused", about=url)
-        self.url, self.status, self.message = url, status, message
+        outcome = "was not answered" if status <= 0 else f"answered {status}"
+        super().__init__(f"POST {url} {outcome}: {message}", code="request.refused", about=url)
+        self.url = url
+        self.status = status
+        self.message = message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """Pickle by the fields, as DeadlineError does."""
+        """Returns the fields for pickling, like DeadlineError."""
         return type(self), (self.url, self.status, self.message)
 
 
 def lost(status: int) -> bool:
-    """Returns True if a request was lost with its engine: the connection broke, the router lost the engine it had
-    chosen, or the engine failed in a way that another one need not."""
+    """Returns True if a request was lost with its engine: the connection broke, the router lost the chosen engine, or
+    the engine failed in a way in which another one need not."""
     return status == 0 or (status >= 500 and status != NO_ENGINE)
 
 
 def failed(error: aiohttp.ClientError) -> Answer:
-    """A substitute for the answer of a request that got none: UNREACHED or 0 as its status, and the error's text."""
+    """Returns a substitute for a missing response: status UNREACHED or 0, and the error's text."""
     status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
     return status, {"text": f"{type(error).__name__}: {error}"}
 
 
-def as_logprobs(values: Sequence[Any], who: str) -> np.ndarray:
-    """Log-probs out of an answer of `who`, float32, of the shape of `values`. Raises SlimxError for NaN, which JSON has
-    as null: weights that are not finite, or a GPU that computes wrongly."""
-    found = np.array(values, np.float32)
-    if np.isnan(found).any():
+def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]], who: str) -> np.ndarray:
+    """Converts log-probs from a response of `who` to float32, in the shape of `values`. Raises SlimxError for NaN (null
+    in JSON): the weights are not finite or a GPU computes wrong values."""
+    logprobs = np.array(values, np.float32)
+    if np.isnan(logprobs).any():
         raise SlimxError(
-            f"{who} answered with log-probs that are NaN; check its checkpoint, which slimx eval --checkpoint reads "
-            "whole, and its GPU (slimx health)",
+            f"{who} answered with log-probs that are NaN; check its checkpoint (slimx eval --checkpoint) and its GPU "
+            "(slimx health)",
             code="answer.nan",
             about=who,
         )
-    return found
+    return logprobs
 
 
-def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> list[float]:
-    """Log-probs of `token_ids` [L] but the first, out of a /generate answer of `who`, [L - 1].
+def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float]:
+    """Returns the log-probs [L - 1] of `token_ids` [L] except the first, from a /generate response of `who`.
 
     Raises SlimxError if other tokens were scored, and for NaN. SGLang 0.5.23 scores the last token of the vocabulary,
-    but calls it 0 (scheduler_components/logprob_result_processor.py clips ids)."""
+    but reports its id as 0 (scheduler_components/logprob_result_processor.py clips ids).
+    """
     scored = meta.get("input_token_logprobs") or []
-    wanted = as_ids(token_ids)
-    if len(scored) != len(wanted) or any(
-        entry[1] not in (token, 0) for entry, token in zip(scored, wanted, strict=True)
-    ):
+    expected = as_ids(token_ids)
+    matches = [entry[1] in (token, 0) for entry, token in zip(scored, expected, strict=False)]
+    if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
-            f"{who} scored {len(scored)} tokens that are not the {len(wanted)} asked for",
+            f"{who} scored {len(scored)} tokens that are not the {len(expected)} requested ones",
             code="answer.scores",
             about=who,
         )
     return as_logprobs([entry[0] for entry in scored[1:]], who).tolist()
 
 
-def input_top_logprobs(meta: dict[str, Any], length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """The `top` likeliest tokens in the place of each of the last `length` scored ones, out of a /generate answer of
-    `who`: int32 [length, top], and their log-probs, float32 [length, top]. Raises SlimxError if there are others."""
+def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the `top` most likely token ids at each of the last `length` scored positions, int32 [length, top], and
+    their log-probs, float32 [length, top], from a /generate response of `who`. Raises SlimxError for another shape."""
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
         raise SlimxError(
-            f"{who} gave the likeliest tokens of {len(rows)} places, and not {top} at each of the {length} asked for",
+            f"{who} returned top tokens for {len(rows)} positions, instead of {top} for each of the {length} requested",
             code="answer.top_scores",
             about=who,
         )
-    ids = np.array([[entry[1] for entry in row] for row in rows], np.int32).reshape(length, top)
-    return ids, as_logprobs([[entry[0] for entry in row] for row in rows], who).reshape(length, top)
+    entries = list(chain.from_iterable(rows))
+    ids = np.array([entry[1] for entry in entries], np.int32)
+    logprobs = as_logprobs([entry[0] for entry in entries], who)
+    return ids.reshape(length, top), logprobs.reshape(length, top)
 
 
 @dataclass(frozen=True, slots=True)
 class Resending:
-    """The rule by which a request is sent again."""
+    """The rule for repeating a request."""
 
     retries: int
-    """Times that one which was lost with its engine is sent again."""
+    """How often a request that was lost with its engine is repeated."""
     retry_s: float
-    """Seconds for which one that finds no engine is sent again; those of an absence do not count."""
+    """Seconds during which a request without any engine is repeated, outages excluded."""
     on_lost: Callable[[], Awaitable[None]]
-    """Awaited before one that was lost is sent again."""
+    """Awaited before a lost request is repeated."""
     absence: Absence | None
-    """While it lasts requests wait, and no deadline runs."""
+    """While it lasts, requests wait and deadlines are suspended."""
 
 
-async def send(
-    attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: float, rule: Resending
-) -> dict[str, Any]:
-    """The body of the first answer of status 200. Requests must have no effects besides their answers.
+async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: float, rule: Resending) -> Json:
+    """Returns the body of the first response with status 200. Requests must have no side effects.
 
-    `attempt` sends the request to `url` once. Raises AnswerError for another answer, and DeadlineError after
+    `attempt` sends the request to `url` once. Raises AnswerError for another final response, DeadlineError after
     `deadline_s` seconds.
     """
-    give_up, pause, lost_before = asyncio.get_running_loop().time() + rule.retry_s, 0.1, 0
-    clock, absence = Clock(deadline_s), rule.absence
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + rule.retry_s
+    pause = 0.1
+    losses = 0
+    clock = Clock(deadline_s)
+    absence = rule.absence
     try:
         async with clock:
             while True:
                 if absence is not None and absence.lasts:
-                    began = asyncio.get_running_loop().time()
+                    began = loop.time()
                     with clock.standing():
                         await absence.over()
-                    give_up, pause = give_up + asyncio.get_running_loop().time() - began, 0.1
-                status, answer = await attempt()
+                    give_up_at += loop.time() - began
+                    pause = 0.1
+                status, response = await attempt()
                 if status == 200:
-                    return answer
-                nobody = status in (NO_ENGINE, UNREACHED)
+                    return response
+                no_engine = status in (NO_ENGINE, UNREACHED)
                 if lost(status):
-                    again = lost_before < rule.retries
-                    lost_before += 1
+                    again = losses < rule.retries
+                    losses += 1
                 else:
-                    again = nobody and asyncio.get_running_loop().time() + pause < give_up
+                    again = no_engine and loop.time() + pause < give_up_at
                 if not again:
-                    raise AnswerError(url, status, message_of(answer))
-                if not nobody:
+                    raise AnswerError(url, status, message_of(response))
+                if not no_engine:
                     await rule.on_lost()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 2.0)
@@ -159,20 +167,23 @@ async def send(
         raise DeadlineError(REQUEST, deadline_s, url) from None
 
 
-class Sender:
-    """Sends one request through a router, its continuations too, and counts how often it was lost."""
+class RequestSender:
+    """Sends one request and its continuations through a router, and counts how often it was lost."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]
     ) -> None:
-        """`key`: requests of one key go to one engine, if the router goes by keys. `time`: seconds of a clock that
-        stands still while no engine serves."""
-        self.url, self.time = url, time
-        self._session, self._key, self._rule = session, key, rule
+        """Prepares the sender. `key`: requests with the same key go to the same engine if the router routes by keys.
+        `time`: clock in seconds that is suspended while no engine serves."""
+        self.url = url
+        self.time = time
+        self._session = session
+        self._key = key
+        self._rule = rule
         self._losses = 0
 
-    async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The body of the answer. Errors are those of `send`."""
+    async def answer(self, body: Json, deadline_s: float) -> Json:
+        """Returns the body of the response. Raises like `send`."""
         data = msgspec.json.encode(body)
 
         async def attempt() -> Answer:
@@ -184,8 +195,8 @@ class Sender:
 
         return await self._send(attempt, deadline_s)
 
-    async def open(self, body: dict[str, Any], deadline_s: float) -> aiohttp.ClientResponse:
-        """An answer of status 200 whose body is yet to be read; the caller closes it. Errors are those of `send`."""
+    async def open(self, body: Json, deadline_s: float) -> aiohttp.ClientResponse:
+        """Returns a response of status 200 with an unread body, to be closed by the caller. Raises like `send`."""
         data = msgspec.json.encode(body)
         opened: list[aiohttp.ClientResponse] = []
 
@@ -203,12 +214,12 @@ class Sender:
         await self._send(attempt, deadline_s)
         return opened[0]
 
-    async def lost(self, what: str) -> None:
-        """An open answer broke off: have the engine looked for. Raises SlimxError, which says `what`, if that happened
-        too often."""
+    async def lost(self, event: str) -> None:
+        """Reports a response that broke off to the owner of the engines. Raises SlimxError with `event` if that
+        happened too often."""
         if self._losses >= self._rule.retries:
             raise SlimxError(
-                f"POST {self.url}: {what}, and it was lost {self._losses} times before",
+                f"POST {self.url}: {event}, and it was lost {self._losses} times before",
                 code="request.lost",
                 about=self.url,
             )
@@ -218,12 +229,14 @@ class Sender:
     def _headers(self) -> dict[str, str]:
         if self._key is None:
             return JSON
-        # An engine that lives on, but loses requests, stays in the router: another key may find another one.
-        return JSON | {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
+        if not self._losses:
+            return JSON | {KEY_HEADER: self._key}
+        # An engine that is alive but loses requests stays in the router: another key may reach another engine.
+        return JSON | {KEY_HEADER: f"{self._key}~{self._losses}"}
 
-    async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> dict[str, Any]:
-        left = replace(self._rule, retries=self._rule.retries - self._losses, on_lost=self._count)
-        return await send(attempt, self.url, deadline_s, left)
+    async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> Json:
+        rule = replace(self._rule, retries=self._rule.retries - self._losses, on_lost=self._count)
+        return await send(attempt, self.url, deadline_s, rule)
 
     async def _count(self) -> None:
         self._losses += 1

@@ -1,4 +1,4 @@
-"""The gate between rollouts and engines: closed while these rest, and while a run saves what is in flight."""
+"""The gate between rollouts and engines: closed while engines are idle, and while a run saves pending requests."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from slimx.errors import SlimxError
 
 ASK_AGAIN_S = 0.2
-"""Seconds after which engines are told to abort once more: a request may have been on its way to them."""
+"""Interval of repeated abort calls, in seconds: a request may have been on its way to an engine."""
 
 CANCEL_S = 10.0
-"""Seconds that cancelled requests get to end; one that will not is left to itself."""
+"""Time for cancelled requests to end, in seconds; others are abandoned."""
 
 
 class Gate:
-    """Lets requests of rollouts out to the engines, or holds them, and knows which are out."""
+    """Lets requests of rollouts pass to the engines or holds them back, and tracks those in flight."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
         self._opened.set()
         self._out: set[asyncio.Future[Any]] = set()
-        self._given_up: set[asyncio.Future[Any]] = set()
-        """Requests of `_out` that were cancelled because they did not come back; nobody waits for it again."""
+        self._abandoned: set[asyncio.Future[Any]] = set()
+        """Abandoned requests of `_out`: cancelled because they did not return."""
 
     @property
     def is_open(self) -> bool:
@@ -32,7 +32,7 @@ class Gate:
 
     @property
     def out(self) -> int:
-        """Requests that wait for a place or are with an engine."""
+        """Number of requests that wait for a slot or are at an engine."""
         return len(self._out)
 
     def open(self) -> None:
@@ -42,18 +42,21 @@ class Gate:
         await self._opened.wait()
 
     async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
-        """Let nothing out, have engines end by `abort` what is out, and wait for it. What has not come back after
-        `deadline_s` seconds is given up: it is cancelled, and nobody waits for it again."""
+        """Holds back new requests, ends those in flight by `abort`, and waits for them. Requests that have not returned
+        after `deadline_s` seconds are cancelled and abandoned."""
         self._opened.clear()
         end = asyncio.get_running_loop().time() + deadline_s
-        while waiting := self._out - self._given_up:
+        while True:
+            waiting = self._out - self._abandoned
+            if not waiting:
+                return
             if asyncio.get_running_loop().time() >= end:
-                self._given_up |= waiting
+                self._abandoned |= waiting
                 for request in waiting:
                     request.cancel()
                 await asyncio.wait(waiting, timeout=CANCEL_S)
                 return
-            # A lost engine is another's business: its requests wait for the next one, or are given up here.
+            # Lost engines are handled elsewhere: their requests wait for another engine or are abandoned here.
             with suppress(SlimxError, TimeoutError):
                 async with asyncio.timeout_at(end):
                     await abort()
@@ -70,6 +73,6 @@ class Gate:
                 request.cancel()
                 await asyncio.wait({request}, timeout=CANCEL_S)
             if request.done():
-                request.cancelled() or request.exception()  # looked at, whoever else still does
+                request.cancelled() or request.exception()  # marked as retrieved
             self._out.discard(request)
-            self._given_up.discard(request)
+            self._abandoned.discard(request)

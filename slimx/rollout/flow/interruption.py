@@ -1,47 +1,49 @@
-"""Requests that stop in the middle and go on later: partial rollouts, and saves that lose no token.
+"""Requests that are interrupted and continued later: for partial rollouts, and saves that lose no token.
 
-While the gate is closed no request of a rollout is with an engine. One that was out when it closed is aborted by its
-engine and brings what it has; when the gate opens again, the tokens so far are sent once more and the rest is sampled,
-perhaps by another weight version. The hook that asked sees one completion. Since a token's random number depends on
-seed and position alone, a completion that was cut in two under one version has the tokens of a whole one.
+While the gate is closed, no request of a rollout is at an engine. A request in flight when it closes is aborted by its
+engine and returns its tokens so far; when the gate opens again, these are sent as the prompt and the rest is sampled,
+perhaps with another weight version. The hook sees one completion. Since a token's random number depends only on seed
+and position, a completion that was interrupted under one version has the same tokens as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest, Pending
-from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.flow.gate import CANCEL_S, Gate
 from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
-from slimx.rollout.hooks import Generator
+from slimx.rollout.hooks import CompletionStream, Generator
 from slimx.runtime.clocks import Clock
 
 
 def _aborted(pending: Pending) -> SlimxError:
-    return SlimxError(f"a request was aborted by the engine after {pending.count} tokens; its log says why")
+    return SlimxError(f"a request was aborted by the engine after {pending.count} tokens; see the engine's log")
 
 
-async def _pieces(stream: TokenStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
-    """The pieces of `stream`. Raises SlimxError once the gate has given it up, by cancelling `out`."""
+async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
+    """Yields the pieces of `stream`. Raises SlimxError once the gate has abandoned it, by cancelling `out`."""
     pieces = aiter(stream)
     while True:
-        # Given up while nobody read: what has come since may be all of it.
-        limits = {"timeout": CANCEL_S} if out.done() else {}
         piece = asyncio.ensure_future(anext(pieces, None))
         try:
-            await asyncio.wait({piece} if limits else {piece, out}, return_when=asyncio.FIRST_COMPLETED, **limits)
+            if out.done():  # abandoned while unread: the rest may have arrived since
+                await asyncio.wait({piece}, timeout=CANCEL_S)
+            else:
+                futures: list[asyncio.Future[Any]] = [piece, out]
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not piece.done():
                 raise SlimxError(
-                    "a stream was interrupted, and its engine did not end it within rollout.interrupt_deadline; the "
-                    "engine's log says why",
+                    "a stream was interrupted, but its engine did not end it within rollout.interrupt_deadline; "
+                    "see the engine's log",
                     code="request.given_up",
                     about="rollout.interrupt_deadline",
                 )
@@ -49,28 +51,33 @@ async def _pieces(stream: TokenStream, out: asyncio.Future[None]) -> AsyncIterat
             if not piece.done():
                 piece.cancel()
                 await asyncio.wait({piece}, timeout=CANCEL_S)
-        if (found := piece.result()) is None:
+        completion = piece.result()
+        if completion is None:
             return
-        yield found
+        yield completion
 
 
 class Interruptible:
-    """The engines of one rollout, behind the gate."""
+    """The engines of one rollout behind the gate."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock, gate: Gate, journal: Journal) -> None:
-        self._client, self._slots, self._clock, self._gate, self._journal = client, slots, clock, gate, journal
+        self._client = client
+        self._slots = slots
+        self._clock = clock
+        self._gate = gate
+        self._journal = journal
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample as `GenerationClient.generate` does. Time before a closed gate does not count against the rollout's
+        """Samples like `GenerationClient.generate`. Time at a closed gate does not count against the rollout's
         deadline. Raises SlimxError if the engine aborts a request by itself."""
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
-            asked = asyncio.ensure_future(self._ask(pending))
-            async with self._gate.tracked(asked):
-                await asyncio.wait({asked})  # which a cancelled rollout leaves at once, whatever the request does
-                part = None if asked.cancelled() else asked.result()
-                interrupted = not self._gate.is_open
+            task = asyncio.ensure_future(self._request(pending))
+            async with self._gate.tracked(task):
+                await asyncio.wait({task})  # a cancelled rollout leaves at once, even if the request goes on
+                part = None if task.cancelled() else task.result()
+                interrupted = self.interrupted
             if part is not None:
                 pending.add(part)
                 self.record(pending)
@@ -78,19 +85,23 @@ class Interruptible:
                 raise _aborted(pending)
         return pending.completion
 
-    async def _ask(self, pending: Pending) -> Completion | None:
-        """The rest; None if the gate closed before it was asked for."""
+    async def _request(self, pending: Pending) -> Completion | None:
+        """Returns the remainder, or None if the gate closed before the request was sent."""
         async with self._slots.one(self._clock):
-            return await self._client.generate(pending.rest()) if self._gate.is_open else None
+            if self._gate.is_open:
+                return await self._client.generate(pending.rest())
+            return None
 
     def stream(self, request: GenerationRequest) -> InterruptibleStream:
-        """Stream as `GenerationClient.stream` does."""
+        """Streams like `GenerationClient.stream`."""
         return InterruptibleStream(self, self._begin(request))
 
     @asynccontextmanager
-    async def segment(self, request: GenerationRequest, out: asyncio.Future[None]) -> AsyncIterator[TokenStream | None]:
-        """A stream of `request`; None if the gate closed before it was asked for. `out` is cancelled if the gate gives
-        the stream up."""
+    async def segment(
+        self, request: GenerationRequest, out: asyncio.Future[None]
+    ) -> AsyncIterator[CompletionStream | None]:
+        """Yields a stream of `request`, or None if the gate closed before it was sent. `out` is cancelled if the gate
+        abandons the stream."""
         await self._opened()
         async with self._gate.tracked(out), self._slots.one(self._clock):
             if not self._gate.is_open:
@@ -101,13 +112,17 @@ class Interruptible:
 
     @property
     def interrupted(self) -> bool:
-        """True while the gate is closed: an abort is then its doing."""
+        """True while the gate is closed, which then causes aborts."""
         return not self._gate.is_open
 
     def record(self, pending: Pending) -> None:
-        """Keep what came so far."""
-        if (came := pending.came) is not None:
-            self._journal.record(pending.request, came if pending.done else replace(came, finish_reason="abort"))
+        """Saves the tokens received so far."""
+        completion = pending.came
+        if completion is None:
+            return
+        if not pending.done:
+            completion = replace(completion, finish_reason="abort")
+        self._journal.record(pending.request, completion)
 
     def _begin(self, request: GenerationRequest) -> Pending:
         return Pending(request, self._journal.replay(request))
@@ -119,11 +134,13 @@ class Interruptible:
 
 
 class InterruptibleStream:
-    """A `TokenStream` in as many segments as it is interrupted times; used as one."""
+    """A `TokenStream` in one or more segments, one more per interruption."""
 
     def __init__(self, engines: Interruptible, pending: Pending) -> None:
-        self._engines, self._pending = engines, pending
-        self._segment, self._stream = AsyncExitStack(), None
+        self._engines = engines
+        self._pending = pending
+        self._segment = AsyncExitStack()
+        self._stream: CompletionStream | None = None
         self._pieces = self._read()
 
     async def __aenter__(self) -> InterruptibleStream:
@@ -141,10 +158,10 @@ class InterruptibleStream:
 
     @property
     def completion(self) -> Completion:
-        """All that has come. Raises SlimxError if nothing has."""
+        """The tokens received so far. Raises SlimxError if there are none."""
         return self._pending.completion
 
-    async def _read(self) -> AsyncIterator[Completion]:
+    async def _read(self) -> AsyncGenerator[Completion]:
         pending = self._pending
         if pending.came is not None:  # of an earlier run
             yield replace(pending.came, routed_experts=None)
@@ -170,6 +187,9 @@ class InterruptibleStream:
             self._engines.record(pending)
 
     def _finish(self, reason: str) -> None:
-        """End the completion. The last segment was sent all tokens before its own, and brings the experts of these."""
-        routed = self._stream is not None and self._pending.request.routed_experts
-        self._pending.finish(reason, self._stream.completion.routed_experts if routed else None)
+        """Ends the completion. The last segment's prompt includes all earlier tokens, so it returns their experts
+        too."""
+        routes = None
+        if self._stream is not None and self._pending.request.routed_experts:
+            routes = self._stream.completion.routed_experts
+        self._pending.finish(reason, routes)

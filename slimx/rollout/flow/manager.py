@@ -1,14 +1,14 @@
-"""Keeps the right number of groups in flight and hands them out, step by step, none of them too old.
+"""Keeps the right number of groups in flight and returns them step by step, none of them too old.
 
-Every admitted prompt gets a ticket with a number, and tickets are trained in that order (as far as `schedule.window`
-says), so that which group is trained when does not depend on timing. `slimx/rollout/flow/tickets.py` has the rules of
-admission and selection that keep every trajectory within `schedule.max_staleness` versions.
+Every admitted prompt gets a numbered ticket, and tickets are trained in that order (within `schedule.window`): the step
+of a group does not depend on timing. `slimx/rollout/flow/tickets.py` contains the rules of admission and selection that
+keep every trajectory within `schedule.max_staleness` versions.
 
     next_batch: open the gate --> admit, drop, wait, ... --> select --> rest, if engines rest while trainers train
 
-Engines rest where nothing could be generated ahead (max_staleness 0), or where `rollout.partial` says so: requests are
-then interrupted, with their tokens kept. Otherwise they go on, and a publication in between gives later tokens of the
-same trajectory a newer version.
+Engines rest if nothing can be generated ahead (max_staleness 0), or with `rollout.partial`: requests are then
+interrupted, and their tokens kept. Otherwise they continue, and after a publication later tokens of the same trajectory
+have a newer version.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.prompts.read import DataSource, Outcome
-from slimx.data.records import Group, Trajectory
+from slimx.data.records import Group
 from slimx.errors import DeadlineError, PartLost, SlimxError, raised
+from slimx.json_types import Json
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
-from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, rewards_of
+from slimx.rollout.flow.tickets import Batch, Dropped, Rules, SavedTicket, Ticket, older_trajectory, rewards_of
 from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.clocks import Clock
 
 TOO_OLD = "too old"
-"""Reason of a group beyond the bound of staleness; its ticket stays, and its prompt is generated anew."""
+"""Reason of a group beyond the staleness bound; its ticket stays, and its prompt is generated again."""
 STOP_S = 10.0
-"""Seconds that cancelled rollouts get to end."""
+"""Time for cancelled rollouts to end, in seconds."""
 
 
 async def _nothing() -> None: ...
@@ -50,45 +50,51 @@ class RolloutManager:
         on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """`on_drop` is told of every group that is not trained, with its reason, and after `restore` once more of those
-        that no batch has counted yet. `abort` has all engines end their requests, which then bring what they have."""
-        self.config, self.source, self.maker, self.on_drop, self.abort = config, source, maker, on_drop, abort
+        """Begins without tickets. `on_drop` is called for every group that is not trained, and after `restore` again
+        for those that no batch has counted yet. `abort` makes all engines end their requests, which return their tokens
+        so far."""
+        self.config = config
+        self.source = source
+        self.maker = maker
+        self.on_drop = on_drop
+        self.abort = abort
         self.rules = Rules.of(config)
         self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
         """True if engines rest while trainers train."""
         self.waiting_since: float | None = None
-        """Unix seconds since which a batch is waited for."""
+        """Unix time since which a batch is awaited."""
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: list[Dropped] = []
-        """Groups that the next batch counts."""
+        """Dropped groups to be counted in the next batch."""
         self._failures: list[Dropped] = []
         self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._left: set[asyncio.Task[None]] = set()
-        """Cancelled tasks of groups that are made no more, or anew; they may still clean up."""
+        """Cancelled tasks of dropped or regenerated groups, which may still clean up."""
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """Tickets of all prompts that were admitted and neither trained nor dropped, by number."""
+        """Tickets of all admitted prompts that are neither trained nor dropped, by number."""
         return self._tickets
 
     @property
     def in_flight(self) -> int:
-        """Groups that are being generated."""
+        """Number of groups that are being generated."""
         return sum(ticket.running for ticket in self._tickets)
 
     @property
     def _rollouts_per_group(self) -> int:
-        return self.config.rollout.group_size + (self.config.algorithm.advantages.kind == "remax")
+        greedy = 1 if self.config.algorithm.advantages.kind == "remax" else 0
+        return self.config.rollout.group_size + greedy
 
     async def next_batch(self) -> Batch:
-        """The next `prompts_per_step` groups, waiting for them.
+        """Waits for the next `prompts_per_step` groups and returns them.
 
-        A dropped group is replaced by a new prompt, and so is one that holds a batch up for longer than
-        `schedule.straggler_deadline`. Raises SlimxError when more than `rollout.max_failed_share` of a
-        batch failed, and DeadlineError when `schedule.step_deadline` passes. Cancelled, it has taken nothing.
+        A dropped group is replaced by a new prompt, as is one that delays a batch for longer than
+        `schedule.straggler_deadline`. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed,
+        DeadlineError after `schedule.step_deadline`. If cancelled, no group is taken.
         """
         deadline = self.config.schedule.step_deadline
         self.waiting_since = time.time()
@@ -107,15 +113,15 @@ class RolloutManager:
         return self._hand_out(taken)
 
     async def rest(self) -> None:
-        """Interrupt what is in flight until the next batch is waited for. No token of it is lost."""
+        """Interrupts all requests until the next batch is awaited. No token is lost."""
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
-        """Start as many groups as may be open while a batch is waited for."""
+        """Starts as many groups as may be open while a batch is awaited."""
         self._admit(self.rules.room)
 
     async def stop(self) -> None:
-        """Cancel what is in flight and wait until it has ended; a hook that will not be cancelled is left to itself."""
+        """Cancels all tasks and waits until they have ended; a hook that resists cancellation is abandoned."""
         tasks = [*self._left, *(ticket.task for ticket in self._tickets if ticket.task is not None)]
         for task in tasks:
             task.cancel()
@@ -123,25 +129,29 @@ class RolloutManager:
             await asyncio.wait(tasks, timeout=STOP_S)
         self.maker.close()
 
-    def state(self) -> dict[str, Any]:
-        """All that a resumed run needs: the source's cursor, every ticket that is not trained yet, and the dropped
-        groups that no batch has counted yet: the step whose records name them is still to come."""
+    def state(self) -> Json:
+        """Returns the state for a resumed run: the source's cursor, all open tickets, and the dropped groups that no
+        batch has counted yet, whose step is still to come."""
         return {
             "source": self.source.state(),
             "next": self._next,
-            "tickets": [_saved(t) for t in self._tickets],
+            "tickets": [SavedTicket.of(ticket) for ticket in self._tickets],
             "dropped": [asdict(dropped) for dropped in self._dropped],
         }
 
     def counting(self, current: int, done: int) -> int:
-        """The step whose batch counts a group that is dropped now. `current`: step in progress, `done`: steps done."""
-        return current if self.waiting_since is not None else max(current, done) + 1
+        """Returns the step that counts a group dropped now. `current`: step in progress, `done`: completed steps."""
+        if self.waiting_since is not None:
+            return current
+        return max(current, done) + 1
 
-    def status(self) -> dict[str, Any]:
-        """Summary of what is in flight, for `slimx status`.
+    def status(self) -> Json:
+        """Returns a summary for `slimx status`.
 
-        open: tickets; generating, done: of these; held: prompts that may begin only after the next publication; rests:
-        whether engines rest while trainers train; requests: out now; oldest: the ticket that all others wait for."""
+        open: number of tickets; generating, done: parts of these; held: prompts that may begin only after the next
+        publication; rests: true if engines rest while trainers train; requests: in flight; oldest: the ticket that all
+        others wait for.
+        """
         waiting = self.waiting_since is not None
         begun = next((ticket for ticket in self._tickets if ticket.running), None)
         return {
@@ -155,7 +165,7 @@ class RolloutManager:
             "oldest": None if begun is None else self._status_of(begun),
         }
 
-    def _status_of(self, ticket: Ticket) -> dict[str, Any]:
+    def _status_of(self, ticket: Ticket) -> Json:
         return {
             "group": f"g{ticket.number}",
             "prompt": ticket.prompt.id,
@@ -166,9 +176,9 @@ class RolloutManager:
             "rollouts": self._rollouts_per_group,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: complete groups are kept; of the others what was sampled is kept, and the rest is
-        generated with the same seeds, as soon as a batch is waited for."""
+    def restore(self, state: Json) -> None:
+        """Continues from `state`: complete groups are kept; of others, sampled tokens are kept and the rest is
+        generated with the same seeds, as soon as a batch is awaited."""
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
@@ -179,9 +189,9 @@ class RolloutManager:
         for dropped in state["dropped"]:
             self._drop(Dropped(**dropped))
 
-    def restart(self, state: dict[str, Any]) -> int:
-        """Begin with this manager's own prompts after `state`, with seeds of its own; returns how many groups of
-        `state` are left out."""
+    def restart(self, state: Json) -> int:
+        """Continues the ticket numbers of `state` with new prompts and seeds. Returns the number of discarded
+        groups."""
         self._next = state["next"]
         return len(state["tickets"])
 
@@ -190,8 +200,7 @@ class RolloutManager:
     async def _selected(self) -> list[Ticket]:
         patience = self.config.schedule.straggler_deadline
         give_up_at: float | None = None
-        """Moment of `Outage.time` at which a straggler is given up; None while too few groups are done, or where a
-        straggler is waited for in any case."""
+        """`Outage.time` at which a straggler is dropped; None while too few groups are done, or without a deadline."""
         while True:
             self._changed.clear()
             self._settle()
@@ -201,22 +210,20 @@ class RolloutManager:
             if taken is not None:
                 if not self._too_old(taken):
                     return taken
-                give_up_at = None  # what is generated anew has just begun
-            else:
-                straggler = self.rules.straggler(self._tickets)
-                if straggler is None or patience is None:
-                    give_up_at = None
-                else:
-                    give_up_at = give_up_at or self.maker.outage.time() + patience
-                in_time = await self._changed_by(give_up_at)
-                if not in_time and straggler.outcome is None:  # it may have been done in the last moment
-                    self._give_up(straggler)
+                give_up_at = None  # regenerated groups have just begun
+                continue
+            straggler = self.rules.straggler(self._tickets)
+            if straggler is None or patience is None:
+                give_up_at = None
+                await self._changed.wait()
+                continue
+            give_up_at = give_up_at or self.maker.outage.time() + patience
+            in_time = await self._changed_by(give_up_at)
+            if not in_time and straggler.outcome is None:  # it may have finished at the last moment
+                self._give_up(straggler)
 
-    async def _changed_by(self, moment: float | None) -> bool:
-        """Wait until a group is done; False if none is by `moment` of `Outage.time` (None: any time)."""
-        if moment is None:
-            await self._changed.wait()
-            return True
+    async def _changed_by(self, moment: float) -> bool:
+        """Waits until a group is done. Returns False if none is at `moment` of `Outage.time`."""
         outage = self.maker.outage
         clock = Clock(max(0.0, moment - outage.time()))
         try:
@@ -228,7 +235,7 @@ class RolloutManager:
         return True
 
     def _admit(self, room: int) -> None:
-        """Start what waits and new prompts, up to `room` tickets in all."""
+        """Starts waiting tickets and new prompts, up to `room` tickets in total."""
         for ticket in self._tickets[:room]:
             if ticket.waits:
                 self._start(ticket)
@@ -250,23 +257,25 @@ class RolloutManager:
                 ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
             )
             if ticket.task is not asyncio.current_task():
-                return  # it was cancelled, and ended by itself at the same moment
+                return  # it was cancelled at the moment it finished
             ticket.outcome = outcome
             if self.waiting_since is None and not self.rests:
-                # While trainers train: what takes the place of a dropped group is for one of the batches after the next
-                # publication, and is begun by the version before.
+                # While trainers train: the replacement of a dropped group is for a batch after the next publication,
+                # and begins with the version before it.
                 self._settle()
                 self._admit(self.rules.room - self.rules.size)
         except Exception as error:
-            # Not a rollout's failure (those are outcomes): a mistake of ours must reach the loop, not vanish in a task.
+            # Not a rollout's failure (those are outcomes): a bug must reach the loop, not vanish in a task.
             self._error = error
         self._changed.set()
 
     def _settle(self) -> None:
-        """Drop the groups that were not kept, and say why."""
+        """Drops the groups that were not kept, with their reasons."""
         if self._error is not None:
             raise self._error
-        for ticket in [t for t in self._tickets if t.outcome is not None and t.outcome.reason is not None]:
+        for ticket in list(self._tickets):
+            if ticket.outcome is None or ticket.outcome.reason is None:
+                continue
             self._tickets.remove(ticket)
             dropped = Dropped.of(ticket.outcome)
             self._drop(dropped)
@@ -281,7 +290,7 @@ class RolloutManager:
         limit = self.config.rollout.max_failed_share * self.config.rollout.prompts_per_step
         if len(self._failures) > limit:
             last = self._failures[-1]
-            # Silent engines may answer after another start; whatever else failed would fail again.
+            # Silent engines may respond after a restart; other failures would repeat.
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
                 f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
@@ -292,30 +301,37 @@ class RolloutManager:
             )
 
     def _give_up(self, straggler: Ticket) -> None:
-        """Drop a group that holds a batch up, unfinished as it is: the next one in order takes its place."""
+        """Drops an unfinished group that delays a batch; the next one in order replaces it."""
         detail = (
             f"{len(straggler.progress.done)} of {self._rollouts_per_group} rollouts were done "
-            f"{time.time() - straggler.since:.0f} s after they were begun, and a batch waited for the others alone for "
-            f"more than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
+            f"{time.time() - straggler.since:.0f} s after they began, and a batch waited only for the others for more "
+            f"than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )
         self._cancel(straggler)
         group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=[])
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Returns True if a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
+        """Returns True if a group of `taken` is beyond the staleness bound; such groups are dropped and generated
+        again.
 
-        Admission and selection allow none; one comes from a checkpoint of a run with other rules."""
-        version, bound = self.maker.version, self.config.schedule.max_staleness
-        old = [(t, trajectory) for t in taken if (trajectory := _oldest(t.outcome.group, version - bound)) is not None]
-        for ticket, trajectory in old:
+        Admission and selection prevent that; only a checkpoint of a run with other rules can contain one.
+        """
+        version = self.maker.version
+        bound = self.config.schedule.max_staleness
+        too_old = False
+        for ticket in taken:
+            trajectory = older_trajectory(ticket.group, version - bound)
+            if trajectory is None:
+                continue
             detail = (
                 f"trajectory {trajectory.id} was begun by version {trajectory.oldest_version} and would be trained by "
                 f"version {version}, beyond schedule.max_staleness={bound}"
             )
-            self._drop(Dropped.of(GroupOutcome(ticket.outcome.group, TOO_OLD, detail)))
+            self._drop(Dropped.of(GroupOutcome(ticket.group, TOO_OLD, detail)))
             self._regenerate(ticket)
-        return bool(old)
+            too_old = True
+        return too_old
 
     def _hand_out(self, taken: list[Ticket]) -> Batch:
         chosen = {ticket.number for ticket in taken}
@@ -325,23 +341,28 @@ class RolloutManager:
                 self._regenerate(ticket)
                 self._regenerated += 1
         self._tell_source(taken)
-        dropped = Counter(each.reason for each in self._dropped)
-        batch = Batch([ticket.outcome.group for ticket in taken], dropped, self._regenerated)
-        self._dropped, self._failures, self._regenerated = [], [], 0
+        reasons = Counter(dropped.reason for dropped in self._dropped)
+        batch = Batch([ticket.group for ticket in taken], reasons, self._regenerated)
+        self._dropped = []
+        self._failures = []
+        self._regenerated = 0
         return batch
 
     def _tell_source(self, taken: Sequence[Ticket]) -> None:
-        """Tell a source that learns what became of the prompts of a batch, and of those dropped meanwhile. One that was
-        too old is generated again, and told of when it has ended."""
+        """Passes the outcomes of a batch's prompts, and of those dropped meanwhile, to a source that learns from them.
+        A group that was too old is generated again and reported later."""
         learn = getattr(self.source, "learn", None)
         if learn is None:
             return
-        dropped = [each for each in self._dropped if each.reason != TOO_OLD]
-        ended = [(each.group, Outcome(each.prompt, each.rewards, each.reason)) for each in dropped]
+        outcomes: dict[int, Outcome] = {}
+        for dropped in self._dropped:
+            if dropped.reason != TOO_OLD:
+                number = int(dropped.group.removeprefix("g"))
+                outcomes[number] = Outcome(dropped.prompt, dropped.rewards, dropped.reason)
         for ticket in taken:
-            ended.append((f"g{ticket.number}", Outcome(ticket.prompt.id, rewards_of(ticket.outcome.group))))
+            outcomes[ticket.number] = Outcome(ticket.prompt.id, rewards_of(ticket.group))
         try:
-            learn([outcome for _, outcome in sorted(ended, key=lambda one: int(one[0][1:]))])
+            learn([outcomes[number] for number in sorted(outcomes)])
         except Exception as error:
             name = self.config.rollout.source
             raise SlimxError(
@@ -349,13 +370,13 @@ class RolloutManager:
             ) from error
 
     def _regenerate(self, ticket: Ticket) -> None:
-        """Forget what was made of `ticket`: it is begun again, with the same seeds, when a batch is waited for."""
+        """Discards the results of `ticket`: it begins again with the same seeds when a batch is awaited."""
         self._cancel(ticket)
         ticket.outcome = None
         ticket.progress = GroupProgress()
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Take from `ticket` the task that makes its group, if one does."""
+        """Cancels the task of `ticket`, if any."""
         if ticket.task is not None:
             ticket.task.cancel()
             self._left.add(ticket.task)
@@ -363,26 +384,13 @@ class RolloutManager:
             ticket.task = None
 
     def _awaited(self) -> str:
-        """The groups that a batch which does not come waits for."""
-        want = self.rules.size
-        # Of the tickets of this batch; of a later one where all of these are done, but too few for a window.
-        waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None] or [
-            ticket.prompt.id for ticket in self._tickets if ticket.outcome is None
-        ]
-        return f"{len(waiting)} of {want} groups of this step (first: prompt {waiting[0]})"
+        """Returns a description of the groups for which a late batch waits."""
+        size = self.rules.size
+        # Unfinished groups of this batch; of later ones if these are done but the window does not allow a batch.
+        waiting = _unfinished(self._tickets[:size]) or _unfinished(self._tickets)
+        return f"{len(waiting)} of {size} groups of this step (first: prompt {waiting[0]})"
 
 
-def _saved(ticket: Ticket) -> SavedTicket:
-    group = ticket.outcome.group if ticket.outcome is not None and ticket.outcome.reason is None else None
-    return SavedTicket(
-        number=ticket.number,
-        prompt=ticket.prompt,
-        group=group,
-        born=ticket.born,
-        rollouts=ticket.progress.save() if group is None else [],
-    )
-
-
-def _oldest(group: Group, bound: int) -> Trajectory | None:
-    """A trajectory with a token of a version before `bound`."""
-    return next((t for t in group.trajectories if t.oldest_version is not None and t.oldest_version < bound), None)
+def _unfinished(tickets: Sequence[Ticket]) -> list[str]:
+    """Returns the prompt ids of unfinished groups."""
+    return [ticket.prompt.id for ticket in tickets if ticket.outcome is None]

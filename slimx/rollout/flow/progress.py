@@ -1,10 +1,10 @@
-"""The finished part of a group that is not complete, so that nothing sampled is sampled twice.
+"""The finished part of an incomplete group: nothing is sampled twice.
 
-Of a rollout that is complete, its trajectories are kept, with their rewards. Of one that is not, every completion that
-its hook got from the engines, the last one perhaps cut off in the middle. The hook is run again in a resumed run, from
-its beginning: where it asks for what was sampled already (the same tokens to continue, the same seed, the same sampling
-parameters) it gets that, and from there on the engines. No hook needs to know; one that asks for something else the
-second time gets new tokens for it, as it must.
+For a complete rollout, its trajectories with rewards are kept; for an incomplete one, every completion that its hook
+received from the engines, the last one possibly partial. A resumed run calls the hook again from the start: a request
+that was answered before (same tokens, seed and sampling parameters) gets the recorded completion, later ones go to the
+engines. Hooks need no code for this; one that sends different requests the second time gets new tokens for them, as it
+must.
 """
 
 from __future__ import annotations
@@ -23,105 +23,116 @@ from slimx.rollout.client.request import GenerationRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """The answer to one request of a hook so far."""
+    """The response so far to one request of a hook."""
 
     key: str
-    """Key of the request: `key_of`."""
+    """Key of the request, by `key_of`."""
     token_ids: np.ndarray
-    """int32: what was to be continued."""
+    """int32: prompt of the request."""
     completion: Completion
-    """With finish_reason "abort" if there is more to come."""
+    """Has finish_reason "abort" if incomplete."""
     routes_of: str | None = None
-    """Key of the later answer whose routed experts begin with those of this one, which then lacks them."""
+    """Key of the later response whose routed experts begin with those of this one, which are omitted here."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SavedRollout:
-    """One rollout of a group that is not complete, as a checkpoint keeps it."""
+    """One rollout of an incomplete group in a checkpoint."""
 
     index: int
     trajectories: list[Trajectory] | None = None
-    """None: it is not complete."""
+    """None: it is incomplete."""
     completions: list[Recorded] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
-    """A `Recorded` of which only what is new is held: a turn repeats all tokens of those before it."""
+class _Entry:
+    """A `Recorded` that stores only new tokens: a turn repeats all tokens of earlier turns."""
 
-    before: _Kept | None
-    """The one that the request went on from."""
+    before: _Entry | None
+    """Entry whose tokens the prompt begins with."""
     new: np.ndarray
-    """int32: what was to be continued, without all that `before` had and brought."""
+    """int32: prompt without the tokens of `before`."""
     completion: Completion
     routes_of: str | None = None
     """As in `Recorded`."""
 
     @property
-    def asked(self) -> np.ndarray:
-        """int32: what was to be continued."""
-        return self.new if self.before is None else np.concatenate([self.before.whole, self.new])
+    def prompt(self) -> np.ndarray:
+        """int32: prompt of the request."""
+        if self.before is None:
+            return self.new
+        return np.concatenate([self.before.tokens, self.new])
 
     @property
-    def whole(self) -> np.ndarray:
-        """int32: what was to be continued, and what came."""
+    def tokens(self) -> np.ndarray:
+        """int32: prompt and sampled tokens."""
         parts: list[np.ndarray] = []
-        kept: _Kept | None = self
-        while kept is not None:
-            parts += [kept.completion.token_ids, kept.new]
-            kept = kept.before
+        entry: _Entry | None = self
+        while entry is not None:
+            parts += [entry.completion.token_ids, entry.new]
+            entry = entry.before
         return np.concatenate(parts[::-1])
 
 
 class Journal:
-    """The completions of one rollout, by what was asked for."""
+    """The completions of one rollout by request."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._entries: dict[str, _Entry] = {}
         for entry in recorded:
-            self._keep(entry.key, entry.token_ids, entry.completion, entry.routes_of)
+            self._add(entry.key, entry.token_ids, entry.completion, entry.routes_of)
         by_key = {entry.key: entry for entry in recorded}
         self._replayed = {entry.key: _with_routes(entry, by_key) for entry in recorded}
 
     def replay(self, request: GenerationRequest) -> Completion | None:
-        """The answer of an earlier run to `request`. Within one run nothing is replayed: a request is made once."""
-        return self._replayed.get(key_of(request)) if self._replayed else None
+        """Returns the response of an earlier run to `request`, if any. Within a run nothing is replayed: a request is
+        made once."""
+        if not self._replayed:
+            return None
+        return self._replayed.get(key_of(request))
 
     def record(self, request: GenerationRequest, completion: Completion) -> None:
-        """Keep what was sampled for `request`."""
-        self._keep(key_of(request), np.array(request.token_ids, np.int32), completion)
+        """Records the tokens sampled for `request`."""
+        self._add(key_of(request), np.array(request.token_ids, np.int32), completion)
 
-    def _keep(self, key: str, token_ids: np.ndarray, completion: Completion, routes_of: str | None = None) -> None:
-        # The newest first: a request goes on from the one before it, mostly.
-        others = [kept for other, kept in reversed(self._kept.items()) if other != key]
-        before = next((kept for kept in others if _begins(token_ids, kept)), None)
+    def _add(self, key: str, token_ids: np.ndarray, completion: Completion, routes_of: str | None = None) -> None:
+        before = self._continued_entry(key, token_ids)
         new = token_ids
         if before is not None:
-            new = token_ids[len(before.whole) :].copy()  # the slice alone would hold all of it
-            # Routes are large, and a turn brings those of all positions before it, too; not always the same, for it may
-            # be of another policy or version. What is not complete yet gives way to another of the same key.
+            new = token_ids[len(before.tokens) :].copy()  # a slice would keep the whole array alive
+            # Routes are large, and a turn returns those of all earlier positions too; they may differ, because another
+            # policy or version computed them. An incomplete entry is replaced later by one with the same key.
             if completion.finish_reason != "abort" and _routes_begin(completion, before.completion):
-                _forget_routes(before)
+                _drop_routes(before)
                 before.routes_of = key
-        if (older := self._kept.get(key)) is not None:  # which others may go on from as it is
-            _forget_routes(older)
-        self._kept[key] = _Kept(before, new, completion, routes_of)
+        replaced = self._entries.get(key)
+        if replaced is not None:  # other entries may refer to it
+            _drop_routes(replaced)
+        self._entries[key] = _Entry(before, new, completion, routes_of)
+
+    def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
+        """Returns the newest entry of another key with which `token_ids` begin."""
+        for other, entry in reversed(self._entries.items()):
+            if other != key and _begins(token_ids, entry):
+                return entry
+        return None
 
     @property
     def begun(self) -> bool:
         """True once anything was recorded."""
-        return bool(self._kept)
+        return bool(self._entries)
 
     def entries(self) -> list[Recorded]:
         return [
-            Recorded(key=key, token_ids=each.asked, completion=each.completion, routes_of=each.routes_of)
-            for key, each in self._kept.items()
+            Recorded(key=key, token_ids=entry.prompt, completion=entry.completion, routes_of=entry.routes_of)
+            for key, entry in self._entries.items()
         ]
 
 
 @dataclass(slots=True)
 class GroupProgress:
-    """Progress of one group, by the number of the rollout."""
+    """Progress of one group, by index of the rollout."""
 
     done: dict[int, list[Trajectory]] = field(default_factory=dict)
     journals: dict[int, Journal] = field(default_factory=dict)
@@ -130,28 +141,26 @@ class GroupProgress:
         return self.journals.setdefault(index, Journal())
 
     def finish(self, index: int, trajectories: list[Trajectory]) -> None:
-        """Rollout `index` is complete, rewards and all."""
+        """Records the complete rollout `index`, with rewards."""
         self.done[index] = trajectories
         self.journals.pop(index, None)
 
     def save(self) -> list[SavedRollout]:
-        done = [SavedRollout(index=index, trajectories=kept) for index, kept in self.done.items()]
-        begun = [
-            SavedRollout(index=index, completions=entries)
-            for index, journal in self.journals.items()
-            if (entries := journal.entries())
-        ]
-        return sorted(done + begun, key=lambda rollout: rollout.index)
+        saved = [SavedRollout(index=index, trajectories=trajectories) for index, trajectories in self.done.items()]
+        for index, journal in self.journals.items():
+            if journal.begun:
+                saved.append(SavedRollout(index=index, completions=journal.entries()))
+        return sorted(saved, key=lambda rollout: rollout.index)
 
     @classmethod
     def restore(cls, saved: Sequence[SavedRollout]) -> GroupProgress:
-        out = cls()
+        progress = cls()
         for rollout in saved:
             if rollout.trajectories is not None:
-                out.done[rollout.index] = rollout.trajectories
+                progress.done[rollout.index] = rollout.trajectories
             else:
-                out.journals[rollout.index] = Journal(rollout.completions)
-        return out
+                progress.journals[rollout.index] = Journal(rollout.completions)
+        return progress
 
     @property
     def begun(self) -> bool:
@@ -160,33 +169,36 @@ class GroupProgress:
 
 
 def key_of(request: GenerationRequest) -> str:
-    """The same for the same request, in any process."""
-    asked = msgspec.json.encode([request.sampling, request.seed], order="sorted")
-    return fingerprint(np.array(request.token_ids, np.int32).tobytes() + asked)
+    """Returns a key that is equal for equal requests in any process."""
+    parameters = msgspec.json.encode([request.sampling, request.seed], order="sorted")
+    return fingerprint(np.array(request.token_ids, np.int32).tobytes() + parameters)
 
 
-def _begins(token_ids: np.ndarray, kept: _Kept) -> bool:
-    """Returns True if `token_ids` begins with all that `kept` had and brought."""
-    whole = kept.whole
-    return len(token_ids) >= len(whole) and np.array_equal(token_ids[: len(whole)], whole)
+def _begins(token_ids: np.ndarray, entry: _Entry) -> bool:
+    """Returns True if `token_ids` begin with all tokens of `entry`."""
+    tokens = entry.tokens
+    return len(token_ids) >= len(tokens) and np.array_equal(token_ids[: len(tokens)], tokens)
 
 
 def _routes_begin(later: Completion, earlier: Completion) -> bool:
     """Returns True if the routes of `later` begin with those of `earlier`."""
-    routes, begin = later.routed_experts, earlier.routed_experts
+    routes = later.routed_experts
+    begin = earlier.routed_experts
     return routes is not None and begin is not None and np.array_equal(routes[: len(begin)], begin)
 
 
 def _with_routes(entry: Recorded, by_key: Mapping[str, Recorded]) -> Completion:
-    """The completion of `entry` with its routes, wherever among `by_key` they are."""
+    """Returns the completion of `entry` with its routed experts, from a later entry of `by_key` if omitted."""
     holder = entry
     while holder.routes_of is not None:
         holder = by_key[holder.routes_of]
     if holder is entry:
         return entry.completion
-    count = len(entry.token_ids) + len(entry.completion.token_ids) - 1
-    return replace(entry.completion, routed_experts=holder.completion.routed_experts[:count])
+    routes = holder.completion.routed_experts
+    if routes is not None:
+        routes = routes[: len(entry.token_ids) + len(entry.completion.token_ids) - 1]
+    return replace(entry.completion, routed_experts=routes)
 
 
-def _forget_routes(kept: _Kept) -> None:
-    kept.completion = replace(kept.completion, routed_experts=None)
+def _drop_routes(entry: _Entry) -> None:
+    entry.completion = replace(entry.completion, routed_experts=None)

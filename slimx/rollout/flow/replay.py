@@ -1,15 +1,15 @@
-"""Batches that an earlier run has saved, handed out again step by step: training without engines."""
+"""Replays the batches that an earlier run saved, step by step: training without engines."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.step_files import DIRECTORY, Origin, read_step, read_step_about, step_files
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 from slimx.rollout.flow.tickets import Batch
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
@@ -17,39 +17,40 @@ from slimx.runtime.tasks import in_thread
 
 
 class Replay:
-    """Stands where a run has its `RolloutManager`."""
+    """Replaces a run's `RolloutManager`."""
 
     def __init__(self, run: Path):
-        """`run`: the directory of the run that saved them."""
-        self.run, self.done = run, 0
+        """Begins before the first step. `run`: directory of the run that saved the batches."""
+        self.run = run
+        self.done = 0
 
     def seek(self, done: int) -> None:
-        """Go on after step `done`."""
+        """Continues after step `done`."""
         self.done = done
 
     async def next_batch(self) -> Batch:
-        """The groups of the next step, in the order in which they were trained, and what was dropped beside them.
-        Raises SlimxError naming a file that is missing or damaged."""
+        """Returns the groups of the next step, in training order, and its dropped groups. Raises SlimxError for a
+        missing or damaged file."""
         about, groups = await in_thread(read_step, step_path(self.run, self.done + 1))
         self.done += 1
         return Batch(groups, Counter(about.dropped))
 
     def status(self) -> None:
-        """Nothing is in flight."""
+        """Returns None: no request is in flight."""
 
     async def rest(self) -> None:
-        """Nothing is in flight."""
+        """Does nothing: no request is in flight."""
 
     async def stop(self) -> None:
-        """Nothing is in flight."""
+        """Does nothing: no request is in flight."""
 
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, without cursor and waiting groups: the position is the step."""
+    def state(self) -> Json:
+        """Returns the state for a checkpoint, without cursor and waiting groups: the position is the step."""
         return {"replay": str(self.run), "tickets": []}
 
 
 def step_path(run: Path, step: int) -> Path:
-    """The file of one step. Raises SlimxError if there is none."""
+    """Returns the file of one step. Raises SlimxError if there is none."""
     files = step_files(run / DIRECTORY)
     if step not in files:
         raise SlimxError(
@@ -61,37 +62,39 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bool) -> None:
-    """Check that the steps `first` to `last` of `run` are there and were made with what this run has (`origin`).
+    """Raises SlimxError for the first of the steps `first` to `last` of `run` that is missing or does not match this
+    run's `origin`.
 
-    `routes`: whether they must hold the experts of each token. Raises SlimxError naming the first step that does not
-    fit, before anything is started."""
+    `routes`: True if the experts of each token are required.
+    """
     files = step_files(run / DIRECTORY)
     if not files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} holds no saved step; name the directory of a run with engines and "
-            "track.rollouts.every=1",
+            f"rollout.replay: {run / DIRECTORY} holds no saved step; use the directory of a run "
+            "with engines and track.rollouts.every=1",
             code="replay.empty",
             about="rollout.replay",
         )
     for step in range(first, last + 1):
         if step not in files:
             raise SlimxError(
-                f"rollout.replay: {run / DIRECTORY} has no step {step}, and this run trains {first} to {last}; it has "
-                f"{_words(list(files))}: set schedule.steps, begin after a checkpoint (run.fork), or let that run keep "
-                "more (track.rollouts)",
+                f"rollout.replay: {run / DIRECTORY} has no step {step}, but this run trains {first} to {last}; "
+                f"it has {_words(list(files))}: set schedule.steps, begin after a checkpoint (run.fork), or save "
+                "more steps in that run (track.rollouts)",
                 code="replay.step",
                 about=str(step),
             )
-        there = read_step_about(files[step]).origin
-        if differences := there.differences(origin):
+        saved = read_step_about(files[step]).origin
+        differences = saved.differences(origin)
+        if differences:
             raise SlimxError(
-                f"rollout.replay: {files[step]} cannot be trained here: {'; '.join(differences.values())}",
+                f"rollout.replay: {files[step]} does not match this run: {'; '.join(differences.values())}",
                 code="replay.origin",
                 about=", ".join(differences),
             )
-        if routes and not there.routes:
+        if routes and not saved.routes:
             raise SlimxError(
-                f"rollout.replay: {files[step]} keeps no experts of tokens, which trainer.moe.routing_replay=R3 needs; "
+                f"rollout.replay: {files[step]} has no experts of tokens, which trainer.moe.routing_replay=R3 needs; "
                 "set it to none, or save with track.rollouts.routes=true",
                 code="replay.routes",
                 about="trainer.moe.routing_replay",
@@ -103,11 +106,13 @@ async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)
-"""The hooks of a replay: rewards and filters have spoken."""
+"""Hooks of a replay: rewards and filters were applied before saving."""
 
 
 def _words(steps: Sequence[int]) -> str:
-    """Ascending steps."""
+    """Describes ascending steps."""
     if not steps:
         return "none"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

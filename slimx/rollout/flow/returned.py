@@ -1,32 +1,38 @@
-"""Checks of what hooks return, before anything is trained on it or written down."""
+"""Checks the return values of hooks before they are trained on or written, and marks trajectories as failed."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, make_dataclass
 from typing import Any, get_type_hints
 
 import numpy as np
 
-from slimx.data.records import Group, Trajectory
+from slimx.config.sections.rollout import Rollout
+from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.saved.codec import decode, encode
 from slimx.data.support import Support
-from slimx.errors import SlimxError, safe_repr
+from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
+from slimx.rollout.client.sending import REQUEST
+from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
+from slimx.runtime.clocks import Clock
 
 MAX_LOGPROB = 1e-4
-"""The largest log-prob that is taken: rounding brings a certain token a little above 0."""
+"""Largest accepted log-prob: rounding puts a certain token slightly above 0."""
 ARRAYS = {np.ndarray, np.ndarray | None, Support | None}
-"""Types of the fields of a trajectory that `_check_tokens` looks at; the codec proves the others."""
+"""Types of a trajectory's fields that `_check_tokens` checks; the codec checks the others."""
 
-_HINTS = get_type_hints(Trajectory)
-_Fields = make_dataclass(
-    "Trajectory", [(each.name, _HINTS[each.name]) for each in fields(Trajectory) if _HINTS[each.name] not in ARRAYS]
-)
+_TYPES = {name: kind for name, kind in get_type_hints(Trajectory).items() if kind not in ARRAYS}
+_PLAIN_FIELDS = [field.name for field in fields(Trajectory) if field.name in _TYPES]
+_Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_FIELDS])
 
 
 class Returned:
-    """The rules for the trajectories of one rollout."""
+    """Rules for the trajectories of one rollout."""
 
     def __init__(
         self,
@@ -38,114 +44,133 @@ class Returned:
         versions: Mapping[str, int],
         sampled: bool,
     ):
-        """`hook`: the generate hook's name. `vocabularies`: token ids of each trained policy's model, None: unknown.
-        `versions`: newest weight version of each that engines may have. `sampled`: whether engines give log-probs."""
-        self.hook, self.group_id, self.index, self.sampled = hook, group_id, index, sampled
-        self.vocabularies, self.versions = vocabularies, versions
+        """Stores the limits. `hook`: name of the generate hook. `vocabularies`: vocabulary size of each trained
+        policy's model, None: unknown. `versions`: newest weight version of each that engines may have. `sampled`: True
+        if engines return log-probs."""
+        self.hook = hook
+        self.group_id = group_id
+        self.index = index
+        self.sampled = sampled
+        self.vocabularies = vocabularies
+        self.versions = versions
 
-    def check(self, trajectories: Sequence[Any]) -> None:
-        """Raise SlimxError for the first value that could not be trained or written."""
+    def check(self, trajectories: Sequence[object]) -> None:
+        """Raises SlimxError for the first value that cannot be trained or written."""
         rollout = f"{self.group_id}/{self.index}"
         if not trajectories:
-            raise self._wrong("rollout.returned", rollout, f"returned no trajectory for {rollout}")
+            raise self._error("rollout.returned", rollout, f"returned no trajectory for {rollout}")
+        names: list[str] = []
         for trajectory in trajectories:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
-                raise self._wrong("rollout.returned", rollout, f"returned a {kind}; return a Trajectory")
-            self._check_place(trajectory, rollout)
+                raise self._error("rollout.returned", rollout, f"returned a {kind}; return a Trajectory")
+            self._check_position(trajectory, rollout)
             self._check_fields(trajectory)
             self._check_tokens(trajectory)
-        names = [trajectory.id for trajectory in trajectories]
-        if twice := {name for name in names if names.count(name) > 1}:
-            name = min(twice)
-            raise self._wrong("rollout.twice", name, f"returned {name} twice; give ctx.draft a suffix for each")
+            names.append(trajectory.id)
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            name = min(repeated)
+            raise self._error("rollout.twice", name, f"returned {name} twice; give ctx.draft a suffix for each")
 
-    def _check_place(self, trajectory: Trajectory, rollout: str) -> None:
-        place = (trajectory.group_id, trajectory.index, trajectory.rollout_id)
+    def _check_position(self, trajectory: Trajectory, rollout: str) -> None:
+        position = (trajectory.group_id, trajectory.index, trajectory.rollout_id)
         name = trajectory.id
-        if place != (self.group_id, self.index, rollout) or not isinstance(name, str) or not name.startswith(rollout):
-            about = f"{safe_repr(name)} of group {safe_repr(place[0])}, rollout {safe_repr(place[1])}"
-            raise self._wrong(
+        matches = isinstance(name, str) and name.startswith(rollout)
+        if position != (self.group_id, self.index, rollout) or not matches:
+            about = f"{safe_repr(name)} of group {safe_repr(position[0])}, rollout {safe_repr(position[1])}"
+            raise self._error(
                 "rollout.place", rollout, f"returned for {rollout} the trajectory {about}; begin each with ctx.draft"
             )
         if not isinstance(trajectory.policy, str) or trajectory.policy not in self.vocabularies:
-            known = ", ".join(self.vocabularies)
-            text = f"returned {name} of a policy {safe_repr(trajectory.policy)}; this run trains {known}"
-            raise self._wrong("rollout.policy", name, text)
+            policies = ", ".join(self.vocabularies)
+            text = f"returned {name} of a policy {safe_repr(trajectory.policy)}; this run trains {policies}"
+            raise self._error("rollout.policy", name, text)
 
     def _check_fields(self, trajectory: Trajectory) -> None:
-        """All but the arrays, by writing and reading them."""
+        """Checks all fields but the arrays, by encoding and decoding them."""
         check_metadata(f"{self.hook} returned {trajectory.id} with", trajectory.metadata)
-        values = {each.name: getattr(trajectory, each.name) for each in fields(_Fields)}
+        values = {name: getattr(trajectory, name) for name in _PLAIN_FIELDS}
         try:
             decode(_Fields, encode(values))
         except SlimxError as error:
-            raise self._wrong("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
+            raise self._error("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
         if trajectory.status == "aborted":
             raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
-        numbers = [trajectory.reward or 0.0, *trajectory.reward_parts.values(), *(t.reward for t in trajectory.turns)]
-        if not np.isfinite(numbers).all():
+        rewards = [trajectory.reward or 0.0, *trajectory.reward_parts.values()]
+        rewards += [turn.reward for turn in trajectory.turns]
+        if not np.isfinite(rewards).all():
             text = f"returned {trajectory.id} with a reward that is not finite"
-            raise self._wrong("rollout.reward", trajectory.id, text)
+            raise self._error("rollout.reward", trajectory.id, text)
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
-        name, vocabulary = trajectory.id, self.vocabularies[trajectory.policy]
+        name = trajectory.id
         kinds = {"token_ids": "iu", "loss_mask": "iub", "logprobs": "f"}
         for field, kind in kinds.items():
             values = getattr(trajectory, field)
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in kind:
-                text = f"returned {name} whose {field} is no array [L] of numbers of its kind"
-                raise self._wrong("rollout.array", name, text)
+                text = f"returned {name} whose {field} is not an array [L] of numbers of its kind"
+                raise self._error("rollout.array", name, text)
         try:
-            trajectory.__post_init__()  # a hook may have changed what was right when it was made
+            trajectory.__post_init__()  # a hook may have changed fields since
         except (ValueError, TypeError, IndexError) as error:
-            raise self._wrong("rollout.spans", name, f"returned {error}") from None
-        ids, mask = trajectory.token_ids, trajectory.loss_mask
-        if wrong := _first(ids, (ids < 0) | (ids >= (vocabulary or np.iinfo(np.int32).max))):
-            text = f"returned {name} with the token id {wrong}; ids are 0 to {(vocabulary or 0) - 1}"
-            raise self._wrong("rollout.token_id", name, text)
-        if wrong := _first(mask, (mask != 0) & (mask != 1)):
-            text = f"returned {name} with the loss_mask {wrong}; it is 1 where a token is trained, and else 0"
-            raise self._wrong("rollout.loss_mask", name, text)
+            raise self._error("rollout.spans", name, f"returned {error}") from None
+        ids = trajectory.token_ids
+        vocabulary = self.vocabularies[trajectory.policy]
+        invalid = _first(ids, (ids < 0) | (ids >= (vocabulary or np.iinfo(np.int32).max)))
+        if invalid:
+            text = f"returned {name} with the token id {invalid}; ids are 0 to {(vocabulary or 0) - 1}"
+            raise self._error("rollout.token_id", name, text)
+        mask = trajectory.loss_mask
+        invalid = _first(mask, (mask != 0) & (mask != 1))
+        if invalid:
+            text = f"returned {name} with the loss_mask {invalid}; it is 1 for trained tokens and 0 for others"
+            raise self._error("rollout.loss_mask", name, text)
         for span in trajectory.spans:
-            if span.policy not in self.versions or span.turn < 0:
-                raise self._wrong("rollout.spans", name, f"returned {name} with a span of nobody ({span})")
-            if span.source != "sampled":
-                continue
-            if not 0 <= span.version <= self.versions[span.policy]:
-                newest = self.versions[span.policy]
-                text = f"returned {name} with tokens of version {span.version}; the newest that exists is {newest}"
-                raise self._wrong("rollout.version", name, text)
-            logprobs = trajectory.logprobs[span.start : span.stop]
-            if self.sampled and (wrong := _first(logprobs, ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))):
-                text = f"returned {name} with a sampled token whose log-prob is {wrong}; it is finite, and 0 at most"
-                raise self._wrong("rollout.logprob", name, text)
+            self._check_span(trajectory, span)
 
-    def _wrong(self, code: str, about: str, text: str) -> SlimxError:
+    def _check_span(self, trajectory: Trajectory, span: Span) -> None:
+        name = trajectory.id
+        if span.policy not in self.versions or span.turn < 0:
+            raise self._error("rollout.spans", name, f"returned {name} with a span of no policy or turn ({span})")
+        if span.source != "sampled":
+            return
+        newest = self.versions[span.policy]
+        if span.version is None or not 0 <= span.version <= newest:
+            text = f"returned {name} with tokens of version {span.version}; the newest version is {newest}"
+            raise self._error("rollout.version", name, text)
+        if not self.sampled:
+            return
+        logprobs = trajectory.logprobs[span.start : span.stop]
+        invalid = _first(logprobs, ~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))
+        if invalid:
+            text = f"returned {name} with a sampled token whose log-prob is {invalid}; it must be finite and at most 0"
+            raise self._error("rollout.logprob", name, text)
+
+    def _error(self, code: str, about: str, text: str) -> SlimxError:
         return SlimxError(f"{self.hook} {text}", code=code, about=about)
 
 
-def check_verdict(verdict: Any, group: Group, before: Sequence[Trajectory], hook: str | None) -> None:
-    """Raise SlimxError for the verdict of a group filter that is neither a bool nor a reason, and for a filter that
-    changed which trajectories the group has (`before`)."""
+def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], hook: str | None) -> None:
+    """Raises SlimxError if a group filter's verdict is neither a bool nor a reason, or the filter changed the group's
+    trajectories (`before`)."""
     if inspect.iscoroutine(verdict):
         verdict.close()
-    # numpy's bool is one of the verdicts that filters compute
+    # filters may compute numpy's bool
     if not isinstance(verdict, (bool, np.bool_, str)):
         kind = type(verdict).__name__
         raise SlimxError(
-            f"{hook} returned a {kind} for group {group.id}; return True, False or the reason why it is dropped",
+            f"{hook} returned a {kind} for group {group.id}; return True, False or the reason for dropping it",
         )
-    if len(group.trajectories) != len(before) or any(
-        a is not b for a, b in zip(group.trajectories, before, strict=True)
-    ):
+    same = [after is old for after, old in zip(group.trajectories, before, strict=False)]
+    if len(group.trajectories) != len(before) or not all(same):
         raise SlimxError(
-            f"{hook} changed which trajectories group {group.id} has; return False to drop the group",
+            f"{hook} changed the trajectories of group {group.id}; return False to drop the group",
         )
 
 
-def check_metadata(whose: str, metadata: Any) -> None:
-    """Raise SlimxError, which names the key, for the first value that cannot be written into a checkpoint."""
+def check_metadata(whose: str, metadata: object) -> None:
+    """Raises SlimxError with the key of the first value that cannot be written into a checkpoint."""
     if not isinstance(metadata, dict):
         kind = type(metadata).__name__
         raise SlimxError(f"{whose} metadata that is a {kind}; give a dict", code="rollout.metadata", about="metadata")
@@ -157,6 +182,85 @@ def check_metadata(whose: str, metadata: Any) -> None:
             raise SlimxError(f"{whose} metadata {about}: {error}", code="rollout.metadata", about=about) from None
 
 
-def _first(values: np.ndarray, wrong: np.ndarray) -> str:
-    """The first of `values` that is wrong, as text; "" if none is."""
-    return str(values[wrong.argmax()]) if wrong.any() else ""
+def _first(values: np.ndarray, invalid: np.ndarray) -> str:
+    """Returns the first invalid value as text, or "" if there is none."""
+    if not invalid.any():
+        return ""
+    return str(values[invalid.argmax()])
+
+
+# Failures -----------------------------------------------------------------------------------------------------------
+
+Score = Callable[[Prompt, Trajectory], Awaitable[None]]
+"""Adds values of another model, such as a teacher, to a trajectory of a prompt. Raises SlimxError."""
+
+
+async def scored(score: Score, prompt: Prompt, trajectory: Trajectory) -> None:
+    """Scores `trajectory`; marks it as failed if that fails."""
+    with marking(trajectory, "teacher"):
+        await score(prompt, trajectory)
+
+
+def any_failed(trajectories: Sequence[Trajectory]) -> bool:
+    return any(trajectory.status == "failed" for trajectory in trajectories)
+
+
+@contextmanager
+def marking(trajectory: Trajectory, stage: str) -> Iterator[None]:
+    """Marks `trajectory` as failed in `stage` if the block raises SlimxError."""
+    try:
+        yield
+    except SlimxError as error:
+        cause = "deadline" if isinstance(error, DeadlineError) else "failed"
+        _mark(trajectory, reason_of(error, f"{stage} {cause}"), str(error))
+
+
+def reason_of(error: SlimxError, reason: str) -> str:
+    """Returns `reason`, or ENGINE_DEADLINE if engines did not respond in time."""
+    if isinstance(error, DeadlineError) and error.awaited == REQUEST:
+        return ENGINE_DEADLINE
+    return reason
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Returns True for a cancellation of the current task, rather than a hook's own CancelledError."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError | GeneratorExit) and (task is None or task.cancelling() > 0)
+
+
+def add_metrics(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
+    """Adds a hook's logged numbers to its trajectory. Raises SlimxError for a name that another hook logged for it."""
+    repeated = sorted(trajectory.metrics.keys() & logged.keys())
+    if repeated:
+        raise logged_twice(repeated[0])
+    trajectory.metrics |= logged
+
+
+def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
+    trajectory.status = "failed"
+    trajectory.finish_reason = text
+    trajectory.metadata["failed"] = reason
+
+
+def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, config: Rollout) -> Trajectory:
+    """Returns the failed trajectory of a rollout whose generate hook raised `error`."""
+    if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
+        late = DeadlineError(f"rollout {ctx.group_id}/{ctx.index}", config.rollout_deadline, config.generate)
+        return failed_trajectory(ctx, "generate deadline", str(late))
+    return failed_trajectory(ctx, "generate failed", f"{config.generate} raised {raised(error)}")
+
+
+def failed_trajectory(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
+    """Returns an empty trajectory that represents a failed rollout in its group."""
+    trajectory = Trajectory(
+        id=f"{ctx.group_id}/{ctx.index}",
+        rollout_id=f"{ctx.group_id}/{ctx.index}",
+        group_id=ctx.group_id,
+        index=ctx.index,
+        token_ids=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.uint8),
+        logprobs=np.zeros(0, np.float32),
+        spans=[],
+    )
+    _mark(trajectory, reason, text)
+    return trajectory

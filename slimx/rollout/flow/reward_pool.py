@@ -1,7 +1,7 @@
-"""Runs reward hooks in threads of their own, so that one that hangs or blocks cannot stop the others or the run.
+"""Runs reward hooks in threads, where one that hangs or blocks cannot stop the others or the run.
 
-A Python thread cannot be ended. A call that outlives its deadline is abandoned: its thread is left to itself (a daemon,
-gone with the process) and a fresh one takes its place. `slimx.rollout.flow.reward_processes` ends such calls.
+A Python thread cannot be killed. A call that exceeds its deadline is abandoned: its thread (a daemon) keeps running,
+and a new one replaces it. `slimx.rollout.flow.reward_processes` kills such calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
@@ -25,54 +25,63 @@ Verdict = tuple[float, dict[str, float]]
 """A reward and its parts."""
 
 
+class _Outcome(NamedTuple):
+    value: object
+    error: BaseException | None
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One call of the hook."""
 
     ctx: RewardContext
     judged: Trajectory | Group
-    result: asyncio.Future[tuple[Any, BaseException | None]]
-    """The hook's result, or what it raised."""
+    result: asyncio.Future[_Outcome]
+    """The hook's return value, or its exception."""
     began: float = 0.0
-    """Moment at which a worker took the call, in seconds of the clock of the loop that asked."""
-    given_up: bool = False
+    """Time at which a worker took the call, by the clock of the calling event loop."""
+    abandoned: bool = False
 
 
 class RewardPool:
-    """`workers` daemon threads, each with one event loop for its calls (making one costs more than most rewards).
+    """`workers` daemon threads, each with one event loop for its calls (creating one costs more than most rewards).
 
-        judge -> queue -> a worker runs the hook -> answers -> _deliver, once for all that have come -> judge goes on
+        judge -> queue -> a worker runs the hook -> results -> _deliver, once for all results -> judge returns
 
-    Most rewards take a few microseconds, and so does waking a thread: the driver's loop is not told when a call begins,
-    and one timer watches the deadlines of all calls. A pool belongs to one event loop at a time."""
+    Most rewards take a few microseconds, and so does waking a thread: the driver's loop is not notified when a call
+    begins, and one timer watches the deadlines of all calls. A pool belongs to one event loop at a time.
+    """
 
     def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
-        self.reward, self.deadline_s = reward, deadline_s
+        self.reward = reward
+        self.deadline_s = deadline_s
         self.abandoned = 0
-        """Calls given up while they ran."""
-        self._workers, self._closed = 0, False
+        """Number of calls abandoned while they ran."""
+        self._workers = 0
+        self._closed = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         """None ends a worker."""
         self._lock = threading.Lock()
-        """Guards `_running`, and whether a call is given up before a worker takes it."""
+        """Guards `_running`, and the decision whether a call is abandoned before a worker takes it."""
         self._running: set[_Call] = set()
-        self._answers: deque[tuple[_Call, Any, BaseException | None]] = deque()
-        self._told = False
-        """True if the loop will look at `_answers`."""
+        self._results: deque[tuple[_Call, _Outcome]] = deque()
+        self._notified = False
+        """True if the loop will read `_results`."""
         self._waiting = 0
-        """Calls that `judge` waits for."""
+        """Number of pending calls of `judge`."""
         self._watch: asyncio.TimerHandle | None = None
-        """Looks at the deadlines while there are any."""
+        """Timer of the next deadline check."""
         for _ in range(workers):
             self._start_worker()
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """The verdict on a trajectory, or a list with that on each one of a group.
+        """Returns the verdict on a trajectory, or a list of verdicts on those of a group.
 
-        SlimxError for what the hook raised, returned wrongly or not in time, and after `close`."""
+        Raises SlimxError if the hook raises, returns an invalid value or is late, and after `close`.
+        """
         if self._closed:
             raise SlimxError(
-                f"the reward of {named(judged)} was asked for after its workers were told to end",
+                f"the reward of {named(judged)} was requested after its workers were stopped",
                 code="reward.ended",
                 about=named(judged),
             )
@@ -80,12 +89,12 @@ class RewardPool:
         call = _Call(ctx, judged, loop.create_future())
         self._waiting += 1
         if self._watch is None:
-            self._watch = loop.call_later(self.deadline_s, self._look)
+            self._watch = loop.call_later(self.deadline_s, self._check_deadlines)
         self._calls.put(call)
         try:
             value, error = await call.result
         except asyncio.CancelledError:
-            self._give_up(call)
+            self._abandon(call)
             raise
         finally:
             self._waiting -= 1
@@ -101,7 +110,7 @@ class RewardPool:
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
-        """Let the workers end once they are idle."""
+        """Lets the workers end once they are idle."""
         self._closed = True
         for _ in range(self._workers):
             self._calls.put(None)
@@ -109,30 +118,30 @@ class RewardPool:
     # In the event loop ------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        self._told = False  # before the look: what is appended from here on is announced again
-        while self._answers:
-            call, value, error = self._answers.popleft()
+        self._notified = False  # before reading: later results notify again
+        while self._results:
+            call, outcome = self._results.popleft()
             if not call.result.done():
-                call.result.set_result((value, error))
+                call.result.set_result(outcome)
 
-    def _look(self) -> None:
-        """Give up the calls that are late, and look again when the next one may be: a queued call has begun at no
-        earlier time than now."""
+    def _check_deadlines(self) -> None:
+        """Abandons late calls and schedules the next check. Queued calls cannot begin earlier than now."""
         now = asyncio.get_running_loop().time()
         with self._lock:
             running = list(self._running)
         for call in running:
-            if now - call.began >= self.deadline_s and not call.result.done() and self._give_up(call):
+            if now - call.began >= self.deadline_s and not call.result.done() and self._abandon(call):
                 call.result.set_exception(
                     DeadlineError(f"the reward of {named(call.judged)}", self.deadline_s, name_of(self.reward))
                 )
-        first = min((call.began for call in running if not call.given_up), default=now)
-        self._watch = asyncio.get_running_loop().call_later(max(0.0, first + self.deadline_s - now), self._look)
+        first = min([call.began for call in running if not call.abandoned], default=now)
+        delay = max(0.0, first + self.deadline_s - now)
+        self._watch = asyncio.get_running_loop().call_later(delay, self._check_deadlines)
 
-    def _give_up(self, call: _Call) -> bool:
-        """Forget `call`; whether it ran, and so took its worker along."""
+    def _abandon(self, call: _Call) -> bool:
+        """Abandons `call`. Returns True if it was running, in which case a new worker replaces its worker."""
         with self._lock:
-            call.given_up = True
+            call.abandoned = True
             ran = call in self._running
             self._running.discard(call)
         if ran:
@@ -150,34 +159,34 @@ class RewardPool:
         with asyncio.Runner() as runner:
             while (call := self._calls.get()) is not None:
                 with self._lock:
-                    if call.given_up:
+                    if call.abandoned:
                         continue
                     call.began = call.result.get_loop().time()
                     self._running.add(call)
                 try:
-                    value, error = runner.run(self.reward(call.ctx, call.judged)), None
-                except BaseException as caught:
-                    value, error = None, caught
+                    outcome = _Outcome(runner.run(self.reward(call.ctx, call.judged)), None)
+                except BaseException as error:
+                    outcome = _Outcome(None, error)
                 with self._lock:
-                    if call.given_up:  # another worker has taken this one's place
+                    if call.abandoned:  # another worker has replaced this one
                         return
                     self._running.discard(call)
-                self._answers.append((call, value, error))
-                if not self._told:
-                    self._told = True
+                self._results.append((call, outcome))
+                if not self._notified:
+                    self._notified = True
                     try:
                         call.result.get_loop().call_soon_threadsafe(self._deliver)
-                    except RuntimeError:  # the run, and its event loop, have ended meanwhile
-                        self._told = False
+                    except RuntimeError:  # the run and its event loop have ended meanwhile
+                        self._notified = False
 
 
 def named(judged: Trajectory | Group) -> str:
-    """The name of what is judged, for errors."""
+    """Returns kind and id of a judged object for messages."""
     return f"{'group' if isinstance(judged, Group) else 'trajectory'} {judged.id}"
 
 
-def verdicts(value: Any, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
-    """The verdicts that `hook` returned of a trajectory, or of each one of a group."""
+def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
+    """Returns the verdicts on a trajectory, or on each one of a group, from the return value of `hook`."""
     if not isinstance(judged, Group):
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
@@ -187,11 +196,12 @@ def verdicts(value: Any, judged: Trajectory | Group, hook: Reward) -> Verdict | 
             code="reward.returned",
             about=name_of(hook),
         )
-    return [checked(each, hook) for each in value]
+    return [checked(item, hook) for item in value]
 
 
-def checked(value: Any, hook: Reward) -> Verdict:
-    """A finite number, or a dict of finite numbers whose sum, the reward, is finite too."""
+def checked(value: object, hook: Reward) -> Verdict:
+    """Returns the verdict for a finite number, or for a dict of finite numbers whose sum is finite. Raises SlimxError
+    for any other value."""
     parts = value if isinstance(value, dict) else {"reward": value}
     floats = {key: _finite(key, part, value, hook) for key, part in parts.items()}
     if not floats or not math.isfinite(sum(floats.values())):
@@ -204,14 +214,14 @@ def checked(value: Any, hook: Reward) -> Verdict:
     return sum(floats.values()), floats if isinstance(value, dict) else {}
 
 
-def _finite(key: Any, part: Any, value: Any, hook: Reward) -> float:
-    """One part of a reward as a float."""
+def _finite(key: object, part: object, value: object, hook: Reward) -> float:
+    """Returns one part of a reward as a float. Raises SlimxError if it is not a finite number with a printable name."""
     try:
         if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real) and not isinstance(part, bool):
             number = float(part)
             if math.isfinite(number):
                 return number
-    except Exception:  # of a number of a user's own kind, or one beyond a float: refused below
+    except Exception:  # from a user-defined number, or one beyond float: refused below
         pass
     shown = f"{safe_repr(part)} for {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
     raise SlimxError(

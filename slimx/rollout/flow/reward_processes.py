@@ -1,10 +1,10 @@
-"""Runs reward hooks in processes of their own: one that computes for ever is killed at its deadline.
+"""Runs reward hooks in processes: one that never returns is killed at its deadline.
 
     driver  -- prompt, trajectory, text -->  worker: imports the hooks once, one call at a time
             <-- number or numbers ---------
 
-A killed or crashed worker is replaced, and only its call fails; a call that found its worker dead or deaf goes to a new
-one. Hooks see a copy of the trajectory: what they change in it is lost.
+A killed or crashed worker is replaced, and only its call fails; a call whose worker is dead or does not respond goes to
+a new one. Hooks get a copy of the trajectory: their changes to it are lost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
+from slimx.json_types import Json
 from slimx.rollout.flow.reward_pool import RewardPool, Verdict, named, verdicts
 from slimx.rollout.hook_loading import in_process, load_reward, name_of
 from slimx.rollout.hooks import Reward, RewardContext
@@ -35,59 +36,78 @@ from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.logs import how_ended
 from slimx.runtime.process import end_with_parent, kill_descendants
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BEGIN_S = 120.0
-"""Seconds for a new process to import the driver's modules on a loaded machine."""
+"""Deadline of a new process to import the driver's modules on a loaded machine, in seconds."""
 TAKE_S = 10.0
-"""Seconds for a process that has begun, and is idle, to take a call."""
+"""Deadline of an idle process to accept a call, in seconds."""
 TRIES = 3
-"""Processes that a call is offered before it fails."""
+"""Number of processes that are tried before a call fails."""
+
+
+class _Call(NamedTuple):
+    """Arguments of `_judge`."""
+
+    hook: tuple[str, str]
+    tokenizer_path: str
+    ctx: RewardContext
+    judged: Trajectory | Group
+
+
+_Outcome = tuple[Literal[True], tuple[object, dict[str, float]]] | tuple[Literal[False], str]
+"""(True, the result of `_judge`), or (False, its error as text)."""
 
 
 class RewardProcesses:
-    """`config.workers` processes, each started with its first call. A thread waits for each call."""
+    """`config.workers` processes, each started by its first call. A thread waits for each call."""
 
-    def __init__(
-        self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: dict[str, Any], take_s: float = TAKE_S
-    ):
-        """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
-        it loads the tokenizer from if a hook uses it. `facts`: of `form_facts`. `take_s`: seconds in
-        which an idle worker takes a call."""
-        self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
+    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
+        """Creates the workers without starting processes.
+
+        `reward`: the hook of `config`, which each worker loads itself. `tokenizer_path`: directory of the tokenizer,
+        loaded if a hook uses it. `facts`: result of `form_facts`. `take_s`: deadline of an idle worker to accept a
+        call, in seconds.
+        """
+        self.config = config
+        self.reward = reward
+        self.tokenizer_path = tokenizer_path
         self._hook = config.model_dump_json(), json.dumps(facts)
-        """Text from which a worker loads its hook, and by which it knows one that it has loaded."""
+        """JSON from which a worker loads its hook, also the key of its cache."""
         self.killed = 0
-        """Calls ended at their deadline."""
+        """Number of calls killed at their deadline."""
         self.replaced = 0
-        """Idle workers that took no call: they had died, or did not answer."""
+        """Number of idle workers that accepted no call: dead, or without a response."""
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="slimx-reward-process")
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        """Idle workers. The one used last comes first, so that few calls start few processes."""
+        """Idle workers. The last used one is first: few calls start few processes."""
         self._workers = [_Worker(take_s) for _ in range(config.workers)]
         for worker in reversed(self._workers):
             self._idle.put(worker)
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """Judge as `RewardPool.judge` does."""
-        call = self._hook, self.tokenizer_path, replace(ctx, tokenizer=None), judged
+        """Judges like `RewardPool.judge`."""
+        call = _Call(self._hook, self.tokenizer_path, _without_tokenizer(ctx), judged)
         taken: list[_Worker] = []
         try:
             value, logged = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, taken)
         except asyncio.CancelledError:
             for worker in taken:
-                worker.kill()  # which frees the thread that waits for it
+                worker.kill()  # frees the waiting thread
             raise
-        ctx.metrics.update(logged)  # the hook logged into the copy that the process has
+        ctx.metrics.update(logged)  # the hook logged into the worker's copy
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
-        """End the workers and what they are at."""
+        """Kills the workers and their calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
         self._threads.shutdown()
 
-    def _ask(self, call: tuple[Any, ...], taken: list[_Worker]) -> Any:
-        """The hook's result and what it logged, awaited in a thread."""
+    def _ask(self, call: _Call, taken: list[_Worker]) -> tuple[object, dict[str, float]]:
+        """Returns the hook's result and its logged metrics. Blocks: called in a thread."""
         worker = self._idle.get()  # there is one for each thread
         taken.append(worker)
         try:
@@ -96,8 +116,9 @@ class RewardProcesses:
             taken.clear()
             self._idle.put(worker)
 
-    def _judged(self, worker: _Worker, call: tuple[Any, ...]) -> Any:
-        name, what = name_of(self.reward), named(call[-1])
+    def _judged(self, worker: _Worker, call: _Call) -> tuple[object, dict[str, float]]:
+        name = name_of(self.reward)
+        subject = named(call.judged)
         for _ in range(TRIES):
             try:
                 worker.offer(call)
@@ -107,30 +128,30 @@ class RewardProcesses:
                 worker.kill()
         else:
             raise SlimxError(
-                f"none of {TRIES} processes took the call of reward hook {name} for {what}; the machine is out of "
-                "memory or processes, or importing the hook fails: import it alone to see",
+                f"none of {TRIES} processes accepted the call of reward hook {name} for {subject}; the machine is out "
+                "of memory or processes, or importing the hook fails: import it separately",
                 code="reward.worker",
                 about=name,
             )
         try:
-            went_well, value = worker.result(self.config.deadline)
+            outcome = worker.result(self.config.deadline)
         except TimeoutError:
             self.killed += 1
-            raise DeadlineError(f"the reward of {what}", self.config.deadline, name) from None
+            raise DeadlineError(f"the reward of {subject}", self.config.deadline, name) from None
         except (EOFError, OSError):
             raise SlimxError(
-                f"the process of reward hook {name} {worker.how_ended()} while it judged {what}; "
-                "run the hook on it alone to see why",
+                f"the process of reward hook {name} {worker.how_ended()} while it judged {subject}; "
+                "run the hook separately on it",
                 code="reward.crash",
                 about=name,
             ) from None
-        if not went_well:
-            raise SlimxError(f"reward hook {name} raised {value}", code="reward.raised", about=name)
-        return value
+        if outcome[0]:
+            return outcome[1]
+        raise SlimxError(f"reward hook {name} raised {outcome[1]}", code="reward.raised", about=name)
 
 
 class _Worker:
-    """A process that judges, one call after the other; a new one takes the place of one that was killed."""
+    """A process that runs one call at a time; a killed one is replaced."""
 
     def __init__(self, take_s: float) -> None:
         self._take_s = take_s
@@ -138,20 +159,20 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
         self._ending = threading.Lock()
-        """Held while a process is ended: of two threads that reap one, the second is told that it lives."""
+        """Held while a process is reaped: of two concurrent threads, the second would see it as alive."""
 
-    def offer(self, call: tuple[Any, ...]) -> None:
-        """Hand over a call. Raises TimeoutError, EOFError or OSError if the process did not take it."""
+    def offer(self, call: _Call) -> None:
+        """Sends a call. Raises TimeoutError, EOFError or OSError if the process did not accept it."""
         if self._closed:
-            raise SlimxError("a reward was asked for after its workers were told to end")
+            raise SlimxError("a reward was requested after its workers were stopped")
         seconds = self._take_s
         if not self._lives():
             self._start()
             seconds = BEGIN_S
         self._exchange(call, seconds)
 
-    def result(self, seconds: float) -> tuple[bool, Any]:
-        """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
+    def result(self, seconds: float) -> _Outcome:
+        """Returns the outcome of the call. Raises TimeoutError, EOFError or OSError if there is none."""
         return self._exchange(None, seconds)
 
     def how_ended(self) -> str:
@@ -160,7 +181,7 @@ class _Worker:
         return how_ended(self._process.exitcode)
 
     def kill(self) -> None:
-        """End the process and what it started, whatever it is at; SIGKILL reaches a stopped one too."""
+        """Kills the process and its children, even if stopped (SIGKILL)."""
         if self._process is not None:
             self._kill(self._process)
 
@@ -170,8 +191,9 @@ class _Worker:
         if self._connection is not None:
             self._connection.close()
 
-    def _exchange(self, message: Any, seconds: float) -> Any:
-        # A deadline that strikes late must not end the process that has come in this one's place.
+    def _exchange(self, message: _Call | None, seconds: float) -> _Outcome:
+        assert self._connection is not None and self._process is not None  # `offer` has started it
+        # A late deadline must not kill the process that replaced this one.
         return exchange(self._connection, message, seconds, partial(self._kill, self._process))
 
     def _lives(self) -> bool:
@@ -180,7 +202,7 @@ class _Worker:
 
     def _kill(self, process: BaseProcess) -> None:
         with self._ending:
-            if process.is_alive():
+            if process.is_alive() and process.pid is not None:
                 kill_descendants(process.pid)
                 process.kill()
                 process.join(TAKE_S)
@@ -188,35 +210,40 @@ class _Worker:
     def _start(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        # A fork would take along the driver's threads and connections.
+        # A fork would inherit the driver's locks and connections.
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self._connection, remote = context.Pipe()
+        self._process = context.Process(target=_serve, args=(remote, os.getpid()), daemon=True)
         self._process.start()
-        theirs.close()
+        remote.close()
+
+
+def _without_tokenizer(ctx: RewardContext) -> RewardContext:
+    """Returns a copy that can be pickled cheaply: the worker sets its own tokenizer."""
+    return replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", None))
 
 
 def reward_runner(
-    config: RewardConfig, reward: Reward, tokenizer_path: str, facts: dict[str, Any]
+    config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json
 ) -> RewardPool | RewardProcesses:
-    """The runner of reward calls that `reward.isolation` asks for."""
+    """Returns the runner of reward calls for `reward.isolation`."""
     if in_process(config, reward):
         return RewardProcesses(config, reward, tokenizer_path, facts)
     return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
 
 
 class _LaterTokenizer:
-    """The tokenizer at `path`, loaded when it is first asked for something: most hooks never do."""
+    """The tokenizer at `path`, loaded at its first use: most hooks never use it."""
 
     def __init__(self, path: str):
         self._path = path
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(_tokenizer(self._path), name)
 
 
 @cache
-def _tokenizer(path: str) -> Any:
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(path)
 
 
@@ -228,10 +255,10 @@ def _load(config: str, facts: str) -> Reward:
 
 
 def _serve(connection: Connection, driver: int) -> None:
-    """Main loop of a worker: it takes a call, says so, and answers with the hook's result once it is asked for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
+    """Runs the main loop of a worker: receives a call, confirms it, and sends the hook's result on request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
     end_with_parent(driver)
-    # It warns at every use of a time-out in a thread; here they are in the main one.
+    # It warns about time-outs outside of the main thread, on which hooks run here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     while True:
         try:
@@ -245,6 +272,6 @@ def _serve(connection: Connection, driver: int) -> None:
 
 def _judge(
     hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group
-) -> tuple[Any, dict[str, float]]:
-    ctx = replace(ctx, tokenizer=_LaterTokenizer(tokenizer_path))
+) -> tuple[object, dict[str, float]]:
+    ctx = replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", _LaterTokenizer(tokenizer_path)))
     return asyncio.run(_load(*hook)(ctx, judged)), ctx.metrics

@@ -1,4 +1,4 @@
-"""Bounds the requests to engines that are in flight, for all rollouts together: a tool call holds no engine."""
+"""Bounds the number of requests in flight over all rollouts: a tool call occupies no engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager, nullcontext
 
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.client.stream import TokenStream
-from slimx.rollout.hooks import Generator
+from slimx.rollout.hooks import CompletionStream, Generator
 from slimx.runtime.clocks import Clock
 
 
 class Slots:
-    """A number of requests that may be in flight at once; the others wait in the order in which they came, those of an
-    evaluation before all others: trainers wait for it, while other rollouts are generated ahead.
+    """A limit of concurrent requests. Others wait in order of arrival, those of an evaluation first: trainers wait for
+    it, while other rollouts are generated ahead.
 
-    Not asyncio's semaphore: that looks at all who wait each time a place is left (Python 3.11), and thousands may."""
+    Not asyncio's semaphore, which scans all waiters at each release (Python 3.11): there may be thousands.
+    """
 
     def __init__(self, limit: int) -> None:
         self._free = limit
@@ -27,8 +27,9 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
-        """Hold a place; `clock` stands still while it is waited for. `first`: before those that are not."""
-        if self._free:  # then nobody waits: a place that is left goes to whoever does
+        """Occupies a slot inside the block; `clock` is suspended while waiting for it. `first`: True to pass all
+        waiters without it."""
+        if self._free:  # then there are no waiters: a released slot goes to the next waiter
             self._free -= 1
         else:
             with clock.standing() if clock is not None else nullcontext():
@@ -39,38 +40,41 @@ class Slots:
             self._release()
 
     async def _turn(self, queue: deque[asyncio.Future[None]]) -> None:
-        """Wait in `queue` for a place that another leaves."""
-        place = asyncio.get_running_loop().create_future()
-        queue.append(place)
+        """Waits in `queue` for a released slot."""
+        slot = asyncio.get_running_loop().create_future()
+        queue.append(slot)
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if not place.cancelled():  # it was given, too late
+            if not slot.cancelled():  # it was released too late
                 self._release()
             raise
 
     def _release(self) -> None:
         for queue in (self._first, self._others):
             while queue:
-                if not (place := queue.popleft()).done():
-                    place.set_result(None)
+                slot = queue.popleft()
+                if not slot.done():
+                    slot.set_result(None)
                     return
         self._free += 1
 
 
 class SlottedClient:
-    """The client of one rollout of an evaluation: each of its requests takes a place, before those of training."""
+    """The client of one evaluation rollout: its requests take slots before those of training."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
-        self._client, self._slots, self._clock = client, slots, clock
+        self._client = client
+        self._slots = slots
+        self._clock = clock
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample as `GenerationClient.generate` does."""
+        """Samples like `GenerationClient.generate`."""
         async with self._slots.one(self._clock, first=True):
             return await self._client.generate(request)
 
     @asynccontextmanager
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenStream]:
-        """Stream as `GenerationClient.stream` does; the place is held until the stream is left."""
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[CompletionStream]:
+        """Streams like `GenerationClient.stream`; the slot is occupied until the stream ends."""
         async with self._slots.one(self._clock, first=True), self._client.stream(request) as stream:
             yield stream

@@ -1,16 +1,17 @@
-"""Tickets of admitted prompts, and which of them a step trains: pure rules on a queue, without tasks or clocks.
+"""Tickets of admitted prompts, and the rules by which a step selects them: pure functions of a queue, without tasks or
+clocks.
 
-Batch s is trained by the trainers' version s. A ticket whose rollouts began under version b may be trained by batch
-b + max_staleness at the latest: that is when it is *due*. Two rules keep every ticket in time:
+Batch s is trained at the trainers' version s. A ticket whose rollouts began under version b can be trained in batch b +
+max_staleness at the latest, when it is *due*. Two rules keep every ticket in time:
 
-- Admission: at most ceil(over_sampling * prompts_per_step) tickets are open while a batch is waited for. By default
-  that is max_staleness + 1 - window batches, so that even a ticket at the end of the queue, overtaken as often as the
+- Admission: at most ceil(over_sampling * prompts_per_step) tickets are open while a batch is awaited. By default
+  that is max_staleness + 1 - window batches: even a ticket at the end of the queue, overtaken as often as the
   window allows, is not late.
-- Selection: a finished group may overtake an unfinished older one by less than `window` batches of tickets, and only as
-  long as all that stay behind can still be trained in time.
+- Selection: a finished group may overtake an unfinished older one by less than `window` batches of tickets, and only
+  if all tickets left behind can still be trained in time.
 
-An unfinished group that may not be overtaken is a *straggler* as soon as enough others are done for a batch: the batch
-waits for it alone. With `schedule.straggler_deadline` it does so no longer than that.
+An unfinished group that must not be overtaken is a *straggler* as soon as enough others are done for a batch, which
+then waits for it alone, no longer than `schedule.straggler_deadline` if set.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 from slimx.config.schema import Config
 from slimx.config.sections.schedule import batches_in_flight
-from slimx.data.records import Group, Prompt
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome, broke
 
@@ -35,14 +36,14 @@ class Ticket:
     number: int
     prompt: Prompt
     born: int = 0
-    """The oldest weight version that its rollouts may have been sampled by."""
+    """Oldest weight version that may have sampled its rollouts."""
     outcome: GroupOutcome | None = None
     task: asyncio.Task[None] | None = None
-    """None: it waits to be started."""
+    """None: not started."""
     since: float = 0.0
-    """Unix seconds at which it was started last."""
+    """Unix time of its last start."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """The finished part of a group that is not complete."""
+    """Finished part of an incomplete group."""
 
     @property
     def running(self) -> bool:
@@ -51,19 +52,25 @@ class Ticket:
 
     @property
     def waits(self) -> bool:
-        """True while its group is still to be begun."""
+        """True until its group is started."""
         return self.task is None and self.outcome is None
+
+    @property
+    def group(self) -> Group:
+        """Group of a finished ticket."""
+        assert self.outcome is not None
+        return self.outcome.group
 
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one step, and what became of others while they were waited for."""
+    """The groups of one step, and the number of groups dropped or regenerated meanwhile."""
 
     groups: list[Group]
     dropped: Counter[str] = field(default_factory=Counter)
-    """Groups by reason."""
+    """Number of dropped groups by reason."""
     regenerated: int = 0
-    """Groups that were begun, or even done, and are generated anew, because no step could train them in time."""
+    """Number of started or finished groups that are generated again because no step could train them in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,18 +82,19 @@ class Dropped:
     """Id of its prompt."""
     reason: str
     detail: str | None = None
-    """The first exception's text."""
+    """Text of the first exception."""
     rewards: tuple[float, ...] = ()
-    """Rewards of its rollouts, as many as there are."""
+    """Rewards of its rollouts that have one."""
 
     @property
     def failed(self) -> bool:
-        """True if something broke; see `broke`."""
+        """True if it failed; see `broke`."""
         return broke(self.reason)
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
-        assert outcome.group is not None and outcome.reason is not None
+        """Returns the record of a group that was dropped for a reason."""
+        assert outcome.reason is not None
         return cls(
             group=outcome.group.id,
             prompt=outcome.group.prompt.id,
@@ -97,45 +105,70 @@ class Dropped:
 
 
 def rewards_of(group: Group) -> tuple[float, ...]:
-    """Rewards of the rollouts of a group that have one, in their order."""
-    return tuple(float(each.reward) for each in group.trajectories if each.reward is not None)
+    """Returns the rewards of a group's rollouts that have one, in order."""
+    return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
+
+
+def older_trajectory(group: Group, bound: int) -> Trajectory | None:
+    """Returns a trajectory with a token of a version before `bound`, if any."""
+    for trajectory in group.trajectories:
+        if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
+            return trajectory
+    return None
 
 
 @dataclass(kw_only=True, slots=True)
 class SavedTicket:
-    """A ticket as a checkpoint keeps it: with its group if that is complete, else with what is done of it."""
+    """A ticket in a checkpoint: with its group if complete, else with its progress."""
 
     number: int
     prompt: Prompt
     group: Group | None
     born: int = 0
     rollouts: list[SavedRollout] = field(default_factory=list)
-    """Rollouts of a group that is not complete."""
+    """Rollouts of an incomplete group."""
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> SavedTicket:
+        """Returns the record of `ticket`."""
+        group = None
+        if ticket.outcome is not None and ticket.outcome.reason is None:
+            group = ticket.group
+        return cls(
+            number=ticket.number,
+            prompt=ticket.prompt,
+            group=group,
+            born=ticket.born,
+            rollouts=ticket.progress.save() if group is None else [],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules of how many tickets are open and which are trained next."""
+    """Rules for the number of open tickets and the selection of a batch."""
 
     size: int
-    """Groups of a batch."""
+    """Number of groups in a batch."""
     room: int
-    """Tickets that are open while a batch is waited for."""
+    """Number of tickets that are open while a batch is awaited."""
     staleness: int
-    """Versions that a trajectory may be behind."""
+    """Maximum age of a trajectory in versions."""
     window: int
-    """Batches by which a finished group may overtake an unfinished older one."""
+    """Number of batches by which a finished group may overtake an unfinished older one."""
 
     @classmethod
     def of(cls, config: Config) -> Rules:
-        size, schedule = config.rollout.prompts_per_step, config.schedule
+        """Returns the configured rules."""
+        size = config.rollout.prompts_per_step
+        schedule = config.schedule
         room = math.ceil(batches_in_flight(config.rollout, schedule) * size)
         return cls(size, room, schedule.max_staleness, schedule.window)
 
     def select(self, queue: Sequence[Ticket], version: int) -> list[Ticket] | None:
-        """The tickets of `queue` (in the order of their numbers) that the next batch trains; None: wait.
+        """Returns the tickets of `queue` (ordered by number) for the next batch, or None to wait.
 
-        `version`: of the trainers, who will train it."""
+        `version`: weight version of the trainers at that batch.
+        """
         taken: list[Ticket] = []
         oldest: int | None = None
         for ticket in queue:
@@ -146,27 +179,32 @@ class Rules:
             elif oldest is None:
                 oldest = ticket.number
             if len(taken) == self.size:
-                return taken if self._in_time(queue, taken, version) else None
+                if self._in_time(queue, taken, version):
+                    return taken
+                return None
         return None
 
     def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
-        """The ticket that a batch waits for while `select` gives none, though enough groups are done; None: too few."""
+        """Returns the ticket for which `select` waits although enough groups are done, or None if too few are."""
         unfinished = [ticket for ticket in queue if ticket.outcome is None]
-        return unfinished[0] if unfinished and len(queue) - len(unfinished) >= self.size else None
+        if unfinished and len(queue) - len(unfinished) >= self.size:
+            return unfinished[0]
+        return None
 
     def late(self, ticket: Ticket, version: int) -> bool:
-        """Returns True if `ticket` could not be trained any more by the trainers' `version`."""
+        """Returns True if `ticket` is too old to be trained at the trainers' `version`."""
         return not ticket.waits and ticket.born + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Returns True if the tickets that stay behind are in time, one after another from the next batch on; those
-        that would be late in strict order too are surplus."""
-        numbers, behind = {ticket.number for ticket in taken}, 0
-        for place, ticket in enumerate(queue):
+        """Returns True if the tickets left behind will be in time, in order from the next batch on. Those that would be
+        late even in strict order do not count."""
+        numbers = {ticket.number for ticket in taken}
+        behind = 0
+        for position, ticket in enumerate(queue):
             if ticket.number in numbers:
                 continue
-            strictly = self.late(ticket, version + place // self.size)
-            if self.late(ticket, version + 1 + behind // self.size) and not strictly:
+            late_in_order = self.late(ticket, version + position // self.size)
+            if self.late(ticket, version + 1 + behind // self.size) and not late_in_order:
                 return False
             behind += 1
         return True

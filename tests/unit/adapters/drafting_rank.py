@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang.weights.drafted import take_draft
+from slimx.adapters.sglang.weights.draft_model import take_draft
 from slimx.adapters.sglang.weights.places import weights_of
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.extras.cpu.adapters import absent

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.adapters.sglang.weights.drafted import WithDraft, asked, take_draft
+from slimx.adapters.sglang.weights.draft_model import WithDraft, publishes_draft, take_draft
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.engines.server.spec import EngineSpec, server_argv
@@ -162,8 +162,10 @@ def test_a_trained_layer_that_cannot_reach_the_draft_is_refused(model: Path, tmp
 
 def test_servers_are_told_whether_their_draft_is_published() -> None:
     argv = server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1, draft=True))
-    assert asked(argv) and not asked(server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1)))
-    assert not asked(["launch", "--", "--publish-draft"])
+    assert publishes_draft(argv) and not publishes_draft(
+        server_argv(EngineSpec("one", "/model", "bfloat16", "cuda", 1))
+    )
+    assert not publishes_draft(["launch", "--", "--publish-draft"])
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import Destination, Held, held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.places import Destination, LocalPart, local_layout, local_sums, staged_sums
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
@@ -65,14 +65,14 @@ def test_the_modules_say_what_the_engine_tables_say(hf: dict, sizes: EngineSizes
         parameters = dict(model.named_parameters())
         assert layout.uncovered == {}
         assert {name: place.shape for name, place in layout.places.items()} == {n: w.shape for n, w in weights.items()}
-        for name in layout.held:
+        for name in layout.local:
             whole = weights[name].view(matrix(weights[name].shape))
-            for held in layout.places[name].held:
+            for held in layout.places[name].parts:
                 for r, view in zip(held.rects, held.views(parameters), strict=True):
                     assert torch.equal(view, whole[r.row : r.row + r.rows, r.col : r.col + r.cols]), name
-        found |= set(layout.held)
+        found |= set(layout.local)
         pieces = sum(len(part.rects) for part in model.parts.values())
-        assert sum(len(held.rects) for name in layout.held for held in layout.places[name].held) == pieces
+        assert sum(len(held.rects) for name in layout.local for held in layout.places[name].parts) == pieces
         assert {n: place.shape for n, place in local_layout(model).places.items()} == {
             n: part.shape for n, part in model.parts.items()
         }
@@ -86,15 +86,15 @@ def test_experts_are_found_where_balancing_put_them() -> None:
     places = hf_layout(model, moved).places
     held = model.get_parameter("model.layers.1.mlp.experts.w2_weight")
     for slot, expert in enumerate((3, 2, 1, 0)):
-        (place,) = places[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].held
+        (place,) = places[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].parts
         assert torch.equal(*place.views(dict(model.named_parameters())), held[slot])
-    assert places["model.layers.1.mlp.experts.4.down_proj.weight"].held == []
+    assert places["model.layers.1.mlp.experts.4.down_proj.weight"].parts == []
 
 
 def test_kernels_that_want_up_first_are_asked() -> None:
     model = ServerModel(QWEN3, EngineSizes())
     model.get_submodule("model.layers.0.mlp.experts").quant_method.load_up_proj_weight_first = True
-    (held,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].held
+    (held,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].parts
     parameters = dict(model.named_parameters())
     assert torch.equal(*held.views(parameters), parameters["model.layers.0.mlp.experts.w13_weight"][2, :8])
 
@@ -114,8 +114,8 @@ def test_key_value_heads_that_ranks_share() -> None:
     layer.layer = model
     places = hf_layout(layer).places
     assert places["layer.self_attn.k_proj.weight"].shape == (8, 8)
-    assert places["layer.self_attn.k_proj.weight"].held[0].rects == (Rect(0, 4, 0, 4, 8, 8, 0),)
-    assert places["layer.self_attn.q_proj.weight"].held[0].rects == (Rect(0, 24, 0, 8, 8, 0, 0),)
+    assert places["layer.self_attn.k_proj.weight"].parts[0].rects == (Rect(0, 4, 0, 4, 8, 8, 0),)
+    assert places["layer.self_attn.q_proj.weight"].parts[0].rects == (Rect(0, 24, 0, 8, 8, 0, 0),)
 
 
 def test_what_no_row_explains_is_reported_and_never_skipped() -> None:
@@ -151,7 +151,7 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
         height, width = rng.randint(0, rows - row), rng.randint(1, cols - col)
         parameter = torch.zeros(2, height + 1, cols + 2, dtype=dtype)
         copies = [
-            Held("p", tuple(parameter.shape), (Rect(0, row, col, height, width, top, left),))
+            LocalPart("p", tuple(parameter.shape), (Rect(0, row, col, height, width, top, left),))
             for top, left in ((0, 1), (height + 1, 0))
         ]
         places = {"t": Destination(dtype, shape, copies)}
@@ -160,13 +160,13 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
             view.copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
         whole, share = staged_sums({"t": tensor}, places)["t"]
         assert whole == checksum_tensor(tensor)
-        assert held_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
+        assert local_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
         if height:
             (spot,) = copies[rng.randrange(2)].views({"p": parameter})
             spot[rng.randrange(height), rng.randrange(width)] += 1
-            assert held_sums(places, ["t"], {"p": parameter})["t"] != {share}
+            assert local_sums(places, ["t"], {"p": parameter})["t"] != {share}
         for other in ({}, {"p": parameter[0]}, {"p": parameter.transpose(0, 1)}, {"p": parameter.to(torch.float64)}):
-            assert held_sums(places, ["t"], other)["t"] == {None}
+            assert local_sums(places, ["t"], other)["t"] == {None}
 
 
 @pytest.mark.parametrize("last", [2, 3], ids=["rows are left", "to the end"])
@@ -176,13 +176,13 @@ def test_a_share_of_every_section_is_the_same_in_the_tensor_and_where_it_is_held
     rows = [row + k for row, count in runs for k in range(count)]
     parameter, starts = tensor[rows].clone(), (0, 2, 3)
     rects = tuple(Rect(0, row, 0, count, 4, at, 0) for (row, count), at in zip(runs, starts, strict=True))
-    places = {"t": Destination(tensor.dtype, (9, 1, 4), [Held("p", tuple(parameter.shape), rects)])}
+    places = {"t": Destination(tensor.dtype, (9, 1, 4), [LocalPart("p", tuple(parameter.shape), rects)])}
     whole, share = staged_sums({"t": tensor}, places)["t"]
     assert whole == checksum_tensor(tensor)
-    assert held_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
+    assert local_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
     for at in range(len(rows)):
         wrong = parameter.clone()
         wrong[at] += 1
-        assert held_sums(places, ["t"], {"p": wrong})["t"] != {share}
+        assert local_sums(places, ["t"], {"p": wrong})["t"] != {share}
     swapped = parameter[[2, 0, 1, *range(3, len(rows))]]
-    assert held_sums(places, ["t"], {"p": swapped})["t"] != {share}
+    assert local_sums(places, ["t"], {"p": swapped})["t"] != {share}

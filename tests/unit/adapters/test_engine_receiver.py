@@ -309,7 +309,7 @@ def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receive
     assert told["loaded"] == 0 and told["error"].startswith("ZeroDivisionError: ")
     assert receiver.status()["open"] is None
     # Nothing vouches for what it holds now, not even an earlier publication.
-    assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.held)
+    assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.local)
 
 
 def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:
@@ -407,8 +407,8 @@ def test_no_entry_point_replaces_a_verb_of_the_publication(receiver, monkeypatch
     monkeypatch.setattr(entry_points, "find", lambda group: dict.fromkeys(("status", "other")))
     monkeypatch.setattr(entry_points, "load", lambda group, name: lambda runner: {"from": name})
     runner = SimpleNamespace(model=receiver.model)
-    assert sglang_plugin._answer(runner, "other", {}) == {"from": "other"}
-    assert sglang_plugin._answer(runner, "status", {}) == receiver.status()
+    assert sglang_plugin._response(runner, "other", {}) == {"from": "other"}
+    assert sglang_plugin._response(runner, "status", {}) == receiver.status()
 
 
 def test_the_test_of_a_bucket_on_a_gpu_holds_for_one_in_host_memory() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.adapters.sglang.weights import buckets as sglang_buckets
-from slimx.adapters.sglang.weights.places import held_sums, local_layout, staged_sums, sum_rects
+from slimx.adapters.sglang.weights.places import local_layout, local_sums, staged_sums, sum_rects
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.kernels.record import PIECE, rectangle
@@ -137,4 +137,4 @@ def test_sums_on_the_device_are_those_of_the_cpu(model) -> None:
     views = {name: parameters[name].data for name in places}
     sums = staged_sums(views, places, DEVICE)
     assert sums == staged_sums(views, places)
-    assert {name: {share} for name, (_, share) in sums.items()} == held_sums(places, places, parameters)
+    assert {name: {share} for name, (_, share) in sums.items()} == local_sums(places, places, parameters)

@@ -11,7 +11,7 @@ import pytest
 
 from slimx.engines.server import server
 from slimx.engines.server.engine import Engine, State
-from slimx.engines.server.server import Server
+from slimx.engines.server.server import EngineServer
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import DeadlineError
 from tests.refusals import refused
@@ -42,7 +42,7 @@ async def test_the_collector_of_a_server_that_slimx_starts_is_frozen_when_it_is_
     async def attested(*_: Any) -> list[dict[str, Any]]:
         return []
 
-    started = Server(replace(CPU, external=external, frozen=external), tmp_path / "log")
+    started = EngineServer(replace(CPU, external=external, frozen=external), tmp_path / "log")
     monkeypatch.setattr(started.wire, "call", record)
     monkeypatch.setattr(server, "attested", attested)
     await started.wait_ready(1)
@@ -50,6 +50,6 @@ async def test_the_collector_of_a_server_that_slimx_starts_is_frozen_when_it_is_
 
 
 async def test_waiting_for_a_server_has_a_deadline(tmp_path: Path) -> None:
-    waiting = Server(replace(CPU, port=9, external=True, frozen=True), tmp_path / "log")
+    waiting = EngineServer(replace(CPU, port=9, external=True, frozen=True), tmp_path / "log")
     with refused("deadline", about="engine e at http://127.0.0.1:9 to become ready", kind=DeadlineError):
         await waiting.wait_ready(1)

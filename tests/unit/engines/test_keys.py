@@ -20,7 +20,7 @@ from slimx.engines.server.attestation import check_guarded
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
-from slimx.engines.server.wire import Wire
+from slimx.engines.server.wire import ControlClient
 from slimx.errors import SlimxError
 from slimx.extras.served_models.client import FrozenEngine
 from slimx.reshard.transports.memory import MemoryFile, open_memory
@@ -130,21 +130,21 @@ async def test_a_server_that_answers_strangers_is_refused() -> None:
     for asks in ({"/model_info"}, {"/weights_checker"}):
         async with server(asks, "k") as url:
             with pytest.raises(SlimxError) as error:
-                await check_guarded(Wire(url, keys=Keys("k", "k")))
+                await check_guarded(ControlClient(url, keys=Keys("k", "k")))
         assert error.value.code == "engine.unguarded" and {error.value.about} == both - asks
     async with server(both, "k") as url:
-        await check_guarded(Wire(url, keys=Keys("k", "k")))
+        await check_guarded(ControlClient(url, keys=Keys("k", "k")))
 
 
 async def test_a_wrong_key_is_named_as_the_reason() -> None:
     async with server({"/pause_generation", "/server_info"}, "k") as url:
         for keys in (NO_KEYS, Keys("other", "another")):
             with pytest.raises(SlimxError) as error:
-                await Wire(url, keys=keys).call("/pause_generation")
+                await ControlClient(url, keys=keys).call("/pause_generation")
             assert (error.value.code, error.value.about) == ("engine.key", "/pause_generation")
-        await Wire(url, keys=Keys("generation", "k")).call("/pause_generation")
-        await Wire(url, keys=Keys("k")).call("/pause_generation")  # SGLang's rule for a server with one key
-        await Wire(url, keys=Keys("k", "admin")).call("/server_info", method="GET", key="k")
+        await ControlClient(url, keys=Keys("generation", "k")).call("/pause_generation")
+        await ControlClient(url, keys=Keys("k")).call("/pause_generation")  # SGLang's rule for a server with one key
+        await ControlClient(url, keys=Keys("k", "admin")).call("/server_info", method="GET", key="k")
 
 
 async def test_the_router_serves_and_obeys_nobody_without_its_key(tmp_path: Path) -> None:

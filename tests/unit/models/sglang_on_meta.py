@@ -115,7 +115,7 @@ def described(model: torch.nn.Module) -> dict[str, Any]:
         "held": sorted(
             [held.parameter, name, r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
             for name, place in layout.places.items()
-            for held in place.held
+            for held in place.parts
             for r in held.rects
         ),
     }

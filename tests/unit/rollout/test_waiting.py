@@ -221,7 +221,7 @@ def test_a_journal_gives_back_each_request_whole_though_it_holds_a_turn_once():
     recorded.append((recorded[3][0], ids[:2]))
     assert_recorded(journal.entries(), recorded)
     assert [entry.completion.routed_experts is not None for entry in journal.entries()] == [False] * 19 + [True, False]
-    assert sum(kept.new.nbytes for kept in journal._kept.values()) < 2 * 4 * len(tokens)
+    assert sum(kept.new.nbytes for kept in journal._entries.values()) < 2 * 4 * len(tokens)
     again = Journal(journal.entries())  # of a checkpoint
     assert_recorded(again.entries(), recorded)
     assert again.replay(other) is not None and again.replay(GenerationRequest([1], {}, 0)) is None

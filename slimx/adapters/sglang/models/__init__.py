@@ -1,1 +1,1 @@
-"""The package that SGLANG_EXTERNAL_MODEL_PACKAGE names in a server of slimx (`slimx.engines.server.launch`)."""
+"""The package of SGLANG_EXTERNAL_MODEL_PACKAGE in a server of slimx (`slimx.engines.server.launch`)."""

@@ -1,7 +1,7 @@
-"""SGLang's own classes of the families that slimx publishes to.
+"""SGLang's classes of the model families that slimx publishes to.
 
-SGLang would import all of its 200 model files to find one class, 2 s of CPU time in each scheduler; with an external
-package that has the class it does not, and any other model still makes it import them all.
+SGLang would import all of its 200 model files to find one class, 2 s of CPU time per scheduler; with an external
+package that contains the class it does not. Any other model still makes it import them all.
 """
 
 import importlib
@@ -24,15 +24,16 @@ MODULES = (
 
 
 def entries() -> Iterator[type]:
-    """The classes of those modules that this machine can import: of some SGLang lacks the kernels on some processors.
+    """Yields the classes of those modules that can be imported: on some processors SGLang lacks kernels for some.
 
-    A model whose class is not among them makes SGLang import all of its files, and say what is missing."""
+    For a model whose class is missing, SGLang imports all of its files and reports the missing dependency.
+    """
     for name in MODULES:
         try:
-            found = importlib.import_module(f"sglang.srt.models.{name}")
+            module = importlib.import_module(f"sglang.srt.models.{name}")
         except (ImportError, AttributeError):
             continue
-        yield from found.EntryClass if isinstance(found.EntryClass, list) else [found.EntryClass]
+        yield from module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass]
 
 
 EntryClass = [*entries()]

@@ -1,13 +1,13 @@
-"""Reward models of the families that SGLang has no class for, in the layout of transformers' sequence classification.
+"""Reward models of families for which SGLang has no class, in the layout of transformers' sequence classification.
 
-Written for sglang 0.5.23, which has none for Qwen3-MoE; its own of Qwen3 gives the head a bias that no checkpoint has
-and that nothing sets, so that each start of a server moves all scores by another constant.
+Written for sglang 0.5.23, which has none for Qwen3-MoE; its class for Qwen3 gives the head a bias that no checkpoint
+contains and nothing initializes: each start of a server would shift all scores by another constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.pooler import Pooler, PoolingType, score_and_pool
@@ -17,10 +17,26 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 SCORE = "score.weight"
 
 
-class Scored:
-    """Turns a policy's class into that of a reward model: the last token's score in the place of logits."""
+if TYPE_CHECKING:
 
-    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+    class _Policy:
+        """Parts of SGLang's causal language models."""
+
+        model: Callable[..., torch.Tensor]
+        lm_head: torch.nn.Module
+        logits_processor: torch.nn.Module
+
+        def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None: ...
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+else:
+    _Policy = object
+
+
+class Scored(_Policy):
+    """Mixin that turns a policy's class into a reward model: the last token's score replaces the logits."""
+
+    def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         del self.lm_head, self.logits_processor
         self.score = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
@@ -28,13 +44,18 @@ class Scored:
 
     @torch.no_grad()
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, input_embeds: Any = None, **_: Any
-    ) -> Any:
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: object,
+        input_embeds: object = None,
+        **_: object,
+    ) -> object:
         hidden = self.model(input_ids, positions, forward_batch, input_embeds)
         return score_and_pool(self.score, self.pooler, hidden, forward_batch, input_ids)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the head, and leave the rest to the policy's class."""
+        """Loads the head, and passes other weights to the policy's class."""
 
         def others() -> Iterable[tuple[str, torch.Tensor]]:
             for name, value in weights:

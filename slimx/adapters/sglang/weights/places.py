@@ -1,17 +1,17 @@
-"""Places: what one engine rank holds of each tensor that a publication brings, and proofs over their bytes.
+"""The location of a publication's tensors on one engine rank, and checksums over their bytes.
 
 Written for sglang 0.5.23.
 
-Two namings of the same weights: Hugging Face tensors, of which a rank holds some rectangle somewhere in its fused
-parameters (`layout`), and the rank's own parameters as they are (`local_layout`). Receiver and proofs see only
-places.
+Two naming schemes of the same weights: Hugging Face tensors, of which a rank stores a rectangle in its fused parameters
+(`layout`), and the rank's parameters under their SGLang names (`local_layout`). Receiver and checksums use locations
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,47 +28,144 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 
 Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
-"""Attribute of a layer that SGLang has wrapped for adapters: the layer itself."""
+"""Attribute of a layer that SGLang wrapped for adapters: the original layer."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Names of parameters that scale an fp8 KV cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Part of a tensor in a parameter: `local_*` of its rectangles count in the parameter's matrix, the rest in the
-    tensor's.
+# torch types attributes of a module as `Tensor | Module`; a cast to one of these protocols gives the real types.
 
-    The parameter is found by name whenever it is looked at: SGLang puts others in place when it packs weights.
+
+class Group(Protocol):
+    """A parallel group."""
+
+    rank_in_group: int
+
+
+class Linear(Protocol):
+    """ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear."""
+
+    tp_group: Group | None
+    input_size: int
+    output_size: int
+    output_sizes: Sequence[int]
+    output_partition_sizes: Sequence[int]
+
+
+class Attention(Protocol):
+    """QKVParallelLinear."""
+
+    tp_group: Group | None
+    kv_tp_group: Group | None
+    num_kv_head_replicas: int
+    total_num_heads: int
+    total_num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    q_proj_shard_size: int
+    kv_proj_shard_size: int
+    v_proj_shard_size: int
+
+
+class VocabularyShard(Protocol):
+    """Indices of a rank's part of the vocabulary."""
+
+    org_vocab_start_index: int
+    num_org_elements: int
+    num_added_elements: int
+
+
+class Vocabulary(Protocol):
+    """VocabParallelEmbedding and ParallelLMHead."""
+
+    shard_indices: VocabularyShard
+    org_vocab_size: int
+
+
+class LatentAttention(Protocol):
+    """MLA's attention layer."""
+
+    q_lora_rank: int
+
+
+class HeadsNorm(Protocol):
+    """MiniMaxM2RMSNormTP."""
+
+    num_head_replicas: int
+    attn_tp_size: int
+    attn_tp_rank: int
+
+
+class Experts(Protocol):
+    """FusedMoE."""
+
+    quant_method: object
+    layer_id: int
+    hidden_size: int
+    intermediate_size_per_partition: int
+    num_local_experts: int
+    num_fused_shared_experts: int
+    moe_tp_size: int
+    moe_tp_rank: int
+    moe_ep_size: int
+    moe_ep_rank: int
+
+
+@runtime_checkable
+class Refreshes(Protocol):
+    """A layer of SGLang that derives a tensor from its weight."""
+
+    def refresh_gemma_weight(self) -> None: ...
+
+
+@runtime_checkable
+class PostLoads(Protocol):
+    """A model of SGLang that derives tensors from its weights."""
+
+    def post_load_weights(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """Part of a tensor in a parameter. `local_*` of its rectangles are positions in the parameter's matrix, the others
+    in the tensor's.
+
+    The parameter is looked up by name each time: SGLang replaces parameters when it packs weights.
     """
 
     parameter: str
     shape: tuple[int, ...]
     """Shape of the parameter."""
     rects: tuple[Rect, ...]
-    """One, or several that follow each other by rows: a tensor of sections of which the rank has its share each."""
+    """One, or several with consecutive rows: a tensor of sections, each split over ranks."""
 
     def views(self, parameters: Parameters) -> list[torch.Tensor] | None:
-        """The values [rows, cols] of each rectangle, without a copy; None if the parameter has got another form."""
+        """Returns the values [rows, cols] of each rectangle, without a copy; None if the parameter has another shape
+        now."""
         parameter = parameters.get(self.parameter)
         if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
             return None
         flat = parameter.data.view(matrix(self.shape))
-        return [flat[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols] for r in self.rects]
+        views: list[torch.Tensor] = []
+        for rect in self.rects:
+            rows = flat[rect.local_row : rect.local_row + rect.rows]
+            views.append(rows[:, rect.local_col : rect.local_col + rect.cols])
+        return views
 
 
 @dataclass(slots=True)
 class Destination:
-    """The places of one tensor of a publication on this rank."""
+    """The location of one tensor of a publication on this rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    held: list[Held] = field(default_factory=list)
-    """All hold the same part of the tensor: more than one for redundant experts, none for another rank's expert."""
+    """Shape of the complete tensor."""
+    parts: list[LocalPart] = field(default_factory=list)
+    """Copies of the same part of the tensor: several for redundant experts, none for another rank's expert."""
 
     @property
     def form(self) -> str:
-        """ "dtype:d0,d1", as inventories have it."""
+        """Form in inventories: "dtype:d0,d1"."""
         return f"{str(self.dtype).removeprefix('torch.')}:{','.join(map(str, self.shape))}"
 
     @property
@@ -79,144 +176,155 @@ class Destination:
 @dataclass(frozen=True, slots=True)
 class Layout:
     places: dict[str, Destination] = field(default_factory=dict)
-    """Every tensor that this engine takes, those of which this rank holds nothing among them."""
+    """Every tensor that this engine receives, including those of which this rank stores nothing."""
     uncovered: dict[str, str] = field(default_factory=dict)
-    """Held parameter that no tensor explains -> why."""
+    """Parameter that no tensor explains -> reason."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors that the model's `load_weights` takes only in one call with others -> those others."""
+    """Tensors that the model's `load_weights` accepts only in one call with others -> those others."""
 
     @property
-    def held(self) -> list[str]:
-        """Names of tensors of which this rank holds something."""
-        return [name for name, place in self.places.items() if place.held]
+    def local(self) -> list[str]:
+        """Names of tensors of which this rank stores a part."""
+        return [name for name, place in self.places.items() if place.parts]
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, without what no checkpoint or trainer has: notes beside codes, and the
-    scales of an fp8 KV cache, which SGLang gives to every attention of a model that has fp8 weights, whether or not its
-    KV cache is fp8."""
-    apart = {*CACHE_SCALES, *chain.from_iterable(each.IGNORED for each in all_formats().values())}
-    return {name: held for name, held in model.named_parameters() if name.rpartition(".")[2] not in apart}
+    """Returns the model's parameters by name, except those that checkpoints and trainers lack: metadata of quantized
+    codes, and the scales of an fp8 KV cache, which SGLang adds to every attention of a model with fp8 weights,
+    regardless of the KV cache's type."""
+    ignored = set(CACHE_SCALES)
+    for number_format in all_formats().values():
+        ignored.update(number_format.IGNORED)
+    return {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[2] not in ignored}
 
 
 def restore_cache_scales(model: nn.Module) -> None:
-    """Give the scales of an fp8 KV cache the values that they had before the server slept.
+    """Restores the scales of an fp8 KV cache after the server slept.
 
-    Its memory comes back undefined, and no publication brings them. SGLang keeps each as a number beside the parameter,
-    once it has processed what it loaded; before that -1 stands for a scale that no checkpoint had.
+    Their memory returns undefined, and publications do not include them. SGLang stores each as a float next to the
+    parameter once it has processed a load; before that, -1 stands for a scale that is missing in the checkpoint.
     """
     for module in model.modules():
         for name in CACHE_SCALES:
-            if isinstance(scale := module._parameters.get(name), nn.Parameter):
+            scale = module._parameters.get(name)
+            if isinstance(scale, nn.Parameter):
                 scale.data.fill_(getattr(module, f"{name}_float", None) or -1.0)
 
 
 def local_layout(model: nn.Module) -> Layout:
-    """The rank's parameters under their own names. One that is no contiguous memory is listed in `uncovered`."""
+    """Returns the rank's parameters under their SGLang names. Parameters in non-contiguous memory are `uncovered`."""
     layout = Layout()
-    for name, held in weights_of(model).items():
-        if not held.data.is_contiguous():
-            layout.uncovered[name] = f"strides {held.stride()} are not those of contiguous memory"
+    for name, weight in weights_of(model).items():
+        if not weight.data.is_contiguous():
+            layout.uncovered[name] = f"strides {weight.stride()} are not those of contiguous memory"
             continue
-        rows, cols = matrix(held.shape)
-        shape = tuple(held.shape)
-        layout.places[name] = Destination(held.dtype, shape, [Held(name, shape, (Rect(0, 0, 0, rows, cols, 0, 0),))])
+        rows, cols = matrix(weight.shape)
+        shape = tuple(weight.shape)
+        part = LocalPart(name, shape, (Rect(0, 0, 0, rows, cols, 0, 0),))
+        layout.places[name] = Destination(weight.dtype, shape, [part])
     return layout
 
 
 def staged_sums(
     views: Mapping[str, torch.Tensor], places: Mapping[str, Destination], device: torch.device | None = None
 ) -> dict[str, tuple[int, int]]:
-    """For tensors as they travelled: (checksum of the whole, share of this rank), read in one pass.
+    """Returns (checksum of the complete tensor, share of this rank's part) of received tensors, in one pass.
 
-    A share is what the rank's part adds to the tensor's checksum; it does not depend on where the bytes lie.
-    `device`: the GPU that has them; None: they are in host memory.
+    The share is the part's contribution to the tensor's checksum, independent of where its bytes are. `device`: GPU
+    that holds them; None: host memory.
     """
     records: list[tuple[int, ...]] = []
-    for number, (name, view) in enumerate(views.items()):
+    for index, (name, view) in enumerate(views.items()):
         rows, cols = matrix(view.shape)
-        flat, below = view.view(rows, cols), 0
-        for own in places[name].held[0].rects:
-            right = own.col + own.cols
-            for row, col, height, width, index in (
-                (own.row, own.col, own.rows, own.cols, 2 * number),
-                # The rest of the tensor: above the rectangle, and beside it.
-                (below, 0, own.row - below, cols, 2 * number + 1),
-                (own.row, 0, own.rows, own.col, 2 * number + 1),
-                (own.row, right, own.rows, cols - right, 2 * number + 1),
+        flat = view.view(rows, cols)
+        local = 2 * index
+        other = 2 * index + 1
+        below = 0
+        for rect in places[name].parts[0].rects:
+            right = rect.col + rect.cols
+            for row, col, height, width, target in (
+                (rect.row, rect.col, rect.rows, rect.cols, local),
+                # The rest of the tensor: above, left and right of the rectangle.
+                (below, 0, rect.row - below, cols, other),
+                (rect.row, 0, rect.rows, rect.col, other),
+                (rect.row, right, rect.rows, cols - right, other),
             ):
-                records += _record(flat[row : row + height, col : col + width], row, col, cols, index)
-            below = own.row + own.rows
-        records += _record(flat[below:], below, 0, cols, 2 * number + 1)
+                records += _record(flat[row : row + height, col : col + width], row, col, cols, target)
+            below = rect.row + rect.rows
+        records += _record(flat[below:], below, 0, cols, other)
     sums = _summed(records, 2 * len(views), device)
-    whole = sums[0::2] + sums[1::2] + seeds([view.nbytes for view in views.values()])
-    return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
+    shares = sums[0::2]
+    totals = shares + sums[1::2] + seeds([view.nbytes for view in views.values()])
+    return {name: (int(totals[index]), int(shares[index])) for index, name in enumerate(views)}
 
 
-def held_sums(
+def local_sums(
     places: Mapping[str, Destination], names: Iterable[str], parameters: Parameters
 ) -> dict[str, set[int | None]]:
-    """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same, None
-    among them for a parameter that cannot be read as it was loaded."""
-    out: dict[str, set[int | None]] = {}
-    found: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
-    """Device -> names of tensors, and the records of what lies there."""
+    """Returns the shares of `names` in the model's current weights: one value if all copies of a tensor agree; None
+    among them for a parameter whose shape or dtype has changed."""
+    shares: dict[str, set[int | None]] = {}
+    by_device: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
+    """Device -> names of tensors, and records of their parts."""
     for name in names:
-        place, out[name] = places[name], set()
-        for held in place.held:
-            if (views := held.views(parameters)) is None or views[0].dtype != place.dtype:
-                out[name].add(None)
+        destination = places[name]
+        shares[name] = set()
+        for part in destination.parts:
+            views = part.views(parameters)
+            if views is None or views[0].dtype != destination.dtype:
+                shares[name].add(None)
                 continue
-            tensors, records = found.setdefault(views[0].device if views[0].is_cuda else None, ([], []))
-            for rect, view in zip(held.rects, views, strict=True):
-                records += _record(view, rect.row, rect.col, matrix(place.shape)[1], len(tensors))
+            tensors, records = by_device.setdefault(views[0].device if views[0].is_cuda else None, ([], []))
+            for rect, view in zip(part.rects, views, strict=True):
+                records += _record(view, rect.row, rect.col, matrix(destination.shape)[1], len(tensors))
             tensors.append(name)
-    for device, (tensors, records) in found.items():
+    for device, (tensors, records) in by_device.items():
         for name, share in zip(tensors, _summed(records, len(tensors), device).tolist(), strict=True):
-            out[name].add(share)
-    return out
+            shares[name].add(share)
+    return shares
 
 
 def derive(model: nn.Module) -> None:
-    """Do what SGLang does after loads that pass `load_weights` by: make MLA's w_kc and w_vc.
+    """Repeats SGLang's processing after loads that bypass `load_weights`: computes MLA's w_kc and w_vc.
 
-    `load_weights` does it by itself (model_loader.loader.post_load_weights); process_weights_after_loading runs in
-    /end_weight_update for both. Norms that are centred on zero (GemmaRMSNorm) keep 1 + weight beside the weight, which
-    their weight loader makes.
+    `load_weights` does this itself (model_loader.loader.post_load_weights); process_weights_after_loading runs in
+    /end_weight_update for both. Zero-centered norms (GemmaRMSNorm) store 1 + weight next to the weight, computed by
+    their weight loader.
     """
     for module in model.modules():
-        if hasattr(module, "refresh_gemma_weight"):
+        if isinstance(module, Refreshes):
             module.refresh_gemma_weight()
-    if hasattr(model, "post_load_weights"):
+    if isinstance(model, PostLoads):
         model.post_load_weights()
 
 
 def differing(places: dict[str, Destination], known: dict[str, int], parameters: Parameters) -> list[str]:
-    """Those of `known`, tensors with their shares, of which `parameters` hold something else."""
-    sums = held_sums(places, known, parameters)
+    """Returns the names of tensors in `known` whose share in `parameters` differs."""
+    sums = local_sums(places, known, parameters)
     return [name for name, share in known.items() if sums[name] != {share}]
 
 
 def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Tensors that hang on modules beside `published`, all parameters, their views and buffers."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
+    """Yields the names of tensors on modules that are not `published`, parameters, their views or buffers."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
-        if hasattr(module, BASE):  # where SGLang notes the places of its modules' outputs
+        if hasattr(module, BASE):  # SGLang stores output offsets of the wrapped modules there
             continue
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in own:
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in storages:
                 yield f"{name}.{attribute}" if name else attribute
 
 
 def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> list[tuple[int, ...]]:
-    """The kernel's record of `part`, which stands at (row, col) of a tensor of `pitch` columns; none if it is empty."""
+    """Returns the kernel's record of `part` at (row, col) of a tensor with `pitch` columns; nothing if it is empty."""
     if part.numel() == 0:
         return []
     if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:
         part = part.reshape(1, -1)  # one run of bytes: vectors, whole tensors, row slices
     size = part.element_size()
-    place = {"pos": (row * pitch + col) * size, "pos_ld": max(pitch, part.shape[1]) * size}
-    return [rectangle(part, tensor=index, **place, device=part.device.type)]
+    position = (row * pitch + col) * size
+    stride = max(pitch, part.shape[1]) * size
+    return [rectangle(part, tensor=index, pos=position, pos_ld=stride, device=part.device.type)]
 
 
 def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | None) -> np.ndarray:
@@ -224,10 +332,11 @@ def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | N
 
 
 def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np.ndarray:
-    """The shares that `pieces` [n] of `PIECE` add to the checksums [count] uint64 of their tensors, without seeds.
+    """Returns the contributions of `pieces` [n] of `PIECE` to the checksums [count] uint64 of their tensors, without
+    seeds.
 
-    `device`: where their sources are, None for host memory. Waits for the device's current stream, so that what was
-    queued on it before is seen.
+    `device`: device of their sources, None for host memory. Synchronizes with the device's current stream: earlier work
+    on it is visible.
     """
     sums = np.zeros(count, dtype=np.uint64)
     if device is None:
@@ -235,7 +344,7 @@ def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np
         return sums
     if not len(pieces):
         return sums
-    names = [f"tensor {number}" for number in range(count)]
+    names = [f"tensor {index}" for index in range(count)]
     plan = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="of checksums", device=device, checksum=True)
     on_device = torch.zeros(count, dtype=torch.int64, device=device)
     kernel_cuda.checksum_rects(plan, on_device)

@@ -1,24 +1,33 @@
-"""One rank's receiver of publications: staged, proven, copied in place, proven as it is held.
+"""One rank's receiver of publications: tensors are staged, verified, copied in place, and verified in the model.
 
     begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
 
 Written for sglang 0.5.23. Each public method is a verb that is reached through the stock endpoint /weights_checker
-(`plugin`); an engine asks for the copy through /update_weights_from_tensor (`load_staged`). SGLang loads in place and
-dies of an exception in a loader, so nothing is copied before its bytes are proven, and `load_staged` reports instead of
-raising. A failure here ends the publication on this rank only; the engine aborts it on the others.
+(`plugin`); an engine requests the copy through /update_weights_from_tensor (`load_staged`). SGLang loads in place and
+dies of an exception in a loader: nothing is copied before its bytes are verified, and `load_staged` reports errors
+instead of raising. A failure ends the publication on this rank only; the engine aborts it on the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Any, Protocol, get_args
+from typing import cast
 
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.buckets import OpenPublication, Staged, check_entry, open_bucket
-from slimx.adapters.sglang.weights.layout import hf_layout
+from slimx.adapters.sglang.weights.buckets import (
+    Loads,
+    OpenPublication,
+    Slot,
+    Staged,
+    base_shares,
+    check_entry,
+    check_manifest,
+    open_bucket,
+    shares_of,
+)
+from slimx.adapters.sglang.weights.layout import ExpertLocation, hf_layout
 from slimx.adapters.sglang.weights.places import (
     Layout,
     derive,
@@ -30,78 +39,49 @@ from slimx.adapters.sglang.weights.places import (
     weights_of,
 )
 from slimx.errors import SlimxError
-from slimx.layout.number_formats import all_formats
+from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
 
-Answer = dict[str, Any]
-
+Answer = Json
+"""JSON response of a verb."""
 ATTRIBUTE = "_slimx_receiver"
-
-
-class Slot(Protocol):
-    """The adapters of one policy beside this rank's weights."""
-
-    shares: dict[str, int] | None
-    """Tensors that the publication which came here last has copied, and the share of each that the slot should
-    contain; None before the first."""
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the slot's memory by the names under which `place` notes it."""
-        ...
-
-    def place(self, layout: Layout) -> None:
-        """Notes where published tensors go; a layer that no row explains is uncovered."""
-        ...
-
-    def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies published tensors into their places."""
-        ...
+"""Attribute of the model that holds its receiver."""
 
 
 class RankReceiver:
-    """The state of publications to one rank's model."""
+    """State of the publications to one rank's model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rank = 0
-        """Number of this rank in its engine."""
-        self.experts: Any = None
-        """SGLang's ExpertLocationMetadata, as for `hf_layout`; it changes when experts are balanced."""
+        """Rank in its engine."""
+        self.experts: ExpertLocation | None = None
+        """SGLang's ExpertLocationMetadata, as for `hf_layout`; it changes when experts are rebalanced."""
         self.open: OpenPublication | None = None
         self.epoch = -1
-        """Membership epoch of the publication begun last."""
+        """Membership epoch of the last publication that was begun."""
         self.version: int | None = None
-        """Version committed last; None once anything was copied after it."""
+        """Last committed version; None if anything was copied after it."""
         self.outcome: Answer = {}
-        """The end of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
+        """Result of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
         self.copied: OpenPublication | None = None
-        """The publication that copied last: its `loaded` is all that vouches for the weights. For adapters each slot's
-        `shares` do."""
+        """Publication that was copied last. Only its `loaded` attests the weights; for adapters each slot's `shares`
+        do."""
         self.adapters: dict[str, Slot] = {}
-        """The slot of each policy, in a server that computes with adapters."""
+        """Slot of each policy, in a server that computes with adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
-        """The places of experts, and the layout that follows from them."""
+        """Map of experts to slots, and the layout based on it."""
 
     # Life of a publication ------------------------------------------------------------------------------------------
 
     def begin(self, *, manifest: Answer, staging: Staging = "model") -> Answer:
-        """Open a publication, unless one of the same or a newer epoch is open."""
+        """Opens a publication, unless one of the same or a newer epoch is open."""
         new = Manifest.from_json(manifest)
-        rules = ("none", *chain.from_iterable(each.RULES for each in all_formats().values()))
-        if new.rule not in rules:
-            raise SlimxError(
-                f"{new} has rule {new.rule!r}; rules are {', '.join(rules)}", code="receiver.manifest", about="rule"
-            )
-        if staging not in get_args(Staging):
-            raise SlimxError(
-                f"{new} is staged by {staging!r}; it is one of {', '.join(get_args(Staging))}",
-                code="receiver.manifest",
-                about="staging",
-            )
+        check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
             raise SlimxError(
-                f"{new} is older than epoch {self.epoch}, of which a publication has begun here",
+                f"{new} is older than epoch {self.epoch}, in which a publication has begun",
                 code="receiver.late",
                 about=str(new),
             )
@@ -111,64 +91,67 @@ class RankReceiver:
                 code="receiver.open",
                 about=str(self.open.manifest),
             )
-        layout = local_layout(self.model) if new.encoding == "local" else self._hf_layout()
+        layout = self._layout_of(new.encoding)
         if layout.uncovered:
-            name, why = next(iter(layout.uncovered.items()))
+            name, reason = next(iter(layout.uncovered.items()))
             raise SlimxError(
                 f"{new}: this rank holds {len(layout.uncovered)} parameters that encoding {new.encoding} does not "
-                f"reach, first {name}: {why}",
+                f"cover, first {name}: {reason}",
                 code="receiver.uncovered",
                 about=name,
             )
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
-                f"{new} came to a server that computes with adapters of {', '.join(self.adapters)}; start it with "
-                "those of all policies that are published to it",
+                f"{new} was sent to a server that computes with adapters of {', '.join(self.adapters)}; start it "
+                "with the adapters of all published policies",
                 code="receiver.policy",
                 about=new.policy,
             )
         base = self._base(new, layout) if new.encoding == "adapters" else {}
-        self.open, self.epoch = OpenPublication(new, staging, layout, loaded=base), new.membership_epoch
+        self.open = OpenPublication(new, staging, layout, loaded=base)
+        self.epoch = new.membership_epoch
         return self.status()
 
     def stage(self, *, policy: str, version: int, epoch: int, bucket: int, ranks: dict[str, Answer]) -> Answer:
-        """Open this rank's part of a bucket and keep its tensors once every checksum agrees.
+        """Opens this rank's part of a bucket and keeps its tensors if every checksum matches.
 
-        `ranks`: {number of a rank, or "all": {"fd_path", "size": bytes of that memory, "tensors"}}. Each of the tensors
-        is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). Nothing of the
-        model is touched. Any error ends the publication on this rank.
+        `ranks`: {rank, or "all": {"fd_path", "size": bytes of that memory, "tensors"}}. Each tensor is `{name, dtype,
+        shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). The model is not touched. Any
+        error ends the publication on this rank.
         """
         part = ranks.get(str(self.rank), ranks.get("all"))
         if part is None:
             raise SlimxError(
-                f"bucket {bucket} brings nothing for rank {self.rank}, only for {', '.join(ranks)}",
+                f"bucket {bucket} has no part for rank {self.rank}, only for {', '.join(ranks)}",
                 code="plugin.bucket",
                 about=f"bucket {bucket}",
             )
-        size, tensors = part["size"], part["tensors"]
-        publication = self._belonging(policy, version, epoch)
-        beside = self._beside(publication)
+        size = part["size"]
+        tensors = part["tensors"]
+        publication = self._check_open(policy, version, epoch)
+        base = self._base_of_others(publication)
         try:
             for entry in tensors:
                 check_entry(entry, publication.layout.places, publication.taken, bucket, size)
                 publication.taken.add(entry["name"])
-            mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
-            views, device = open_bucket(part["fd_path"], size, mine, next(self.model.parameters()).device)
+            local = [entry for entry in tensors if publication.layout.places[entry["name"]].parts]
+            views, device = open_bucket(part["fd_path"], size, local, next(self.model.parameters()).device)
             sums = staged_sums(views, publication.layout.places, device)
-            for entry in mine:
-                name, expected = entry["name"], int(entry["checksum"], 16)
+            for entry in local:
+                name = entry["name"]
+                expected = int(entry["checksum"], 16)
                 actual, share = sums[name]
                 if actual != expected:
                     raise SlimxError(
                         f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} "
-                        "at the publisher; its bytes changed on the way: publish again",
+                        "at the publisher; its bytes changed in transit: publish again",
                         code="receiver.checksum",
                         about=name,
                     )
-                if beside.get(name, share) != share:
+                if base.get(name, share) != share:
                     raise SlimxError(
-                        f"tensor {name} of {publication.manifest} differs from the weight beside which other policies' "
-                        "adapters were published here; let all of them begin with the same weights",
+                        f"tensor {name} of {publication.manifest} differs from the base weight of other policies' "
+                        "adapters in this server; start all policies with the same weights",
                         code="receiver.other_base",
                         about=name,
                     )
@@ -180,28 +163,33 @@ class RankReceiver:
         return self.status()
 
     def _load(self) -> None:
-        """Copy what is staged into the model; raises with the model half copied only if SGLang's own loader fails."""
+        """Copies staged tensors into the model. If it raises, the model is partly copied only if SGLang's loader
+        failed."""
         publication = self.open
         if publication is None or not publication.waiting:
             raise SlimxError(
-                "load was asked but nothing is staged; begin a publication and stage its buckets first",
+                "load was called but nothing is staged; begin a publication and stage its buckets first",
                 code="receiver.nothing_staged",
                 about="load",
             )
-        if publication.staging == "model" and (missing := publication.missing):
+        missing = publication.missing if publication.staging == "model" else []
+        if missing:
             raise SlimxError(
-                f"load was asked but {len(missing)} tensors are not staged, first {missing[0]}; stage them all",
+                f"load was called but {len(missing)} tensors are not staged, first {missing[0]}; stage them all",
                 code="receiver.not_staged",
                 about=missing[0],
             )
-        ready, slot = publication.ready(), self.adapters.get(publication.manifest.policy)
+        ready = publication.ready()
+        slot = self.adapters.get(publication.manifest.policy)
         if self.copied is not publication:
             restore_cache_scales(self.model)
             if slot is not None:
                 slot.shares = {}
-        # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
-        self.copied, self.version = publication, None
-        publication.waiting, publication.verified = 0, False
+        # From here on the model holds neither the old nor the new weights.
+        self.copied = publication
+        self.version = None
+        publication.waiting = 0
+        publication.verified = False
         if publication.manifest.encoding == "local":
             parameters = weights_of(self.model)
             for name, tensor in self._counted(ready):
@@ -209,12 +197,15 @@ class RankReceiver:
         else:
             adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
             if adapters:
+                if slot is None:
+                    raise TypeError("adapters were staged in a server without slots")
                 slot.write(publication.layout, self._counted(adapters))
-                slot.shares.update((name, staged.share) for name, staged in adapters.items())
-            if base := {name: staged for name, staged in ready.items() if name not in adapters}:
-                self.model.load_weights(self._counted(base))
-        publication.loaded.update((name, staged.share) for name, staged in ready.items())
-        # What waits for its partners outlives its bucket, whose memory the publisher may now use again.
+                slot.shares = (slot.shares or {}) | shares_of(adapters)
+            base = {name: staged for name, staged in ready.items() if name not in adapters}
+            if base:
+                cast(Loads, self.model).load_weights(self._counted(base))
+        publication.loaded.update(shares_of(ready))
+        # Tensors that wait for their partners outlive their bucket, whose memory the publisher may now reuse.
         publication.staged = {
             name: Staged(staged.view.clone(), staged.share)
             for name, staged in publication.staged.items()
@@ -224,28 +215,32 @@ class RankReceiver:
             derive(self.model)
 
     def verify(self) -> Answer:
-        """Compare what the model HOLDS now with what was copied last, with the base of what came as adapters alone, and
-        every other policy's slot with what was copied there last.
+        """Compares the model's current weights with the last copy (including the base of adapter-only publications),
+        and every other policy's slot with its last copy.
 
-        Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
-        copied], "derived": [tensors that the model computed from the others]}. Another policy's adapter has the
-        policy's name in front, and a colon.
+        Returns {"encoding", "tensors": count in the publication, "differ": [names], "missing": [never copied],
+        "derived": [tensors that the model computed from the others]}. Names of another policy's adapters begin with the
+        policy and a colon.
         """
         if self.copied is None:
             raise SlimxError(
-                "verify was asked but nothing was ever published to this engine; publish first",
+                "verify was called but nothing was published to this engine; publish first",
                 code="receiver.never_published",
                 about="verify",
             )
-        places, loaded = self.copied.layout.places, self.copied.loaded
+        places = self.copied.layout.places
+        loaded = self.copied.loaded
         parameters = self._parameters(self.copied.manifest.policy)
         differ = differing(places, loaded, parameters)
-        missing = [name for name in self.copied.layout.held if name not in loaded]
-        missing += sorted(parameters.keys() - {held.parameter for place in places.values() for held in place.held})
-        for policy, slot in self._others(self.copied.manifest.policy):
-            differ += [f"{policy}:{name}" for name in differing(places, slot.shares, slot.buffers())]
-            adapters = (name for name in self.copied.layout.held if is_adapter(name))
-            missing += [f"{policy}:{name}" for name in adapters if name not in slot.shares]
+        missing = [name for name in self.copied.layout.local if name not in loaded]
+        covered: set[str] = set()
+        for destination in places.values():
+            covered.update(part.parameter for part in destination.parts)
+        missing += sorted(parameters.keys() - covered)
+        for policy, slot, shares in self._others(self.copied.manifest.policy):
+            differ += [f"{policy}:{name}" for name in differing(places, shares, slot.buffers())]
+            adapters = [name for name in self.copied.layout.local if is_adapter(name)]
+            missing += [f"{policy}:{name}" for name in adapters if name not in shares]
         self.copied.verified = self.copied is self.open and not differ and not missing
         return {
             "encoding": self.copied.manifest.encoding,
@@ -256,119 +251,125 @@ class RankReceiver:
         }
 
     def commit(self, *, version: int) -> Answer:
-        """Close the open publication: its weights are this rank's `version`."""
+        """Closes the open publication: its weights are this rank's `version`."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
             raise SlimxError(
-                f"version {version} cannot be committed: {self._what_is_open()}",
+                f"version {version} cannot be committed: {self._open_text()}",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
         if not publication.verified:
             raise SlimxError(
-                f"{publication.manifest} cannot be committed before it is loaded and verified as a whole",
+                f"{publication.manifest} cannot be committed before it is completely loaded and verified",
                 code="receiver.not_verified",
                 about=str(publication.manifest),
             )
-        self.open, self.version = None, version
+        self.open = None
+        self.version = version
         return self.status()
 
     def abort(self) -> Answer:
-        """End the open publication; before its first copy nothing has changed. May be called at any time and again."""
+        """Ends the open publication; before its first copy nothing has changed. Idempotent."""
         self.open = None
         return self.status()
 
-    # Looks ----------------------------------------------------------------------------------------------------------
+    # Status ---------------------------------------------------------------------------------------------------------
 
     def status(self) -> Answer:
-        """`{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name or None,
-        "outcome": {...}}`.
+        """Returns `{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name
+        or None, "outcome": {...}}`.
 
-        `missing`: what this rank needs of the open publication and has neither staged nor loaded. A count and no list:
-        this is asked for every bucket.
+        `missing`: tensors of the open publication that this rank needs and has neither staged nor loaded. A count
+        instead of a list: this is called for every bucket.
         """
         publication = self.open
-        staged = publication.staged.values() if publication else ()
-        missing = publication.missing if publication else []
-        return {
-            "open": str(publication.manifest) if publication else None,
-            "version": self.version,
-            "staged": len(staged),
-            "bytes": sum(one.view.nbytes for one in staged),
-            "missing": len(missing),
-            "first_missing": missing[0] if missing else None,
-            "outcome": self.outcome,
-        }
+        response: Answer = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
+        if publication is not None:
+            missing = publication.missing
+            response["open"] = str(publication.manifest)
+            response["staged"] = len(publication.staged)
+            response["bytes"] = sum(tensor.view.nbytes for tensor in publication.staged.values())
+            response["missing"] = len(missing)
+            response["first_missing"] = next(iter(missing), None)
+        return response | {"version": self.version, "outcome": self.outcome}
 
     def inventory(self, *, encoding: Encoding) -> Answer:
-        """`{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: why}}` of an encoding.
+        """Returns `{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: reason}}` of an encoding.
 
-        `forms`: all that this rank takes of a publication; `uncovered`: what it holds and no publication reaches.
+        `forms`: all tensors that this rank receives; `uncovered`: its parameters that no publication covers.
         """
-        layout = local_layout(self.model) if encoding == "local" else self._hf_layout()
-        names = (name for name in layout.held if encoding != "adapters" or is_adapter(name))
+        layout = self._layout_of(encoding)
+        names = (name for name in layout.local if encoding != "adapters" or is_adapter(name))
         return {"forms": {name: layout.places[name].form for name in names}, "uncovered": layout.uncovered}
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def _layout_of(self, encoding: Encoding) -> Layout:
+        """Returns the layout of an encoding."""
+        if encoding == "local":
+            return local_layout(self.model)
+        return self._hf_layout()
+
     def _hf_layout(self) -> Layout:
-        """Read anew only after expert balancing has moved experts between slots: for DeepSeek-V3's 45,395 tensors it
-        takes a second, in which the server does not generate."""
-        moved = None if self.experts is None else self.experts.physical_to_logical_map_cpu
-        if self._layout is None or (moved is not None and not torch.equal(moved, self._layout[0])):
-            self._layout = None if moved is None else moved.clone(), hf_layout(self.model, self.experts)
-            for slot in [*self.adapters.values()][:1]:  # all slots are alike
-                slot.place(self._layout[1])
-        return self._layout[1]
+        """Returns the layout, recomputed only after expert rebalancing: for DeepSeek-V3's 45,395 tensors it takes a
+        second, in which the server does not generate."""
+        slots = None if self.experts is None else self.experts.physical_to_logical_map_cpu
+        if self._layout is not None:
+            known, layout = self._layout
+            if slots is None or (known is not None and torch.equal(slots, known)):
+                return layout
+        layout = hf_layout(self.model, self.experts)
+        self._layout = None if slots is None else slots.clone(), layout
+        if self.adapters:  # all slots are alike
+            next(iter(self.adapters.values())).place(layout)
+        return layout
 
     def _parameters(self, policy: str) -> dict[str, torch.Tensor]:
-        """All that publications of `policy` write, by the names that places have."""
-        return weights_of(self.model) | (self.adapters[policy].buffers() if self.adapters else {})
+        """Returns all memory that publications of `policy` write, by the names in destinations."""
+        parameters: dict[str, torch.Tensor] = dict(weights_of(self.model))
+        if self.adapters:
+            parameters |= self.adapters[policy].buffers()
+        return parameters
 
-    def _beside(self, publication: OpenPublication) -> dict[str, int]:
-        """The shares of the weights beside which other policies' adapters stand: those that `publication` must bring,
-        too; {} while there are none."""
-        if not any(self._others(publication.manifest.policy)):
+    def _base_of_others(self, publication: OpenPublication) -> dict[str, int]:
+        """Returns the shares of the base weights on which other policies' adapters depend, which `publication` must
+        match; empty without such adapters."""
+        if self.copied is None or not any(self._others(publication.manifest.policy)):
             return {}
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
-    def _others(self, policy: str) -> Iterator[tuple[str, Slot]]:
-        """The slots of policies other than `policy` that were published to."""
-        return ((name, slot) for name, slot in self.adapters.items() if name != policy and slot.shares is not None)
+    def _others(self, policy: str) -> Iterator[tuple[str, Slot, dict[str, int]]]:
+        """Yields other policies than `policy` that were published, with their slots and the slots' shares."""
+        for name, slot in self.adapters.items():
+            if name != policy and slot.shares is not None:
+                yield name, slot, slot.shares
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
-        """The shares of the weights that adapters of publication `new` stand beside, as they were copied last. Refuses
-        adapters where nothing vouches for those."""
+        """Returns the shares of the base weights of publication `new`, as copied last. Raises SlimxError if they are
+        incomplete."""
         if not self.adapters:
             raise SlimxError(
-                f"{new} brings adapters alone, and this server computes with none; start it as slimx does",
+                f"{new} contains only adapters, but this server computes without adapters; start it as slimx does",
                 code="receiver.no_adapters",
                 about=str(new),
             )
-        known = {} if self.copied is None else self.copied.loaded
-        base = [name for name in layout.held if not is_adapter(name)]
-        if lacking := [name for name in base if name not in known]:
-            raise SlimxError(
-                f"{new} brings adapters alone, and {len(lacking)} weights beside them were never published here, first "
-                f"{lacking[0]}; publish all weights first",
-                code="receiver.no_base",
-                about=lacking[0],
-            )
-        return {name: known[name] for name in base}
+        return base_shares(new, layout, {} if self.copied is None else self.copied.loaded)
 
-    def _belonging(self, policy: str, version: int, epoch: int) -> OpenPublication:
-        manifest = self.open.manifest if self.open else None
-        of = (policy, version, epoch)
-        if manifest is None or (manifest.policy, manifest.version, manifest.membership_epoch) != of:
+    def _check_open(self, policy: str, version: int, epoch: int) -> OpenPublication:
+        """Returns the open publication. Raises SlimxError if it is not the given one."""
+        if self.open is None or self.open.key != (policy, version, epoch):
             raise SlimxError(
-                f"a bucket of version {version} of {policy}, epoch {epoch} came, but {self._what_is_open()}",
+                f"received a bucket of version {version} of {policy}, epoch {epoch}, but {self._open_text()}",
                 code="receiver.not_open",
                 about=f"version {version}",
             )
         return self.open
 
-    def _what_is_open(self) -> str:
-        return f"{self.open.manifest} is open" if self.open else "no publication is open: begin one first"
+    def _open_text(self) -> str:
+        if self.open is None:
+            return "no publication is open: begin one first"
+        return f"{self.open.manifest} is open"
 
     def _counted(self, ready: dict[str, Staged]) -> Iterator[tuple[str, torch.Tensor]]:
         for count, (name, staged) in enumerate(ready.items()):
@@ -378,17 +379,17 @@ class RankReceiver:
 
 
 def receiver_of(model: nn.Module) -> RankReceiver:
-    """The model's receiver, made at the first use. It hangs on the model, so that it lives and ends with it."""
+    """Returns the model's receiver, created at first use and stored on the model, which determines its lifetime."""
     if not hasattr(model, ATTRIBUTE):
         object.__setattr__(model, ATTRIBUTE, RankReceiver(model))
     return getattr(model, ATTRIBUTE)
 
 
-def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
-    """SGLang's custom weight loader: copy the staged tensors into the model.
+def load_staged(model: nn.Module, named_tensors: Iterable[object]) -> None:
+    """Copies the staged tensors into the model, as SGLang's custom weight loader.
 
-    `named_tensors` is the request's (empty) list. SGLang lets an exception of a loader end the scheduler and, with TP,
-    leaves the other ranks waiting; so the outcome is recorded for `status` and the caller asks for it.
+    `named_tensors` is the request's (empty) list. An exception of a loader would end SGLang's scheduler and, with TP,
+    leave the other ranks waiting: the outcome is recorded for `status` instead, which the caller reads.
     """
     receiver = receiver_of(model)
     receiver.outcome = {"loaded": 0}

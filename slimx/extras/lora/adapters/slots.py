@@ -80,7 +80,7 @@ class AdapterSlot:
         buffers = self.buffers()
         for name, tensor in named:
             flat = tensor.view(matrix(tensor.shape))
-            for stored in layout.places[name].held:
+            for stored in layout.places[name].parts:
                 for rect, view in zip(stored.rects, stored.views(buffers) or (), strict=True):
                     view.copy_(flat[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
 
@@ -106,7 +106,7 @@ class AdapterSlot:
             for index, piece in enumerate(b):
                 a.append(replace(piece, shape=size, rects=(Rect(0, 0, 0, *size, index * rank, 0),)))
         elif split is columns_split:
-            a = [*split(replace(parameter, held=layer.a))]
+            a = [*split(replace(parameter, parameter=layer.a))]
             b = [*whole(parameter)]
         else:
             raise Unexpected("publishing adapters of such layers is not supported")

@@ -40,7 +40,7 @@ class _MergedLinear(Protocol):
 def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
     """Yields the convolution of a delta net: this rank's rows of the filters of queries, then keys, then values."""
     net = cast(_DeltaNet, parameter.parent)
-    width = parameter.held.shape[-1]
+    width = parameter.parameter.shape[-1]
     rects = []
     start = 0
     first = 0
@@ -49,13 +49,13 @@ def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
         rects.append(Rect(0, first + net.attn_tp_rank * shard, 0, shard, width, start, 0))
         start += shard
         first += rows
-    yield ServedPiece("{name}", (net.conv_dim, *parameter.held.shape[1:]), tuple(rects))
+    yield ServedPiece("{name}", (net.conv_dim, *parameter.parameter.shape[1:]), tuple(rects))
 
 
 def delta_heads(parameter: ServedParameter) -> Iterator[ServedPiece]:
     """Yields a vector with one element per value head of this rank."""
     net = cast(_DeltaNet, parameter.owner)
-    rows = parameter.held.shape[0]
+    rows = parameter.parameter.shape[0]
     yield share_of_rows("{name}", net.num_v_heads, 1, rows, net.attn_tp_rank, 0, vector=True)
 
 
@@ -67,7 +67,7 @@ def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
     owner = cast(_MergedLinear, parameter.owner)
     rank = rank_in(owner.tp_group)
     if not hasattr(parameter.parent, "_bind_packed_weight_loaders"):
-        rows = parameter.held.shape[0]
+        rows = parameter.parameter.shape[0]
         yield share_of_rows("{name}", sum(owner.output_sizes), parameter.cols, rows, rank, 0)
         return
     sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))

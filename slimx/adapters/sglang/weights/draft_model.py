@@ -1,0 +1,72 @@
+"""Presents a server's model and the draft model of its speculative decoding as one, to which both are published at
+once.
+
+Written for sglang 0.5.23, for drafts that are the target's multi-token prediction layer. SGLang runs a draft as a
+separate model that shares the target's embedding and output layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from slimx.adapters.sglang.weights.places import PostLoads
+from slimx.adapters.sglang.weights.receiver import ATTRIBUTE, RankReceiver
+from slimx.errors import SlimxError
+from slimx.layout.engine import DRAFT
+
+OPTION = "--publish-draft"
+"""Option of `slimx.engines.server.launch`; children of a server have the same `sys.argv`."""
+START = "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker"
+_TARGET = "target."
+
+
+def publishes_draft(argv: Sequence[str]) -> bool:
+    """Returns True if the command line of `slimx.engines.server.launch` requests that drafts are published too."""
+    options = argv[: argv.index("--")] if "--" in argv else argv
+    return OPTION in options
+
+
+class WithDraft(nn.Module):
+    """Target and draft: the target's names unchanged, the draft's with prefix `DRAFT`. Shared parameters count as the
+    target's."""
+
+    def __init__(self, target: nn.Module, draft: nn.Module) -> None:
+        super().__init__()
+        self.target = target
+        setattr(self, DRAFT.removesuffix("."), draft)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield name.removeprefix(_TARGET), parameter
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield name.removeprefix(_TARGET), module
+
+    def post_load_weights(self) -> None:
+        """Computes the tensors that SGLang derives from loaded weights in both models."""
+        for model in self.children():
+            if isinstance(model, PostLoads):
+                model.post_load_weights()
+
+
+def take_draft(result: None, scheduler: Any) -> None:
+    """Replaces the target's receiver by one that includes the draft, after `Scheduler.maybe_init_draft_worker`."""
+    drafts = [] if scheduler.draft_worker is None else scheduler.draft_worker.weight_update_runners()
+    if len(drafts) != 1:
+        raise SlimxError(
+            f"the server has {len(drafts)} draft models, but a publication contains the weights of one; set "
+            "rollout.engines.sglang.speculative_algorithm=EAGLE for a model of one layer of multi-token prediction",
+            code="plugin.drafts",
+            about="speculative_algorithm",
+        )
+    target = scheduler.tp_worker.model_runner.model
+    _, runner = drafts[0]
+    object.__setattr__(target, ATTRIBUTE, RankReceiver(WithDraft(target, runner.model)))
