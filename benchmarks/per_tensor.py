@@ -64,7 +64,7 @@ def receive(places: Mapping[str, torch.Tensor], layer: Layer, engine: dist.Proce
 
 def _order(layer: Layer) -> Iterator[str]:
     """Names in the order of `send`."""
-    for part in layer.trained.held(0):
+    for part in layer.trained.parts_of(0):
         shape = torch.empty(part.shape, device="meta")
         yield from (name for name, _ in _convert(part.name, [shape] * _shards(part.name, layer), layer))
 

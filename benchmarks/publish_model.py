@@ -70,7 +70,7 @@ class Layer:
     def held_by(self, rank: int) -> dict[str, torch.Tensor]:
         """A trainer rank's parameters, random; what several ranks hold is the same on all of them."""
         out = {}
-        for part in self.trained.held(rank):
+        for part in self.trained.parts_of(rank):
             seed = zlib.crc32(repr((part.name, part.sources, part.rects)).encode())
             out[part.name] = torch.empty(part.shape, dtype=torch.bfloat16).uniform_(
                 -1, 1, generator=torch.Generator().manual_seed(seed)

@@ -74,7 +74,7 @@ class MegatronLayout:
         """Yields every distinct local tensor of the whole trainer with the ranks that hold it."""
         yield from self._parts(None)
 
-    def held(self, rank: int) -> list[Part]:
+    def parts_of(self, rank: int) -> list[Part]:
         """Returns the parts that `rank` holds, in the order of the checkpoint."""
         return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
 

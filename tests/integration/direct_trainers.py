@@ -69,7 +69,7 @@ class SendingRank:
         torch.set_num_threads(1)
         self.rank, self.host = rank, local_address(network)
         self.start = load_file(Path(model, "model.safetensors"))
-        self.parts = MegatronLayout(weight_table(config_in(Path(model))), SIZES).held(rank)
+        self.parts = MegatronLayout(weight_table(config_in(Path(model))), SIZES).parts_of(rank)
         self.held = {part.name: cut_out(part, self.start) for part in self.parts}
 
     def ping(self) -> int:

@@ -84,7 +84,7 @@ class Fp8Rank(OptimizerRank):
         from slimx.reshard.plan.copy_plan import compile_plan
 
         seen = self.weights_as_computed_with(trainer)
-        held = MegatronLayout(self.spec.table, self.sizes).held(self.rank)
+        held = MegatronLayout(self.spec.table, self.sizes).parts_of(self.rank)
         parts = [part._replace(ranks=(0,)) for part in held if part.quantised]
         self.said["computed_in_fp8"] = sorted(seen) == sorted(part.name for part in parts)
         plan = compile_plan(

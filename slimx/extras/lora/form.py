@@ -139,7 +139,7 @@ class LoraForm(WeightForm):
 
         config = self._config
         lora = self._lora
-        parts = MegatronLayout(table, sizes_of(config.trainer)).held(dist.get_rank())
+        parts = MegatronLayout(table, sizes_of(config.trainer)).parts_of(dist.get_rank())
         merging = mode_of(config).replaces_layers
         adapters = attach(module, parts, table, lora, seed=config.run.seed, merging=merging)
         if lora.load is not None:

@@ -83,7 +83,7 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
     if not frozen:
         return
     layout = MegatronLayout(spec.table, sizes_of(config.trainer))
-    names = names_of(frozen, layout.held(dist.get_rank()))
+    names = names_of(frozen, layout.parts_of(dist.get_rank()))
     for index, chunk in enumerate(chunks):
         prefix = f"{index}." if len(chunks) > 1 else ""
         chunk_names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

@@ -40,7 +40,7 @@ class Weights:
         self.derived: list[Callable[[], None]] = []
         """Functions that refresh values derived from the parameters."""
         self._current: HostCopy = {}
-        self.parts: list[Part] = layout.held(rank)
+        self.parts: list[Part] = layout.parts_of(rank)
         names = {part.name for part in self.parts}
         # Several chunks form a list of modules, whose names begin with the chunk's index.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)

@@ -224,7 +224,7 @@ def test_a_rank_of_the_target_layout_finds_all_it_holds_in_files_of_its_own(requ
                 if (inside := clip(rect, piece.box)) is not None:
                     found.add(piece.location.part.sources[rect.source], inside)
         wanted = Elements(conversion.spec.table)
-        for part in layout.held(rank):
+        for part in layout.parts_of(rank):
             # A copy is stored once, with the original.
             if min(part.ranks) == rank and not part.copy:
                 for rect in part.rects:

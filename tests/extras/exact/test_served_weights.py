@@ -44,7 +44,7 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
         rounded[whole[name]] = reference.dequantise(codes, scales, how.block, DTYPES[dtype])
     for rank, numbers in enumerate(by_rank):
         parameters = values.dress(numbers, DTYPES[dtype])
-        parts = MegatronLayout(model.table, sizes).held(rank)
+        parts = MegatronLayout(model.table, sizes).parts_of(rank)
         served = ServedWeights(parts, parameters, how, dtype)
         assert served.values.keys() == {part.name for part in parts if part.quantised}
         for factor in (1.0, 2.0):  # all rules scale by powers of two
@@ -59,7 +59,7 @@ def test_a_shard_that_a_block_would_cross_is_refused_by_name() -> None:
     model, sizes = MODELS["deepseek"], Sizes(tensor=2)
     parameters = Values().dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
     with refused("plan.blocks", about="model.layers.0.mlp.up_proj.weight"):
-        ServedWeights(MegatronLayout(model.table, sizes).held(0), parameters, quantisation("ieee"), "bfloat16")
+        ServedWeights(MegatronLayout(model.table, sizes).parts_of(0), parameters, quantisation("ieee"), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

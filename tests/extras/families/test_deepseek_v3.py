@@ -167,14 +167,14 @@ def test_every_layout_holds_every_element_once(hf: dict[str, Any], mtp: int):
 
 
 def names_of(table: Table, sizes: Sizes, rank: int) -> set[str]:
-    return {part.name for part in MegatronLayout(table, sizes).held(rank)}
+    return {part.name for part in MegatronLayout(table, sizes).parts_of(rank)}
 
 
 def test_the_last_stage_holds_the_embedding_again_for_its_prediction_layer():
     embedding, table = "embedding.word_embeddings.weight", weight_table(TINY, 1)
-    (copy,) = [part for part in MegatronLayout(table, Sizes(pipeline=2)).held(1) if part.name == embedding]
+    (copy,) = [part for part in MegatronLayout(table, Sizes(pipeline=2)).parts_of(1) if part.name == embedding]
     assert copy.copy
-    (own,) = [part for part in MegatronLayout(table, Sizes()).held(0) if part.name == embedding]
+    (own,) = [part for part in MegatronLayout(table, Sizes()).parts_of(0) if part.name == embedding]
     assert not own.copy
     assert embedding not in names_of(weight_table(TINY), Sizes(pipeline=2), 1)
     assert "mtp.layers.0.eh_proj.weight" not in names_of(table, Sizes(pipeline=2), 0)

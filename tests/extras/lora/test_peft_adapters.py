@@ -71,7 +71,7 @@ def test_adapters_that_are_published_alone_leave_the_ranks_as_they_were_read(qwe
     table, by_rank = read_model(str(qwen)).table, []
     for rank in range(sizes.world):
         by_rank.append(tensors_of_rank := {})
-        for part in MegatronLayout(table, sizes).held(rank):
+        for part in MegatronLayout(table, sizes).parts_of(rank):
             if adapts(["attention"], part.name):
                 path = part.name.removesuffix(".weight")
                 tensors_of_rank |= zip((f"{path}.lora_a", f"{path}.lora_b"), found.matrices(part), strict=True)
@@ -102,7 +102,7 @@ def test_a_rank_reads_the_rows_and_columns_that_it_holds(qwen, tmp_path):
     table = read_model(str(qwen)).table
     found.check(table, LORA)
     for rank in range(2):
-        local = MegatronLayout(table, Sizes(tensor=2, expert=2, expert_tensor=1)).held(rank)
+        local = MegatronLayout(table, Sizes(tensor=2, expert=2, expert_tensor=1)).parts_of(rank)
         parts = {part.name: part for part in local}
 
         a, b = found.matrices(parts["decoder.layers.1.self_attention.linear_qkv.weight"])

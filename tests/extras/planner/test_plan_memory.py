@@ -68,7 +68,7 @@ LAYOUTS = [
 def test_every_rank_holds_what_its_layout_says(name: str, sizes: Sizes):
     layout = MegatronLayout(TABLES[name], sizes)
     for rank in range(sizes.world):
-        parts_by_size = Counter((part.dtype or "bfloat16", math.prod(part.shape)) for part in layout.held(rank))
+        parts_by_size = Counter((part.dtype or "bfloat16", math.prod(part.shape)) for part in layout.parts_of(rank))
         counted: Counter[tuple[str, int]] = Counter()
         for run in Holdings(TABLES[name], "bfloat16").runs(sizes, rank):
             counted[run.dtype, run.elements] += run.count
@@ -152,7 +152,7 @@ def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -
         trainer_memory(Config.model_validate(sections | {"publish": {"quantise": rule}}), spec, Sizes(), "cpu")[0]
         for rule in (None, "ieee")
     )
-    parts = MegatronLayout(spec.table, Sizes()).held(0)
+    parts = MegatronLayout(spec.table, Sizes()).parts_of(0)
     parameters = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
     served = ServedWeights(parts, parameters, quantisation("ieee"), "bfloat16")
     assert blocks.weights - plain.weights == sum(3 * t.numel() for t in served.values.values()) > 0

@@ -93,7 +93,7 @@ def test_the_trainers_ranks_hold_every_element_of_the_checkpoint_once(tmp_path: 
 def test_a_rank_has_its_share_of_each_of_a_mixers_projections(tmp_path: Path):
     """Checks z, x, B, C and dt, which are concatenated in the checkpoint and split over the ranks."""
     layout = MegatronLayout(read(tmp_path, TINY).table, Sizes(tensor=2))
-    (part,) = (part for part in layout.held(1) if part.name == "decoder.layers.0.mixer.in_proj.weight")
+    (part,) = (part for part in layout.parts_of(1) if part.name == "decoder.layers.0.mixer.in_proj.weight")
     rows = [row for rect in part.rects for row in range(rect.row, rect.row + rect.rows)]
     bounds = [0, 96, 192, 232, 272, 280]
     halves = [range((start + end) // 2, end) for start, end in zip(bounds, bounds[1:], strict=False)]

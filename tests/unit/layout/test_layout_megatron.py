@@ -41,7 +41,7 @@ def test_each_rank_holds_what_torch_cuts_out_for_it_and_together_they_hold_all_o
     for rank, (place, held) in enumerate(zip(places(sizes), by_rank(parts, sizes.world), strict=True)):
         assert_same({name: filled[id(part)] for name, part in held.items()}, expected(place), f"rank {rank}")
         if rank in (0, sizes.world - 1):
-            assert {part.name: part for part in layout.held(rank)} == held
+            assert {part.name: part for part in layout.parts_of(rank)} == held
     check_coverage(tiny.table.checkpoint_shapes(), parts)
     owned = torch.cat([filled[id(part)].flatten() for part in parts if not part.copy])
     assert torch.equal(owned.sort().values, torch.arange(1, 1 + sum(tensor.numel() for tensor in whole.values())))

@@ -132,11 +132,11 @@ def test_parameters_are_as_many_as_the_published_models_count(tmp_path: Path, na
 
 def test_the_last_stage_computes_with_a_copy_of_a_tied_embedding_unless_it_predicts_values(tmp_path: Path):
     spec = read(tmp_path, QWEN3_600M)
-    (copy,) = [part for part in MegatronLayout(spec.table, Sizes(pipeline=2)).held(1) if part.copy]
+    (copy,) = [part for part in MegatronLayout(spec.table, Sizes(pipeline=2)).parts_of(1) if part.copy]
     assert copy.name == "output_layer.weight" and copy.sources == ("model.embed_tokens.weight",)
     trunk = read_trunk(run(tmp_path).model)
     assert not trunk.gpt["share_embeddings_and_output_weights"]
-    assert not [part for part in MegatronLayout(trunk.table, Sizes(pipeline=2)).held(1) if part.copy]
+    assert not [part for part in MegatronLayout(trunk.table, Sizes(pipeline=2)).parts_of(1) if part.copy]
 
 
 @pytest.mark.parametrize("hf", [QWEN3_32B, QWEN25_7B, LLAMA_32_1B], ids=["Qwen3", "Qwen2.5", "Llama-3.2"])

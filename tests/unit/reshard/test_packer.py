@@ -166,7 +166,7 @@ def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model:
     layout = MegatronLayout(tiny.table, replace(there, split=split_of(tiny, there)))
     for rank, numbered in enumerate(held_by_trainers(tiny, there)):
         if rank in (0, there.world // 2, there.world - 1):
-            found = {part.name: read(reader, part) for part in layout.held(rank)}
+            found = {part.name: read(reader, part) for part in layout.parts_of(rank)}
             assert_same(found, VALUES.dress(numbered, torch.bfloat16), f"rank {rank}")
 
 

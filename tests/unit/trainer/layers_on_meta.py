@@ -72,7 +72,7 @@ def stage(spec: Any, sizes: Any, transformer: Any, rank: int) -> dict[str, Any]:
         expert_tensor_parallel_size=sizes.expert_tensor,
         create_gloo_process_groups=False,
     )
-    table = {part.name: list(part.shape) for part in MegatronLayout(spec.table, sizes).held(rank)}
+    table = {part.name: list(part.shape) for part in MegatronLayout(spec.table, sizes).parts_of(rank)}
     held: dict[str, list[int]] = {}
     kinds: set[str] = set()
     for chunk in range(sizes.virtual):

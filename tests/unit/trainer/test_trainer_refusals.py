@@ -30,14 +30,14 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 def test_a_parameter_without_a_row_of_the_table_is_named(spec: ModelSpec):
-    model = bare_module(MegatronLayout(spec.table, Sizes()).held(0))
+    model = bare_module(MegatronLayout(spec.table, Sizes()).parts_of(0))
     model.decoder.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
     with refused("model.table_name", about="decoder.stray"):
         Weights([model], spec, MegatronLayout(spec.table, Sizes()), 0)
 
 
 def test_a_parameter_of_another_shape_than_its_row_is_named(spec: ModelSpec):
-    model = bare_module(MegatronLayout(spec.table, Sizes()).held(0))
+    model = bare_module(MegatronLayout(spec.table, Sizes()).parts_of(0))
     model.decoder.final_layernorm.weight = torch.nn.Parameter(torch.zeros(3))
     with refused("model.table_shape", about="decoder.final_layernorm.weight"):
         Weights([model], spec, MegatronLayout(spec.table, Sizes()), 0)

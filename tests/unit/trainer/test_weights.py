@@ -60,7 +60,7 @@ def models(tmp_path: Path) -> tuple[Weights, Path]:
     spec = write(tmp_path / "policy", 1)
     write(tmp_path / "other", 2)
     layout = MegatronLayout(spec.table, SIZES)
-    weights = Weights([bare_module(layout.held(1))], spec, layout, 1)
+    weights = Weights([bare_module(layout.parts_of(1))], spec, layout, 1)
     weights.load(str(tmp_path / "policy"))
     return weights, tmp_path / "other"
 
