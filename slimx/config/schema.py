@@ -87,6 +87,14 @@ class CoreConfig(Section):
         """All sections by name: what rules can ask for of a configuration."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
+    def section[S: Section](self, record: type[S]) -> S:
+        """Returns the section of class `record`, such as one that an extra adds. Raises LookupError if no section is
+        of this class."""
+        for section in self.sections.values():
+            if isinstance(section, record):
+                return section
+        raise LookupError(f"the configuration has no section {record.__name__}")
+
     def as_critic(self) -> Config:
         """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises
         SlimxError for a layout that does not fit its ranks."""

@@ -112,3 +112,9 @@ class Objective(Section):
 
     def __str__(self) -> str:
         return self.kind
+
+    def narrow[O: Objective](self, record: type[O]) -> O:
+        """Returns the same objective, typed as `record`. Raises TypeError if it is not an instance of `record`."""
+        if not isinstance(self, record):
+            raise TypeError(f"objective {self.kind} is a {type(self).__name__}, not a {record.__name__}")
+        return self

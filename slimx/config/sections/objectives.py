@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
 from pydantic import Field
 
@@ -274,6 +274,11 @@ for found in entry_points.load_all("slimx.objectives").values():
     ADVANTAGES |= found.ADVANTAGES
     LOSSES |= found.LOSSES
     PRESETS |= found.PRESETS
-Advantages = Union[*ADVANTAGES.values()]
-Loss = Union[*LOSSES.values()]
-Name = Literal[*PRESETS]
+if TYPE_CHECKING:  # kinds are known only at runtime; code that reads parameters calls `Objective.narrow`
+    Advantages = Objective
+    Loss = Objective
+    Name = str
+else:
+    Advantages = Union[*ADVANTAGES.values()]
+    Loss = Union[*LOSSES.values()]
+    Name = Literal[*PRESETS]
