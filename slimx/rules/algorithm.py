@@ -29,7 +29,7 @@ def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
 
 @rule("algorithm.reward", "reward.function")
 def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
-    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
+    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.configured:
         yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
 
 

@@ -91,16 +91,16 @@ def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
 def _entry(table: Table, name: str) -> Meaning | None:
     """The entry of `name`, or the most exact one that ends in `*` and stands for it."""
     if (entry := table.get(name)) is not None:
-        return _whole(entry)
+        return _as_meaning(entry)
     begins = [key for key in table if key.endswith("*") and name.startswith(key[:-1])]
     if not begins:
         return None
     key = max(begins, key=len)
-    found, rest = _whole(table[key]), name[len(key) - 1 :]
+    found, rest = _as_meaning(table[key]), name[len(key) - 1 :]
     if found.key != "{}":
         return replace(found, key=found.key.replace("{}", rest))
     return _entry(MEGATRON, rest) or Meaning(f"trainer.megatron.{rest}")
 
 
-def _whole(entry: str | Meaning) -> Meaning:
+def _as_meaning(entry: str | Meaning) -> Meaning:
     return Meaning(entry) if isinstance(entry, str) else entry

@@ -14,7 +14,7 @@ class Meaning:
     - `key` and `values`: the value there -> the value here, or another meaning; other values stay as they are.
     - `key` and `note`: the value has to be worked out, and the note says how.
     - `sets`: several keys with their values, whatever stands there.
-    - `note` alone: nothing is to be written, because slimx does it anyway (`needless`) or does not have it.
+    - `note` alone: nothing is to be written, because slimx does it anyway (`not_needed`) or does not have it.
     """
 
     key: str = ""
@@ -26,7 +26,7 @@ class Meaning:
     prefix: str = ""
     """Text that a value gets in front."""
     note: str = ""
-    needless: bool = False
+    not_needed: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, value: str) -> str | Meaning | None:
@@ -42,9 +42,9 @@ Table = Mapping[str, str | Meaning]
 that ends in `*` stands for all that begin so."""
 
 
-def needless(reason: str) -> Meaning:
+def not_needed(reason: str) -> Meaning:
     """Nothing is to be written: slimx does it anyway, or another key says it."""
-    return Meaning(note=reason, needless=True)
+    return Meaning(note=reason, not_needed=True)
 
 
 def absent(reason: str) -> Meaning:
@@ -52,7 +52,7 @@ def absent(reason: str) -> Meaning:
     return Meaning(note=reason)
 
 
-def worked_out(key: str, how: str) -> Meaning:
+def computed(key: str, how: str) -> Meaning:
     """The value of `key` follows from the foreign one, or from several."""
     return Meaning(key, note=how)
 
@@ -72,15 +72,15 @@ def setting(**keys: str) -> Meaning:
     return Meaning(sets={key.replace("__", "."): value for key, value in keys.items()})
 
 
-PER_UPDATE = worked_out("schedule.updates_per_step", "prompts_per_step * group_size over this batch size")
-RANKS = worked_out("trainer.world_size", "nodes times GPUs per node")
-EPOCHS = worked_out("schedule.steps", "prompts * epochs over rollout.prompts_per_step")
-PACKED = needless("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
-OF_MODEL = needless("shapes and options of the model come from config.json in model.path")
-OF_ENGINES = needless("engines are SGLang's; its own options go into rollout.engines[].sglang")
-REFERENCE_LAYOUT = needless("the reference has the trainer's layout, and its weights stay in host memory")
-KL_ON = needless("algorithm.kl_coef above 0 turns the term on, with algorithm.reference: true")
-OFFLOADED = needless("with schedule.colocate trainers leave the device by themselves (trainer.offload)")
+PER_UPDATE = computed("schedule.updates_per_step", "prompts_per_step * group_size over this batch size")
+RANKS = computed("trainer.world_size", "nodes times GPUs per node")
+EPOCHS = computed("schedule.steps", "prompts * epochs over rollout.prompts_per_step")
+PACKED = not_needed("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
+OF_MODEL = not_needed("shapes and options of the model come from config.json in model.path")
+OF_ENGINES = not_needed("engines are SGLang's; its own options go into rollout.engines[].sglang")
+REFERENCE_LAYOUT = not_needed("the reference has the trainer's layout, and its weights stay in host memory")
+KL_ON = not_needed("algorithm.kl_coef above 0 turns the term on, with algorithm.reference: true")
+OFFLOADED = not_needed("with schedule.colocate trainers leave the device by themselves (trainer.offload)")
 MEMORY = Meaning("rollout.engines.*.sglang.mem_fraction_static")
 KL_KINDS = {"low_var_kl": "low_variance", "kl": "k1", "mse": "k2"}
 ALGORITHMS = {

@@ -11,15 +11,15 @@ from slimx.extras.foreign.meaning import (
     Table,
     absent,
     chosen,
-    needless,
+    computed,
+    not_needed,
     setting,
     switched,
-    worked_out,
 )
 
-_LORA = worked_out("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
-_LOGGED = needless("every step is logged")
-_SERVER = worked_out("rollout.engines.*.urls", "a list of URLs of SGLang servers")
+_LORA = computed("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
+_LOGGED = not_needed("every step is logged")
+_SERVER = computed("rollout.engines.*.urls", "a list of URLs of SGLang servers")
 
 TRL: Table = {
     "model_name_or_path": "model.path",
@@ -29,7 +29,7 @@ TRL: Table = {
     "learning_rate": "trainer.optimizer.lr",
     "max_grad_norm": "trainer.optimizer.clip_grad",
     "warmup_steps": "trainer.optimizer.warmup_steps",
-    "warmup_ratio": worked_out("trainer.optimizer.warmup_steps", "this share of schedule.steps * updates_per_step"),
+    "warmup_ratio": computed("trainer.optimizer.warmup_steps", "this share of schedule.steps * updates_per_step"),
     "lr_scheduler_type": chosen(
         "trainer.optimizer.decay",
         {
@@ -39,23 +39,21 @@ TRL: Table = {
             "polynomial": absent("trainer.optimizer.decay is constant, linear or cosine"),
         },
     ),
-    "optim": worked_out("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
+    "optim": computed("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
     "num_generations": "rollout.group_size",
     "num_generations_eval": "eval.samples",
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_length": worked_out("rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"),
-    "max_seq_length": worked_out(
-        "rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"
-    ),
+    "max_length": computed("rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"),
+    "max_seq_length": computed("rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"),
     "temperature": "rollout.sampling.temperature",
     "top_p": "rollout.sampling.top_p",
     "top_k": "rollout.sampling.top_k",
     "min_p": absent("rollout.sampling has top_p and top_k, whose kept tokens the trainer knows"),
     "repetition_penalty": absent("the trainer could not compute with it"),
     "generation_kwargs": absent("rollout.sampling has all that the trainer can compute with"),
-    "reward_funcs": worked_out("reward.function", "the dotted path of the function; several are reward.parts"),
-    "reward_weights": worked_out("reward.parts.*.weight", "one for each entry"),
+    "reward_funcs": computed("reward.function", "the dotted path of the function; several are reward.parts"),
+    "reward_weights": computed("reward.parts.*.weight", "one for each entry"),
     "scale_rewards": chosen(
         "algorithm.advantages.normalize_std",
         {
@@ -69,13 +67,13 @@ TRL: Table = {
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",
     "num_iterations": "schedule.updates_per_step",
-    "steps_per_generation": worked_out("schedule.updates_per_step", "this over gradient_accumulation_steps"),
-    "generation_batch_size": worked_out("rollout.prompts_per_step", "this over rollout.group_size"),
-    "per_device_train_batch_size": worked_out(
+    "steps_per_generation": computed("schedule.updates_per_step", "this over gradient_accumulation_steps"),
+    "generation_batch_size": computed("rollout.prompts_per_step", "this over rollout.group_size"),
+    "per_device_train_batch_size": computed(
         "rollout.prompts_per_step", "devices * this * gradient_accumulation_steps over rollout.group_size"
     ),
-    "per_device_eval_batch_size": needless("held-out prompts go to the engines all at once (rollout.concurrency)"),
-    "gradient_accumulation_steps": needless("a rank sums over as many micro-batches as its tokens need"),
+    "per_device_eval_batch_size": not_needed("held-out prompts go to the engines all at once (rollout.concurrency)"),
+    "gradient_accumulation_steps": not_needed("a rank sums over as many micro-batches as its tokens need"),
     "loss_type": chosen(
         "algorithm.aggregation",
         {
@@ -97,7 +95,7 @@ TRL: Table = {
     "vllm_importance_sampling_cap": "algorithm.correction.high",
     "vllm_importance_sampling_clip_max": "algorithm.correction.high",
     "mask_truncated_completions": absent("overlong takes reward from answers near the limit"),
-    "sync_ref_model": needless("algorithm.reference_refresh above 0 turns it on"),
+    "sync_ref_model": not_needed("algorithm.reference_refresh above 0 turns it on"),
     "ref_model_sync_steps": "algorithm.reference_refresh",
     "ref_model_mixup_alpha": absent("algorithm.reference_refresh takes the present weights as they are"),
     "gradient_checkpointing": switched("trainer.recompute.granularity", "full"),
@@ -117,20 +115,20 @@ TRL: Table = {
     "lora_rank": _LORA,
     "lora_alpha": _LORA,
     "lora_dropout": absent("adapters have no dropout"),
-    "lora_target_modules": worked_out("trainer.lora.targets", "of attention, mlp, shared_experts, experts, router"),
+    "lora_target_modules": computed("trainer.lora.targets", "of attention, mlp, shared_experts, experts, router"),
     "load_in_4bit": absent("the trained weights are bfloat16 or float32 (numerics.dtype)"),
-    "torch_dtype": worked_out("numerics.dtype", "bfloat16 or float32"),
-    "dtype": worked_out("numerics.dtype", "bfloat16 or float32"),
-    "attn_implementation": worked_out("trainer.attention", "auto, flash, fused or unfused"),
-    "trust_remote_code": needless("slimx runs no code of a checkpoint; model.family is for a module of your own"),
+    "torch_dtype": computed("numerics.dtype", "bfloat16 or float32"),
+    "dtype": computed("numerics.dtype", "bfloat16 or float32"),
+    "attn_implementation": computed("trainer.attention", "auto, flash, fused or unfused"),
+    "trust_remote_code": not_needed("slimx runs no code of a checkpoint; model.family is for a module of your own"),
     "max_steps": "schedule.steps",
     "num_train_epochs": EPOCHS,
     "save_steps": "checkpoint.every",
-    "save_strategy": worked_out("checkpoint.every", "steps between checkpoints"),
+    "save_strategy": computed("checkpoint.every", "steps between checkpoints"),
     "save_total_limit": "checkpoint.keep",
-    "resume_from_checkpoint": needless("the same command goes on from the newest checkpoint (run.resume)"),
+    "resume_from_checkpoint": not_needed("the same command goes on from the newest checkpoint (run.resume)"),
     "eval_steps": "eval.every",
-    "eval_strategy": worked_out("eval.every", "steps between evaluations; 0: none"),
+    "eval_strategy": computed("eval.every", "steps between evaluations; 0: none"),
     "run_name": "run.name",
     "report_to": chosen(
         "track.wandb",
@@ -139,13 +137,13 @@ TRL: Table = {
             "none": "false",
             "tensorboard": setting(track__tensorboard="true"),
             "swanlab": setting(track__swanlab="true"),
-            "mlflow": worked_out("track.mlflow", "the URI of its server"),
+            "mlflow": computed("track.mlflow", "the URI of its server"),
         },
     ),
     "logging_steps": _LOGGED,
-    "log_completions": needless("rollouts are kept (track.rollouts), and `slimx rollouts RUN` shows them"),
-    "deepspeed": needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
-    "fsdp": needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
+    "log_completions": not_needed("rollouts are kept (track.rollouts), and `slimx rollouts RUN` shows them"),
+    "deepspeed": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
+    "fsdp": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
     "num_processes": RANKS,
     "num_machines": RANKS,
 }

@@ -140,7 +140,7 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
         )
         found.note("hooks.one_seed", hook, sentence)
     rewards = [trajectory.reward for trajectory in trajectories]
-    if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
+    if config.reward.configured and len(tried) > 1 and len(set(rewards)) == 1:
         sentence = f"the reward is {rewards[0]:g} whatever the engine says"
         found.note("hooks.constant_reward", "reward", sentence)
     _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), found)
