@@ -65,7 +65,7 @@ class Counterpart(Protocol):
         """Several keys with their values."""
         ...
 
-    def of(self, value: str) -> str | Counterpart | None:
+    def translate(self, value: str) -> str | Counterpart | None:
         """Returns the value of the key, or another counterpart, for a foreign value; None: the value is invalid."""
         ...
 

@@ -259,7 +259,7 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
     if counterpart.sets:
         values = {key: text.replace("VALUE", value) for key, text in counterpart.sets.items()}
         return _several(values, override=override)
-    translated = counterpart.of(value if counterpart.values else _switch(model, counterpart.key, value))
+    translated = counterpart.translate(value if counterpart.values else _switch(model, counterpart.key, value))
     if translated is not None and not isinstance(translated, str):
         return _answer(model, translated, value=value, override=override)
     key = counterpart.key.replace(".*", "[]")

@@ -38,7 +38,7 @@ RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_pr
 """Arguments of a chat template's rendering that slimx sets."""
 
 
-class Fields(Section):
+class RowFields(Section):
     """Columns of a row; dotted for a nested value, such as reward_model.ground_truth."""
 
     prompt: str
@@ -77,7 +77,7 @@ class PromptSet(Section):
     """Configuration (subset) of a data set that has several."""
     split: str | None = None
     """Split of a data set that has several."""
-    fields: Fields | None = None
+    fields: RowFields | None = None
     """Columns of this source; null: `rollout.fields`."""
 
     def weight_at(self, step: int) -> float:
@@ -180,7 +180,7 @@ class Rollout(Section):
     (docs/data.md)."""
     sources: tuple[PromptSet, ...] = ()
     """Several sources instead of `prompts`, each with a weight in every batch."""
-    fields: Fields | None = None
+    fields: RowFields | None = None
     """Columns of rows that are not in slimx's format; null: they are."""
     map: str | None = None
     """Dotted path of a hook instead of `fields`: to_prompt(row) -> dict with id, messages or token_ids, answer,
@@ -331,7 +331,7 @@ class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
     is metadata.dataset of prompts whose row has none, by which `reward.parts` can choose a reward for each file."""
-    fields: Fields | None = None
+    fields: RowFields | None = None
     """Columns of rows that are not in slimx's format. `rollout.fields` and `rollout.map` apply to training prompts
     only, `rollout.system` and `rollout.template` to both."""
     map: str | None = None

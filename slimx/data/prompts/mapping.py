@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
 
@@ -26,7 +26,7 @@ ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solu
 class RowMapping:
     """The way from the rows of a file to prompts."""
 
-    fields: Fields | None = None
+    fields: RowFields | None = None
     hook: Callable[[dict[str, Any]], Any] | None = None
     """Instead of `fields`."""
     system: str | None = None
@@ -47,7 +47,7 @@ class RowMapping:
 
 
 def make_mapping(
-    fields: Fields | None, hook: str | None, system: str | None, *, section: str = "rollout"
+    fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
 ) -> RowMapping:
     """The mapping that `fields` and `map` of a section and `rollout.system` describe. Raises SlimxError for a hook that
     cannot be loaded."""
@@ -55,7 +55,7 @@ def make_mapping(
     return RowMapping(fields, loaded, system, section)
 
 
-def mapped(fields: Fields, row: Mapping[str, Any], where: str, named: str) -> dict[str, Any]:
+def mapped(fields: RowFields, row: Mapping[str, Any], where: str, named: str) -> dict[str, Any]:
     """The prompt's fields that the columns of `fields`, the value of the key `named`, hold."""
 
     def column(key: str) -> Any:

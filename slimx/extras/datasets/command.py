@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from slimx import entry_points
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
@@ -108,7 +108,7 @@ def check(
     first = next(rows, None)
     rows.close()
     guessed = fitting_fields(first[2]) if first and fields is None and not {*first[2]} <= {*KEYS} else None
-    mapping = make_mapping(Fields.model_validate(fields or guessed) if fields or guessed else None, None, system)
+    mapping = make_mapping(RowFields.model_validate(fields or guessed) if fields or guessed else None, None, system)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
     if guessed:
@@ -198,6 +198,6 @@ def _mapping(option: str, text: str | None) -> dict[str, Any] | None:
         value = None
     if not isinstance(value, dict):
         raise SlimxError(f"{option} is {text!r}, which is no mapping; write '{{prompt: question}}'")
-    if option == "--fields" and (unknown := [key for key in value if key not in Fields.model_fields]):
-        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}")
+    if option == "--fields" and (unknown := [key for key in value if key not in RowFields.model_fields]):
+        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(RowFields.model_fields)}")
     return value
