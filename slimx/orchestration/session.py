@@ -27,8 +27,8 @@ from slimx.observability.live.table import (
     PPO_COLUMNS,
     RL_COLUMNS,
     SFT_COLUMNS,
-    Column,
     LiveTable,
+    TableColumn,
     with_policies,
 )
 from slimx.observability.tracking.run_files import up_to_date
@@ -242,7 +242,7 @@ def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str,
     return plans
 
 
-def _columns(config: Config) -> tuple[Column, ...]:
+def _columns(config: Config) -> tuple[TableColumn, ...]:
     if (learner := learner_of(config.algorithm)) is not None:
         return learner.columns
     return PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS
