@@ -99,9 +99,10 @@ def make_rows(
             )
         )
     for name in COLUMNS:
-        without = [
-            trajectory.id for trajectory, row in zip(trajectories, rows, strict=True) if getattr(row, name) is None
-        ]
+        without = []
+        for trajectory, row in zip(trajectories, rows, strict=True):
+            if getattr(row, name) is None:
+                without.append(trajectory.id)
         if 0 < len(without) < len(rows):
             raise SlimxError(
                 f"trajectory {without[0]} has no {name}, which others of its update have; set it for all or for none",

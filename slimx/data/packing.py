@@ -101,7 +101,9 @@ def distribute(
     """
     if not lockstep:
         shards = balance(costs, data_size)
-        count = max(len(best_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
+        count = 0
+        for shard in shards:
+            count = max(count, len(best_fit([sizes[i] for i in shard], max_tokens)))
         count = padded(count, count_multiple)
         return [_microbatches(shard, sizes, costs, count, max_tokens) for shard in shards]
     count = padded(-(-len(best_fit(sizes, max_tokens)) // data_size), count_multiple)

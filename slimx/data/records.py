@@ -174,9 +174,11 @@ class Trajectory:
 
     def sampled_ids(self) -> np.ndarray:
         """Returns the sampled tokens in order, int32."""
-        return np.concatenate(
-            [self.token_ids[s.start : s.stop] for s in self.spans if s.source == "sampled"] or [self.token_ids[:0]]
-        )
+        parts = [self.token_ids[:0]]
+        for span in self.spans:
+            if span.source == "sampled":
+                parts.append(self.token_ids[span.start : span.stop])
+        return np.concatenate(parts)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Callable
+
+from slimx.json_types import Json
 
 CPU_S = 2
 """CPU seconds for all renderings; a template takes milliseconds for a conversation of this length."""
 MEMORY_MIB = 4096
 WORDS = "word " * 200
 CHAT = [{"role": role, "content": WORDS} for role in ("user", "assistant", "user")]
-TOOL: dict[str, object] = {
+TOOL: Json = {
     "type": "function",
     "function": {"name": "f", "description": WORDS, "parameters": {"type": "object"}},
 }
@@ -30,7 +33,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20, MEMORY_MIB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tried: list[list[dict[str, object]] | None] = [None, [TOOL]]
+    tried: tuple[list[Json | Callable[..., object]] | None, ...] = (None, [TOOL])
     for template in json.load(sys.stdin):
         for tools in tried:
             try:

@@ -21,7 +21,7 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
-from slimx.data.records import Group
+from slimx.data.records import Group, Trajectory
 from slimx.data.saved.codec import encode, load_groups, read_about, save_groups
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens, write_trained
 from slimx.digest import fingerprint
@@ -159,17 +159,20 @@ class StepFiles:
 
 def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int], origin: Origin) -> About:
     """Returns the description of a step's groups."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    versions = [trajectory.oldest_version for trajectory in trajectories if trajectory.oldest_version is not None]
     return About(
         step=step,
         version=version,
         groups=len(groups),
         trajectories=len(trajectories),
-        sampled_tokens=sum(s.stop - s.start for t in trajectories for s in t.spans if s.source == "sampled"),
+        sampled_tokens=sum(len(trajectory.sampled_ids()) for trajectory in trajectories),
         reward=float(np.mean(rewards)) if rewards else None,
-        oldest=min((t.oldest_version for t in trajectories if t.oldest_version is not None), default=None),
-        truncated=sum(t.status == "truncated" for t in trajectories),
+        oldest=min(versions, default=None),
+        truncated=sum(trajectory.status == "truncated" for trajectory in trajectories),
         dropped=dict(dropped),
         origin=origin,
     )

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slimx.data.batch import TrainingRow
-from slimx.data.records import Group
+from slimx.data.records import Group, Trajectory
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 
@@ -73,7 +73,9 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
 
     Raises SlimxError naming a file that is damaged or belongs to another step."""
     path = groups_file.with_suffix(SUFFIX)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
     try:
         tensors = load(path.read_bytes())
         lengths = tensors["lengths"].tolist()
@@ -95,7 +97,7 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
             code="data.trained",
             about=str(path),
         ) from error
-    return {
-        trajectory.id: TrainedTokens(logprobs=logprobs, advantages=advantages, other_experts=experts)
-        for trajectory, (logprobs, advantages, experts) in zip(trajectories, values, strict=True)
-    }
+    by_trajectory = {}
+    for trajectory, (logprobs, advantages, other) in zip(trajectories, values, strict=True):
+        by_trajectory[trajectory.id] = TrainedTokens(logprobs=logprobs, advantages=advantages, other_experts=other)
+    return by_trajectory
