@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from slimx import entry_points
 from slimx.errors import SlimxError
 from slimx.json_types import Json
-
-if TYPE_CHECKING:
-    from slimx.config.schema import Config
 
 Kind = Literal[
     "stalled",  # a phase takes too long (track.stall)
@@ -46,7 +43,7 @@ class Events:
         """Receives the metrics of a step."""
 
 
-def open_events(config: Config, note: Callable[[str], None]) -> AbstractContextManager[Events]:
+def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
     """Returns the receiver of a run's events as a context manager for the run's duration. The entry point of
     `slimx.event_receivers` creates it from the same arguments. `note`: shows a line to the user.
 

@@ -24,15 +24,13 @@ from slimx.config.section import (
 from slimx.config.sections.engines import Engines, Health, group_faults
 
 MAX_SUPPORT = 4096
-"""Maximum number of candidates that an engine reports for a token sampled under top-k or top-p (SGLang's
-sampling_mask_max_tokens)."""
+"""Maximum number of candidates reported for a token under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
 GREEDY = 1e-6
 """Temperature below which SGLang takes the likeliest token (`_SAMPLING_EPS`). Also the nucleus mass up to which only
 one token is kept, for any vocabulary of less than a million tokens."""
 
 ROUTED_PER_STEP = 4
-"""Minimum number of a step's rollouts that return their tokens' experts if all of them are neither replayed nor
-saved."""
+"""Minimum number of a step's rollouts that return experts if these are neither replayed nor saved."""
 
 RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
 """Arguments of a chat template's rendering that slimx sets."""
@@ -360,9 +358,7 @@ class Eval(Section):
         """Files of prompts by name, "" for a single file; {} without evaluation."""
         if self.prompts is None or self.every == 0:
             return {}
-        if isinstance(self.prompts, str):
-            return {"": self.prompts}
-        return self.prompts
+        return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
 
     def _faults(self) -> Faults:
         if self.map is not None and self.fields is not None:
