@@ -1,16 +1,17 @@
-"""Names that other frameworks have for keys and values: longer ones of the same sizes, which are taken for the keys,
-and those that an installed package knows."""
+"""Names of keys and values in other frameworks: aliases of parallel sizes, which are accepted, and the names in tables
+of installed packages, which are suggested."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 from slimx import entry_points
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 TABLES = "slimx.foreign_names"
-"""Group of entry points: modules with functions of the names `of_key`, `of_flag` and `of_word`, as below."""
+"""Group of entry points: modules with the functions of `NameTable`."""
 
 _SIZES = {
     "tensor_parallel_size": "tensor",
@@ -28,53 +29,98 @@ ALIASES = {
         for long in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
     },
 }
-"""Longer names, which Megatron and others have; `*` stands for each entry of a list."""
+"""Aliases of keys, as in Megatron-LM and other frameworks; `*` stands for each entry of a list."""
 
 
-class Meaning(Protocol):
-    """The meaning of a foreign name: a key with a value, several of them, or a reason why there is none."""
+class Counterpart(Protocol):
+    """Counterpart of a foreign name: a key with a value, several of them, or the reason why there is none."""
 
-    key: str
-    """Key of slimx, `*` for an entry of a list; "" for none."""
-    values: Mapping[str, str | Meaning]
-    """Value here, or another meaning, by the foreign value in small letters."""
-    closed: bool
-    """True if `values` has all values that mean anything."""
-    note: str
-    needless: bool
-    """True if nothing is to be written."""
-    sets: Mapping[str, str]
-    """Several keys with their values."""
+    @property
+    def key(self) -> str:
+        """Key of slimx, `*` for an entry of a list; "": none."""
+        ...
 
-    def of(self, value: str) -> str | Meaning | None:
-        """Return the value here, or another meaning, for a foreign value; None: the name does not take it."""
+    @property
+    def values(self) -> Mapping[str, str | Counterpart]:
+        """Value of the key, or another counterpart, by the foreign value in lower case."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """True if `values` has all values that are valid."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """Explanation for the user; "": none."""
+        ...
+
+    @property
+    def not_needed(self) -> bool:
+        """True if no key is needed."""
+        ...
+
+    @property
+    def sets(self) -> Mapping[str, str]:
+        """Several keys with their values."""
+        ...
+
+    def translate(self, value: str) -> str | Counterpart | None:
+        """Returns the value of the key, or another counterpart, for a foreign value; None: the value is invalid."""
         ...
 
 
-def of_key(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of a dotted key with `value`; None: no table has it."""
-    return _first("of_key", name, value)
+class NameTable(Protocol):
+    """Module with foreign names, an entry point of `slimx.foreign_names`."""
+
+    def of_key(self, name: str, value: str) -> Counterpart | None:
+        """Returns the counterpart of a dotted key with `value`; None: it is unknown."""
+        ...
+
+    def of_flag(self, name: str, value: str) -> Counterpart | None:
+        """Returns the counterpart of a flag, without its dashes, with `value`; None: it is unknown."""
+        ...
+
+    def of_word(self, key: str, word: str) -> str | Counterpart | None:
+        """Returns the value of `key` that users write as `word`, in lower case; None: it is unknown."""
+        ...
 
 
-def of_flag(name: str, value: str) -> Meaning | None:
-    """Returns the meaning of a flag with `value`, without its dashes; None: no table has it."""
-    return _first("of_flag", name, value)
+def of_key(name: str, value: str) -> Counterpart | None:
+    """Returns the first table's counterpart of a dotted key with `value`; None: no table has it."""
+    for table in _tables():
+        counterpart = table.of_key(name, value)
+        if counterpart is not None:
+            return counterpart
+    return None
 
 
-def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the value of `key` that people write as `word`, in small letters; None: no table has it."""
-    return _first("of_word", key, word)
+def of_flag(name: str, value: str) -> Counterpart | None:
+    """Returns the first table's counterpart of a flag, without its dashes, with `value`; None: no table has it."""
+    for table in _tables():
+        counterpart = table.of_flag(name, value)
+        if counterpart is not None:
+            return counterpart
+    return None
 
 
-def _first(function: str, *arguments: str) -> str | Meaning | None:
-    found = (getattr(table, function)(*arguments) for table in entry_points.load_all(TABLES).values())
-    return next((each for each in found if each is not None), None)
+def of_word(key: str, word: str) -> str | Counterpart | None:
+    """Returns the value of `key` that users write as `word`, in lower case; None: no table has it."""
+    for table in _tables():
+        counterpart = table.of_word(key, word)
+        if counterpart is not None:
+            return counterpart
+    return None
 
 
-def to_known_names(tree: Any, where: str) -> None:
-    """Give the keys in a tree of plain values, that of a file or an override, the names that the schema knows.
+def _tables() -> Iterable[NameTable]:
+    return entry_points.load_all(TABLES).values()
 
-    Raises SlimxError, naming `where`, for a key that is given twice."""
+
+def to_known_names(tree: object, where: str) -> None:
+    """Renames aliases of keys in `tree`, the plain values of a file or an override, to the schema's names.
+
+    Raises SlimxError, naming `where`, for a key that is set twice."""
     for old, name in ALIASES.items():
         *path, last = old.split(".")
         new = ".".join([*path, name])
@@ -83,21 +129,23 @@ def to_known_names(tree: Any, where: str) -> None:
                 continue
             if name in section:
                 raise SlimxError(
-                    f"{where}: {old} and {new} are one key; leave {old} out", code="config.two_names", about=old
+                    f"{where}: {old} and {new} are the same key; leave {old} out", code="config.two_names", about=old
                 )
             section[name] = section.pop(last)
 
 
-def _sections(tree: Any, path: list[str]) -> Iterator[dict[str, Any]]:
-    """Mappings that stand at `path`."""
+def _sections(tree: object, path: list[str]) -> Iterator[Json]:
+    """Yields the mappings at `path`."""
     if not path:
         if isinstance(tree, dict):
             yield tree
         return
     first, *rest = path
-    if first == "*":
-        entries = tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else ()
-        for entry in entries:
+    if first == "*" and isinstance(tree, list):
+        for entry in tree:
+            yield from _sections(entry, rest)
+    elif first == "*" and isinstance(tree, dict):
+        for entry in tree.values():
             yield from _sections(entry, rest)
     elif isinstance(tree, dict) and first in tree:
         yield from _sections(tree[first], rest)

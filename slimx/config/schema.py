@@ -1,18 +1,17 @@
-"""The configuration of one run: one typed model per section, every field described with its unit.
+"""The configuration of one run: one typed model per section, with a description and unit for every field.
 
 `slimx train FILE section.key=value` fills these models; an unknown key is refused with the nearest known one
-(`slimx.config.load`). What a section says alone is checked by validators in its file; rules between sections, and those
-that need the model, a machine or files, are entry points (`slimx.config.rule`).
+(`slimx.config.load`). Validators in a section's file check the section alone. Rules between sections, and rules that
+need the model, a machine or files, are entry points (`slimx.config.rule`).
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import PrivateAttr, ValidationError, ValidationInfo, create_model, model_validator
+from pydantic_core import ErrorDetails
 
 from slimx import entry_points
 from slimx.config import suggestions, wording
@@ -29,13 +28,14 @@ from slimx.config.sections.run import Checkpoint, Cluster, Model, Numerics, RunS
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 CHECKED = {"checked": True}
-"""Context for `Config.model_validate` of values that another process has checked: no rule is asked."""
+"""Context for `Config.model_validate` of values that another process has checked: no rule is evaluated."""
 
 
 class CoreConfig(Section):
-    """One run, without the sections of extras."""
+    """Configuration of one run, without the sections of extras."""
 
     run: RunSection
     model: Model
@@ -46,10 +46,10 @@ class CoreConfig(Section):
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     critic: Critic | None = None
-    """Needed by `algorithm.advantages=gae` (ppo) and by nothing else; may be `{}`."""
+    """Value model, which `algorithm.advantages=gae` (ppo) needs, and no other estimator; `{}` has the defaults."""
     policies: dict[str, Policy] = {}
-    """A mapping from names to policies that are trained beside the one of the run's own sections (docs/policies.md);
-    each has these keys."""
+    """Mapping from names to further policies, trained in addition to that of the run's own sections (docs/policies.md).
+    Each has these keys."""
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -57,24 +57,27 @@ class CoreConfig(Section):
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
-    """Texts with `${...}` as the file or an override had them, by path of keys and indices."""
+    """Texts with `${...}` as in the file or an override, by path of keys and indices."""
 
     def to_text(self) -> str:
-        """YAML of what the run was started with, for its directory and for trackers (`to_plain`)."""
+        """Returns the configuration as YAML, for the run's directory and for trackers (`to_plain`)."""
         return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values, `${...}` as it was given: what `${oc.env:KEY}` stands for is written and sent nowhere."""
+    def to_plain(self) -> Json:
+        """Returns plain values, with `${...}` unresolved: the value of `${oc.env:KEY}` is neither written nor sent."""
         plain = self.model_dump(mode="json")
         for (*path, last), text in self._interpolated.items():
-            functools.reduce(operator.getitem, path, plain)[last] = text
+            parent: Any = plain  # a mapping or a list
+            for key in path:
+                parent = parent[key]
+            parent[last] = text
         return plain
 
     @model_validator(mode="after")
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
-        policies = self.policies if info.context is None else info.context  # of the run, if this is one of them
+        policies = self.policies if info.context is None else info.context  # those of the run, for one of its policies
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))
         configs = self.by_policy
@@ -83,32 +86,40 @@ class CoreConfig(Section):
         return self
 
     @property
-    def sections(self) -> dict[str, Any]:
-        """All sections by name: what rules can ask for of a configuration."""
+    def sections(self) -> dict[str, object]:
+        """All sections by name, which are facts for rules."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
+    def section[S: Section](self, record: type[S]) -> S:
+        """Returns the section of class `record`, such as one that an extra adds. Raises LookupError if no section is
+        of this class."""
+        for section in self.sections.values():
+            if isinstance(section, record):
+                return section
+        raise LookupError(f"the configuration has no section {record.__name__}")
+
     def as_critic(self) -> Config:
-        """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises
-        SlimxError for a layout that does not fit its ranks."""
+        """Returns the configuration of the critic's model, with the `trainer` section of the critic's ranks. Raises
+        SlimxError for a layout that does not fit them."""
         if self.critic is None:
             raise SlimxError("there is no section critic")
         return self.model_copy(update={"trainer": critic_trainer(self.trainer, self.critic)})
 
     @property
     def by_policy(self) -> dict[str, Config]:
-        """The configuration of each trained policy, first that of `actor`, which is this one: one policy's model,
-        trainer, algorithm and engines each. Raises Refusal for values that do not fit."""
-        out = {ACTOR: self}
+        """Configuration of each trained policy by name, with the policy's model, trainer, algorithm and engines; first
+        `actor`, this one. Raises Refusal for invalid values."""
+        configs = {ACTOR: self}
         for name, policy in self.policies.items():
             if policy.shares is None:
                 try:
                     tree = derived(self.model_dump(exclude_unset=True), name, policy)
-                    out[name] = type(self).model_validate(tree, context=self.policies)
+                    configs[name] = type(self).model_validate(tree, context=self.policies)
                 except ValidationError as error:
                     raise _of_policy(name, error.errors()[0]) from None
                 if policy.engines_of is not None:
-                    out[name] = _borrowing(out[name])
-        return out
+                    configs[name] = _borrowing(configs[name])
+        return configs
 
     @property
     def trained(self) -> list[str]:
@@ -117,48 +128,51 @@ class CoreConfig(Section):
 
     @property
     def served_beside(self) -> list[str]:
-        """Names of the policies for which the engines of `actor` generate, beside itself."""
+        """Names of the other policies for which the engines of `actor` generate."""
         return [name for name, policy in self.policies.items() if policy.engines_of is not None]
 
     @property
     def roles(self) -> dict[str, str]:
-        """The policy of each name that hooks may ask for: its own, or the one whose weights it shares."""
-        return {ACTOR: ACTOR, **{name: policy.shares or name for name, policy in self.policies.items()}}
+        """Trained policy by the name that hooks use: the policy of that name, or the one whose weights it shares."""
+        roles = {ACTOR: ACTOR}
+        for name, policy in self.policies.items():
+            roles[name] = policy.shares or name
+        return roles
 
     @property
     def route_stride(self) -> int:
-        """Rollouts among which one comes with its tokens' experts, tens of megabytes: 1 where all do, 0 where none
-        does."""
+        """Interval of rollouts that return their tokens' experts (tens of megabytes each): 1 for all, 0 for none."""
         if not self.rollout.routed_experts:
             return 0
-        replayed = any(each.trainer.moe.routing_replay == "R3" for each in self.by_policy.values())
+        replayed = any(config.trainer.moe.routing_replay == "R3" for config in self.by_policy.values())
         if replayed or self.track.rollouts.routes:
             return 1
         return max(1, self.rollout.prompts_per_step * self.rollout.group_size // ROUTED_PER_STEP)
 
     @property
     def exact(self) -> bool:
-        """True if trainer and engines compute the same bits (`numerics.mode`)."""
+        """True if trainer and engines compute bitwise equal values (`numerics.mode`)."""
         return self.numerics.exact
 
     def publishes_draft(self, group: Engines) -> bool:
-        """True if servers of `group` draft tokens by the layer of multi-token prediction that the run trains."""
+        """Returns True if servers of `group` draft tokens by the layer of multi-token prediction that the run
+        trains."""
         return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
 
     @property
     def serves_adapters(self) -> bool:
-        """True if engines of the policy compute with adapters that are not merged into weights."""
+        """True if the policy's engines apply adapters that are not merged into weights."""
         return self.publish.adapters == "alone"
 
     @property
     def samples_known(self) -> bool:
-        """True if rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
-        sampled every token with the weights that the step begins with. Those of a replay are another run's."""
+        """True if the engines' log-probs are bitwise equal to the trainer's: in exact mode without staleness, where
+        this run's engines sample every token with the step's initial weights. Replayed rollouts are another run's."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 
     @property
     def initial_weights(self) -> str:
-        """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
+        """Directory of the run's initial weights, in Hugging Face's or Megatron-LM's format."""
         return self.trainer.load or self.model.path
 
 
@@ -175,13 +189,13 @@ else:
 
 
 def _borrowing(config: Config) -> Config:
-    """`config` of a policy with groups of servers that are another's."""
+    """Returns `config` of a policy with its groups marked as another policy's servers."""
     groups = tuple(group.as_borrowed() for group in config.rollout.engines)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 
-def _of_policy(name: str, item: Any) -> Refusal:
-    """The refusal behind one of pydantic's errors in the configuration of the policy `name`."""
+def _of_policy(name: str, item: ErrorDetails) -> Refusal:
+    """Returns the refusal behind one of pydantic's errors in the configuration of policy `name`."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
@@ -189,4 +203,4 @@ def _of_policy(name: str, item: Any) -> Refusal:
     if item["type"] == "extra_forbidden":
         hint = suggestions.for_key(Config, item["loc"], item["input"], override=False)
         return Refusal(f"unknown key {where}; {hint}", code="config.unknown_key", about=where)
-    return Refusal(wording.value(where, item), code="policies.value", about=where)
+    return Refusal(wording.invalid_value(where, item), code="policies.value", about=where)

@@ -1,4 +1,4 @@
-"""Suggestions for unknown keys and flags: the key that was meant, as an override or as a line of the file."""
+"""Suggestions for unknown keys and flags: the intended key, as an override or as a line of the file."""
 
 from __future__ import annotations
 
@@ -8,102 +8,131 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slimx.config.foreign_names import Meaning, of_flag, of_key
+from slimx.config.foreign_names import Counterpart, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
-"""Characters for which a shell needs quotes."""
+"""Characters that a shell requires quotes for."""
 OFF = ("false", "null", "none", "0", "no")
-SECOND = ("critic", "policies")
-"""Sections that repeat keys of others, which are meant first."""
+REPEATING = ("critic", "policies")
+"""Sections with keys of other sections; suggestions prefer the other sections."""
 
 
-def for_key(model: type[BaseModel], path: Sequence[str | int], value: Any, *, override: bool) -> str:
-    """A suggestion for the unknown key at `path`, with `value`, of configurations that `model` describes. `override`:
-    it stood on the command line, else in the file."""
+def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *, override: bool) -> str:
+    """Returns a suggestion for the unknown key at `path`, with `value`, in a configuration of type `model`. `override`:
+    True for a key of the command line, False for a key of the file."""
     *section, last = map(str, path)
-    written, siblings, text = ".".join([*section, last]), _keys_at(model, path[:-1]), _text(value)
-    answer = functools.partial(_answer, model, value=text, override=override)
-    if (found := of_key(written, text)) is not None:
-        return answer(found)
-    plain = {_plain(key): key for key in siblings}
-    close = [plain[_plain(last)]] if _plain(last) in plain else difflib.get_close_matches(last, siblings, 1, 0.8)
+    siblings = _keys_at(model, path[:-1])
+    text = _text(value)
+    counterpart = of_key(".".join([*section, last]), text)
+    if counterpart is not None:
+        return _answer(model, counterpart, value=text, override=override)
+    close = _same(last, siblings) or difflib.get_close_matches(last, siblings, 1, 0.8)
     if close:
         return f"did you mean {'.'.join([*section, close[0]])}?"
-    near = [key for key in _ending(model, path) if not isinstance(value, dict) or _is_mapping(model, key)]
-    if within := [key for key in near if section and key.startswith(f"{section[0]}.")]:
-        return _keys(model, within, text, override=override, path=path)
-    if (found := of_flag(last, text)) is not None:
-        return answer(found)
-    alike = [key for key in siblings if min(len(key), len(last)) > 2 and (key.startswith(last) or last.startswith(key))]
-    close = difflib.get_close_matches(last, alike, 1, 0)
+    near = _ending(model, path)
+    if isinstance(value, dict):
+        near = [key for key in near if _is_mapping(model, key)]
+    if section:
+        within = [key for key in near if key.startswith(f"{section[0]}.")]
+        if within:
+            return _keys(model, within, text, override=override, path=path)
+    counterpart = of_flag(last, text)
+    if counterpart is not None:
+        return _answer(model, counterpart, value=text, override=override)
+    close = difflib.get_close_matches(last, _prefixes(last, siblings), 1, 0)
     if near and not close:
         return _keys(model, near, text, override=override, path=path)
-    if close := close or difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7):
+    close = close or difflib.get_close_matches(last, siblings, n=1, cutoff=0.5 if section else 0.7)
+    if close:
         return f"did you mean {'.'.join([*section, close[0]])}?"
     return f"known keys: {', '.join(siblings)}"
 
 
+def _same(name: str, keys: Sequence[str]) -> list[str]:
+    """Returns the last of `keys` that differs from `name` only in case and dashes, as a list; []: none."""
+    return [key for key in keys if _plain(key) == _plain(name)][-1:]
+
+
+def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
+    """Returns the keys that begin with `name`, or that `name` begins with, if both have at least three characters."""
+    if len(name) <= 2:
+        return []
+    return [key for key in keys if len(key) > 2 and (key.startswith(name) or name.startswith(key))]
+
+
 def of_section(
-    model: type[BaseModel], path: Sequence[str | int], value: Any
-) -> list[tuple[tuple[str | int, ...], Any]]:
-    """All keys in an unknown section, with their values, if one of them is another framework's or ends as one of
-    slimx's does; else nothing."""
+    model: type[BaseModel], path: Sequence[str | int], value: object
+) -> list[tuple[tuple[str | int, ...], object]]:
+    """Returns all keys of an unknown section with their values, if one of them is a key of another framework or ends
+    like a key of slimx; else []."""
     keys = list(_leaves(tuple(path), value))
-    known = any(of_key(".".join(map(str, key)), "") is not None or _ending(model, key, whole=True) for key, _ in keys)
-    return keys if known else []
+    for key, _ in keys:
+        if of_key(".".join(map(str, key)), "") is not None or _ending(model, key, full=True):
+            return keys
+    return []
 
 
 def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
-    """A suggestion for `flag`, such as --lr, which is another framework's or a key behind dashes; None for others."""
+    """Returns a suggestion for `flag`, such as --lr, which is a flag of another framework or a key with dashes; None
+    for others."""
     name = _plain(flag.lstrip("-"))
     if name in known_keys(model):
         return _written(name, _switch(model, name, value), override=True)
-    if (found := of_flag(name, value) or of_key(name, value)) is not None:
-        return _answer(model, found, value=value, override=True)
+    counterpart = of_flag(name, value) or of_key(name, value)
+    if counterpart is not None:
+        return _answer(model, counterpart, value=value, override=True)
     near = _ending(model, name.split("."))
     return _keys(model, near, value, override=True) if near else None
 
 
-def for_entry(model: type[BaseModel], path: Sequence[str], value: Any) -> str:
-    """A suggestion for an override that has a mapping where the configuration has a list, or the other way round."""
-    key, text = ".".join(path), _text(value)
-    if near := [each for each in known_keys(model) if each.replace(".*", "") == key and "*" in each]:
-        return _written(near[0], text, override=True)
-    if (field := field_at(model, path)) is None or not _is_list(field.annotation):
+def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
+    """Returns a suggestion for an override with a mapping in place of a list, or a list in place of a mapping."""
+    key = ".".join(path)
+    text = _text(value)
+    for known in known_keys(model):
+        if "*" in known and known.replace(".*", "") == key:
+            return _written(known, text, override=True)
+    field = field_at(model, path)
+    if field is None or not _is_list(field.annotation):
         return f"{key} is a section; set one of its keys, as {key}.KEY=VALUE"
     entries = f"[{text}]" if len(text) <= ECHOED else "[...]"
     return f"{key} is a list; write '{key}={entries}', or {key}.0.KEY=VALUE for its first entry"
 
 
 def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
-    """The field of the key at `path`, whose digits are places in lists; None: there is none."""
+    """Returns the field of the key at `path`, in which numbers are indices of lists; None: there is none."""
     *section, last = [part for part in path if not part.isdigit()] or [""]
     models = [model]
     for part in section:
-        fields = [each.model_fields[part] for each in models if part in each.model_fields]
-        models = [inner for field in fields for inner, _ in _models(field.annotation)]
-    return next((each.model_fields[last] for each in models if last in each.model_fields), None)
+        inner: list[type[BaseModel]] = []
+        for outer in models:
+            if part in outer.model_fields:
+                inner += [section_model for section_model, _ in _models(outer.model_fields[part].annotation)]
+        models = inner
+    for section_model in models:
+        if last in section_model.model_fields:
+            return section_model.model_fields[last]
+    return None
 
 
-def default_list(model: type[BaseModel], path: Sequence[str]) -> list[Any] | None:
-    """Plain entries of the list that the key at `path` is where nothing is set; None: it is no list."""
+def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | None:
+    """Returns the plain entries of the default list at `path`; None: the key is not a list."""
     field = field_at(model, path)
     if field is None or not _is_list(field.annotation):
         return None
     default = field.get_default(call_default_factory=True)
-    entries = default if isinstance(default, tuple | list) else ()
-    return [each.model_dump(exclude_unset=True) if isinstance(each, BaseModel) else each for each in entries]
+    if not isinstance(default, tuple | list):
+        return []
+    return [entry.model_dump(exclude_unset=True) if isinstance(entry, BaseModel) else entry for entry in default]
 
 
 def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Returns True if null at `path` stands for the default, as it does for sections and mappings that cannot be
-    null."""
+    """Returns True if null at `path` selects the default, as for sections and mappings that cannot be null."""
     field = field_at(model, path)
     if field is None or type(None) in typing.get_args(field.annotation):
         return False
@@ -111,7 +140,7 @@ def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 
 def is_list(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Returns True if `path` is that of a list, not of an entry, which cannot be null."""
+    """Returns True if the key at `path` is a list that cannot be null, and not an entry of one."""
     field = field_at(model, path)
     if field is None or path[-1].isdigit() or type(None) in typing.get_args(field.annotation):
         return False
@@ -120,36 +149,41 @@ def is_list(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 @functools.cache
 def known_keys(model: type[BaseModel]) -> tuple[str, ...]:
-    """All keys that a configuration can have, dotted, `*` for an entry of a list."""
+    """Returns all dotted keys of a configuration, with `*` for an entry of a list."""
     return tuple(key for key, _ in _walk(model))
 
 
 @functools.cache
 def _switches(model: type[BaseModel]) -> frozenset[str]:
-    """Keys that are true or false."""
+    """Returns the boolean keys."""
     return frozenset(key for key, annotation in _walk(model) if annotation in (bool, bool | None))
 
 
-def _ending(model: type[BaseModel], path: Sequence[str | int], *, whole: bool = False) -> list[str]:
-    """The keys that end as `path` does, the least nested of them; those of a nested section where the path begins with
-    one above it. `whole`: all of `path` has to be at their end."""
+def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = False) -> list[str]:
+    """Returns the least nested keys that end like `path`, preferring keys of a nested section below the path's.
+    `full`: keys must end with all of `path`."""
     parts = [_plain(str(part)) for part in path if not str(part).isdigit()]
-    keys = {key: key.replace(".*", "").split(".") for key in known_keys(model)}
-    found = {key: names for key, names in keys.items() if names[-len(parts) :] == parts}
-    if not found and not whole:
-        found = {key: names for key, names in keys.items() if names[-1] == parts[-1]}
+    keys = [key.split(".") for key in known_keys(model)]
+    near = [key for key in keys if _names(key)[-len(parts) :] == parts]
+    if not near and not full:
+        near = [key for key in keys if key[-1] == parts[-1]]
         # One level down, as trainer.lr for trainer.optimizer.lr, but not two, as trainer.steps for those of Muon.
-        inside = [key for key, names in found.items() if names[0] == parts[0] and len(names) <= len(parts) + 1]
-        found = {key: found[key] for key in inside} or found
-    if parts and parts[0] not in SECOND:
-        found = {key: names for key, names in found.items() if names[0] not in SECOND} or found
-    return [key for key, names in found.items() if len(names) == min(map(len, found.values()))]
+        near = [key for key in near if key[0] == parts[0] and len(_names(key)) <= len(parts) + 1] or near
+    if parts and parts[0] not in REPEATING:
+        near = [key for key in near if key[0] not in REPEATING] or near
+    depths = [len(_names(key)) for key in near]
+    return [".".join(key) for key, depth in zip(near, depths, strict=True) if depth == min(depths)]
+
+
+def _names(key: Sequence[str]) -> list[str]:
+    """Returns the parts of a key without `*`."""
+    return [part for part in key if part != "*"]
 
 
 def _keys(
     model: type[BaseModel], keys: Sequence[str], text: str, *, override: bool, path: Sequence[str | int] = ()
 ) -> str:
-    """The sentence for a few keys, one of which is meant; indices of lists are those in `path`."""
+    """Returns the sentence that suggests `keys`, with list indices from `path`."""
     if len(keys) > 1:
         return f"did you mean {', '.join(keys[:-1][:3])} or {keys[-1]}?"
     (key,) = keys
@@ -159,17 +193,20 @@ def _keys(
     return _written(key, _switch(model, key, text), override=override)
 
 
-def _walk(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+def _walk(model: type[BaseModel]) -> Iterator[tuple[str, object]]:
+    """Yields the dotted keys of `model` with their annotations."""
     for name, field in model.model_fields.items():
         inner = list(_models(field.annotation))
-        if len(inner) != 1:  # none, or an objective, whose kind can stand alone
+        if len(inner) != 1:  # none, or an objective, which may be just the name of its kind
             yield name, field.annotation
         for part, listed in inner:
-            yield from ((f"{name}{'.*' * listed}.{key}", annotation) for key, annotation in _walk(part))
+            prefix = f"{name}.*" if listed else name
+            for key, annotation in _walk(part):
+                yield f"{prefix}.{key}", annotation
 
 
-def _models(annotation: Any, listed: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Sections in an annotation, each with True if it is an entry of a list."""
+def _models(annotation: object, listed: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
+    """Yields the sections in an annotation, each with True if it is an entry of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, listed
         return
@@ -178,22 +215,25 @@ def _models(annotation: Any, listed: bool = False) -> Iterator[tuple[type[BaseMo
         yield from _models(argument, listed)
 
 
-def _is_list(annotation: Any) -> bool:
+def _is_list(annotation: object) -> bool:
     origin = typing.get_origin(annotation)
     return origin in (tuple, list) or (origin is not dict and any(map(_is_list, typing.get_args(annotation))))
 
 
 def _is_mapping(model: type[BaseModel], key: str) -> bool:
     field = field_at(model, key.split("."))
-    return field is not None and any(
-        typing.get_origin(part) is dict for part in (field.annotation, *typing.get_args(field.annotation))
-    )
+    if field is None:
+        return False
+    parts = (field.annotation, *typing.get_args(field.annotation))
+    return any(typing.get_origin(part) is dict for part in parts)
 
 
-def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Keys under `path`, with their values; entries of lists of mappings count."""
-    inner: Mapping[Any, Any] = value if isinstance(value, dict) else {}
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """Yields the keys below `path`, including those in lists of mappings, with their values."""
+    inner: Mapping[object, object] = {}
+    if isinstance(value, dict):
+        inner = value
+    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         inner = dict(enumerate(value))
     if not inner:
         yield path, value
@@ -202,39 +242,47 @@ def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """The keys of the section at a location such as ("rollout", "engines", 0)."""
+    """Returns the keys of the section at a location such as ("rollout", "engines", 0)."""
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
             model = next((inner for inner, _ in _models(model.model_fields[part].annotation)), model)
     return sorted(model.model_fields)
 
 
-def _answer(model: type[BaseModel], found: Meaning, *, value: str, override: bool) -> str:
-    """The sentence for a meaning of the tables with the foreign `value`."""
-    if found.closed and {*found.values} == {"true"} or found.sets and value.lower() in ("true", *OFF):
+def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, override: bool) -> str:
+    """Returns the sentence for a counterpart of a foreign name with `value`."""
+    is_flag = counterpart.closed and {*counterpart.values} == {"true"}
+    if is_flag or (counterpart.sets and value.lower() in ("true", *OFF)):
         if value.lower() in OFF:
-            return f"not needed: it is off unless {found.key or ' and '.join(found.sets)} turns it on"
-        value = "true"  # a flag takes no value: what follows it is another argument
-    if found.sets:
-        return _several({key: text.replace("VALUE", value) for key, text in found.sets.items()}, override=override)
-    here = found.of(value if found.values else _switch(model, found.key, value))
-    if here is not None and not isinstance(here, str):
-        return _answer(model, here, value=value, override=override)
-    key = found.key.replace(".*", "[]")
-    if found.note and key:
-        return f"slimx calls it {key}: {found.note}"
-    if found.note:
-        return f"{'not needed' if found.needless else 'no counterpart'}: {found.note}"
-    if here is None:
-        names = [
-            f"{there} is {mine}" for there, mine in found.values.items() if isinstance(mine, str) and there != mine
-        ]
-        return f"slimx calls it {key}: {', '.join(names) or ', '.join(found.values)}"
-    return _written(found.key, here, override=override)
+            return f"not needed: it is off unless {counterpart.key or ' and '.join(counterpart.sets)} turns it on"
+        value = "true"  # a flag takes no value: the next argument does not belong to it
+    if counterpart.sets:
+        values = {key: text.replace("VALUE", value) for key, text in counterpart.sets.items()}
+        return _several(values, override=override)
+    translated = counterpart.translate(value if counterpart.values else _switch(model, counterpart.key, value))
+    if translated is not None and not isinstance(translated, str):
+        return _answer(model, translated, value=value, override=override)
+    key = counterpart.key.replace(".*", "[]")
+    if counterpart.note and key:
+        return f"slimx calls it {key}: {counterpart.note}"
+    if counterpart.note:
+        return f"{'not needed' if counterpart.not_needed else 'no counterpart'}: {counterpart.note}"
+    if translated is None:
+        return f"slimx calls it {key}: {_renamed(counterpart)}"
+    return _written(counterpart.key, translated, override=override)
+
+
+def _renamed(counterpart: Counterpart) -> str:
+    """Returns a list of foreign values with their translations, or just of the values if all have the same name."""
+    names = []
+    for foreign, translated in counterpart.values.items():
+        if isinstance(translated, str) and translated != foreign:
+            names.append(f"{foreign} is {translated}")
+    return ", ".join(names or counterpart.values)
 
 
 def _switch(model: type[BaseModel], key: str, value: str) -> str:
-    """`value`, or true where the key is a switch and what follows its flag is no value of one."""
+    """Returns `value`, or "true" if the key is boolean and `value` is not a boolean."""
     return "true" if key in _switches(model) and value.lower() not in ("true", *OFF) else value
 
 
@@ -242,7 +290,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -252,7 +300,7 @@ def _several(values: Mapping[str, str], *, override: bool) -> str:
 
 
 def _written(key: str, text: str, *, override: bool) -> str:
-    """`key` with the value `text`, as an override or as a line of YAML."""
+    """Returns `key` with the value `text`, as an override or as a line of YAML."""
     if len(text) > ECHOED:
         return f"write {key.replace('.*', '.0')} with the same value"
     if not override:
@@ -262,7 +310,7 @@ def _written(key: str, text: str, *, override: bool) -> str:
 
 
 def _nested(path: list[str], text: str) -> str:
-    """A value at a path as one line of YAML."""
+    """Returns a value at a path as one line of YAML."""
     if not path:
         return text
     inner = _nested(path[1:], text)

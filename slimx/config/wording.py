@@ -1,4 +1,4 @@
-"""Wording of refusals by what reads a configuration: YAML, OmegaConf, pydantic, and the shell in front of them."""
+"""Wording of refusals of YAML, OmegaConf and pydantic, and of mistakes on the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from pydantic_core import ErrorDetails
 from yaml import MarkedYAMLError
 
 from slimx.config.foreign_names import of_word
@@ -17,123 +17,131 @@ UNCLOSED = {"while parsing a flow mapping": "{...}", "while parsing a flow seque
 
 
 def no_file(path: Path) -> str:
-    """The sentence for a `path` that is no configuration file, with the file that was meant."""
+    """Returns the sentence for a `path` that is not a configuration file, with a suggestion."""
     text = echoed(str(path))
     if "=" in path.name:
-        return f"{text} is no configuration file; the YAML file comes first, as in FILE {text}"
+        return f"{text} is not a configuration file; the YAML file comes first, as in FILE {text}"
     folder = path if path.is_dir() else path.parent
-    there = sorted(each.name for each in folder.glob("*.y*ml")) if folder.is_dir() else []
+    names = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
     if path.is_dir():
-        held = f"of {', '.join(there[:4])} in it" if there else "of a run"
-        return f"{text} is a directory; give the YAML file {held}"
-    stems = {Path(name).stem: name for name in there}
+        choice = f"one of {', '.join(names[:4])} in it" if names else "the YAML file of a run"
+        return f"{text} is a directory; give {choice}"
+    stems = {Path(name).stem: name for name in names}
     near = difflib.get_close_matches(path.stem, stems, n=1)
     hint = f"did you mean {path.with_name(stems[near[0]])}?" if near else "give the path of a YAML file"
     return f"{text}: no such configuration file; {hint}"
 
 
-def no_sections(path: Path, tree: Any, sections: Collection[str]) -> str | None:
-    """The reason why a `tree` of YAML is none of a run's `sections`; None: it may be one."""
+def no_sections(path: Path, tree: object, sections: Collection[str]) -> str | None:
+    """Returns the reason why a `tree` of YAML is not a configuration with some of `sections`; None: it may be one."""
     if isinstance(tree, Mapping) and not tree:
-        return "holds nothing; begin with a copy of configs/moe/quickstart.yaml"
+        return "the file is empty; begin with a copy of configs/moe/quickstart.yaml"
     if not isinstance(tree, Mapping) or not any(value is not None for value in tree.values()):
-        return "holds no sections; a configuration is a mapping of sections such as `run:`"
+        return "the file has no sections; a configuration is a mapping of sections such as `run:`"
     if path.suffix not in (".yaml", ".yml") and not tree.keys() & set(sections):
         return (
-            f"holds no section of a run, and its name ends in {path.suffix or path.name}; give the YAML file of a run"
+            f"the file has no section of a run, and its name ends in {path.suffix or path.name}; give the YAML file of "
+            "a run"
         )
     return None
 
 
 def no_override(override: str, following: Sequence[str], keys: Sequence[str]) -> str:
-    """The sentence for an `override` without a key and a value; `following`: the arguments after it, `keys`: those of
-    a configuration."""
+    """Returns the sentence for an `override` without a key and a value. `following`: the arguments after it; `keys`:
+    the keys of a configuration."""
     if following and following[0].startswith("="):
-        joined = "".join([override, *following[: 2 if following[0] == "=" else 1]])
+        parts = following[:2] if following[0] == "=" else following[:1]
+        joined = override + "".join(parts)
         return f"override {echoed(override)!r} has spaces around its '='; write {echoed(joined)}"
     if override.endswith((".yaml", ".yml")):
-        form = "a run is one YAML file, and what follows it has the form section.key=value"
+        form = "a run has one YAML file, and the arguments after it have the form section.key=value"
         return f"{echoed(override)}: {form}; leave it out"
+    message = f"override {echoed(override)!r} is not of the form section.key=value"
+    next_value = following[0] if following and "=" not in following[0] else "VALUE"
     key, colon, value = override.partition(":")
-    told = f"override {echoed(override)!r} is not of the form section.key=value"
     if colon and key:
-        value = value.strip() or (following[0] if following and "=" not in following[0] else "VALUE")
-        return f"{told}; write {echoed(f'{key}={value}')}"
+        return f"{message}; write {echoed(f'{key}={value.strip() or next_value}')}"
     key, _, value = override.partition(" ")
     if key in keys and value.strip():
-        return f"{told}; write {echoed(f'{key}={value.strip()}')}"
+        return f"{message}; write {echoed(f'{key}={value.strip()}')}"
     if override in keys:
-        value = following[0] if following and "=" not in following[0] else "VALUE"
-        return f"{told}; write {echoed(f'{override}={value}')}"
-    return told
+        return f"{message}; write {echoed(f'{override}={next_value}')}"
+    return message
 
 
 def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
-    """The line of `text`, from 1, at which it is not readable as YAML, where that is known, and what is wrong."""
+    """Returns the line of `text`, from 1, at which it is not valid YAML (None: unknown), and the reason."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         if "set_int_max_str_digits" in str(error):
             return None, "a whole number in it has more than 4,300 digits"
         return None, f"not readable as YAML ({_one_line(error)})"
     line = error.problem_mark.line + 1
     problem = (error.problem or "").replace("did not find expected", "expected")
-    if (brackets := UNCLOSED.get(error.context or "")) and error.context_mark is not None:
+    brackets = UNCLOSED.get(error.context or "")
+    if brackets and error.context_mark is not None:
         return error.context_mark.line + 1, f"{brackets} is not closed, or lacks a comma"
-    if duplicate := re.fullmatch("found duplicate key (.*)", problem):
-        return line, f"{duplicate[1]} is there for the second time; join the two"
+    duplicate = re.fullmatch("found duplicate key (.*)", problem)
+    if duplicate:
+        return line, f"{duplicate[1]} is a duplicate; merge it with the first one"
     lines = text.splitlines()
     if line <= len(lines) and "\t" in lines[line - 1][: error.problem_mark.column + 1]:
-        return line, "begins with a tab; YAML is indented with spaces"
+        return line, "the line begins with a tab; indent YAML with spaces"
     return line, f"not readable as YAML ({problem})"
 
 
 def not_applied(error: Exception) -> str:
-    """The reason why OmegaConf does not take a value."""
+    """Returns the reason why OmegaConf refuses a value."""
     if "set_int_max_str_digits" in str(error):
         return "a whole number in it has more than 4,300 digits"
-    return echoed(str(error).splitlines()[0])  # the rest names its own types
+    return echoed(str(error).splitlines()[0])  # the other lines name OmegaConf's types
 
 
 def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
-    """The sentence for a `${...}` that stands for nothing; `keys`: those of a configuration."""
-    told = not_applied(error)
-    if variable := re.search("Environment variable '(.*)' not found", told):
+    """Returns the sentence for a `${...}` that cannot be resolved. `keys`: the keys of a configuration."""
+    message = not_applied(error)
+    variable = re.search("Environment variable '(.*)' not found", message)
+    if variable:
         name = variable[1]
         return f"the environment variable {name} is not set; export it, or write ${{oc.env:{name},DEFAULT}}"
-    named = re.fullmatch("Interpolation key '(.*)' not found", told)
-    if named is None:
-        return told
-    near = difflib.get_close_matches(named[1], keys, n=1)
-    return f"${{{named[1]}}} is no key" + (f"; did you mean ${{{near[0]}}}?" if near else " that is set")
+    unknown = re.fullmatch("Interpolation key '(.*)' not found", message)
+    if unknown is None:
+        return message
+    near = difflib.get_close_matches(unknown[1], keys, n=1)
+    hint = f"did you mean ${{{near[0]}}}?" if near else "set it, or write its value"
+    return f"${{{unknown[1]}}} is not a key that is set; {hint}"
 
 
-def value(where: str, item: Mapping[str, Any]) -> str:
-    """The sentence for a value at the key `where` that pydantic refuses with `item`."""
-    given, message, kind = item["input"], item["msg"].removeprefix("Value error, "), item["type"]
+def invalid_value(where: str, item: ErrorDetails) -> str:
+    """Returns the sentence for a value at the key `where` that pydantic refuses with `item`."""
+    value = item["input"]
+    kind = item["type"]
     where = echoed(where)
-    if kind in ("model_type", "dict_type") and given is None:
-        return f"{where} is empty; give it keys, or leave it out"
+    if kind in ("model_type", "dict_type") and value is None:
+        return f"{where} is empty; set one of its keys, or leave it out"
     if kind in ("model_type", "dict_type"):
-        what = "a list" if isinstance(given, list | tuple) else shortened(given)
-        return f"{where} is {what}, and must be a section; set one of its keys, as {where}.KEY=VALUE"
-    if kind in ("tuple_type", "list_type") and given is None:
-        return f"{where} is empty; write [] for no entry, or leave it out"
+        text = "a list" if isinstance(value, list | tuple) else shortened(value)
+        return f"{where} is {text} but must be a section; set one of its keys, as {where}.KEY=VALUE"
+    if kind in ("tuple_type", "list_type") and value is None:
+        return f"{where} is empty; write [] for an empty list, or leave it out"
     if kind in ("tuple_type", "list_type"):
-        one = "[{KEY: VALUE}]" if isinstance(given, dict) else f"[{shortened(given)}]"
-        return f"{where} must be a list; write {where}={one}"
-    told = f"{where} is {'empty' if given is None else shortened(given)}"
+        entries = "[{KEY: VALUE}]" if isinstance(value, dict) else f"[{shortened(value)}]"
+        return f"{where} must be a list; write {where}={entries}"
+    subject = f"{where} is {'empty' if value is None else shortened(value)}"
     key = re.sub(r"[.][0-9]+(?=[.]|$)", ".*", where)
-    word = str(given).lower() if isinstance(given, str | bool) else ""
-    meant = of_word(key, word) if kind == "literal_error" or isinstance(given, str) else None
+    word = str(value).lower() if isinstance(value, str | bool) else ""
+    meant = of_word(key, word) if kind == "literal_error" or isinstance(value, str) else None
     if meant is not None and not isinstance(meant, str):
-        return f"{told}: {meant.note}"
-    told += f": {message[0].lower()}{message[1:]}"
+        return f"{subject}: {meant.note}"
+    message = item["msg"].removeprefix("Value error, ")
+    sentence = f"{subject}: {message[0].lower()}{message[1:]}"
     if meant is not None:
-        return f"{told}; did you mean {meant}?"
-    if kind == "literal_error" and isinstance(given, str):
+        return f"{sentence}; did you mean {meant}?"
+    if kind == "literal_error" and isinstance(value, str):
         choices = re.findall("'([^']*)'", item["ctx"]["expected"])
-        near = [each for each in choices if each.lower() == word] or difflib.get_close_matches(word, choices, n=2)
-        return f"{told}; did you mean {' or '.join(near)}?" if near else told
-    return told.partition(", unable to parse")[0]
+        near = [choice for choice in choices if choice.lower() == word]
+        near = near or difflib.get_close_matches(word, choices, n=2)
+        return f"{sentence}; did you mean {' or '.join(near)}?" if near else sentence
+    return sentence.partition(", unable to parse")[0]
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Splits work into parts of nearly equal cost: number partitioning."""
+"""Number partitioning: splits work into parts of nearly equal cost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import heapq
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-"""Indices of the items of each part, ascending; every item is in exactly one part."""
+"""Indices of each part's items, ascending; every item is in exactly one part."""
 DIFFERENCED = 2**22
-"""Items x parts up to which differencing is worth its time: a second there, and with so many items greedy is close."""
+"""Maximum of items x parts for differencing, which takes a second there; with more items greedy is close to equal."""
 
 
 def balance(costs: Sequence[float], parts: int) -> Parts:
-    """`parts` lists of indices of nearly equal total cost: the better of differencing and greedy.
+    """Returns `parts` lists of indices of nearly equal total cost: the better result of differencing and greedy.
 
-    Differencing is usually several times closer to equal, but on some inputs greedy's heaviest part is lighter, and the
-    heaviest part is what everyone waits for. With as many items as parts or more, and positive costs, no part is empty.
-    Beyond `DIFFERENCED` greedy stands alone.
+    Differencing is usually several times closer to equal, but on some inputs greedy's heaviest part is lighter, which
+    determines the time. If there are at least as many items as parts, with positive costs, no part is empty. Beyond
+    `DIFFERENCED` only greedy is used.
     """
     if len(costs) * parts > DIFFERENCED:
         return greedy(costs, parts)
@@ -24,20 +24,20 @@ def balance(costs: Sequence[float], parts: int) -> Parts:
 
 
 def heaviest(costs: Sequence[float], split: Parts) -> float:
-    """Total cost of the heaviest part."""
+    """Returns the total cost of the heaviest part."""
     return max(sum(costs[i] for i in part) for part in split)
 
 
 def greedy(costs: Sequence[float], parts: int) -> Parts:
-    """Longest first, each to the lightest part (Graham 1969)."""
+    """Assigns items to the lightest part, the costliest item first (Graham 1969)."""
     split = greedy_with_room(costs, [0] * len(costs), parts, 0)
-    assert split is not None, "items of no size fit everywhere"
+    assert split is not None, "items of size 0 fit in every part"
     return split
 
 
 def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, limit: int) -> Parts | None:
-    """Balance greedily, each item in the lightest part whose total of `sizes` stays within `limit`; None if one fits
-    nowhere."""
+    """Assigns each item to the lightest part whose total of `sizes` stays within `limit`; returns None if an item does
+    not fit in any part."""
     split: Parts = [[] for _ in range(parts)]
     used = [0] * parts
     heap = [(0.0, 0, part) for part in range(parts)]  # cost, number of items, part
@@ -57,17 +57,17 @@ def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, l
 
 
 def differencing(costs: Sequence[float], parts: int) -> Parts:
-    """The largest differencing method for several parts (Karmarkar and Karp 1982, "The differencing method of set
+    """Partitions by the largest differencing method (Karmarkar and Karp 1982, "The differencing method of set
     partitioning"; for more than two parts: Michiels, Korst and Aarts 2003).
 
-    It begins with one partial split per item: the item alone, all other parts empty. Again and again it takes the two
-    splits whose heaviest and lightest parts differ most and joins them, the heaviest part of the one with the lightest
-    of the other. Only what exceeds the lightest part is kept as a cost: a part that all share changes nothing.
+    It begins with one partial split per item: the item alone, all other parts empty. It repeatedly joins the two splits
+    whose heaviest and lightest parts differ most, the heaviest part of one with the lightest of the other. Costs are
+    kept relative to the lightest part, because a common cost changes nothing.
     """
-    # A split: its parts, heaviest first, without empty ones; a part: (cost, items).
-    heap = [(-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)]
+    # A split is a list of non-empty parts, heaviest first; a part is (cost, items).
+    heap = [(-cost, index, [(cost, [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
-    for number in range(len(costs), 2 * len(costs) - 1):  # numbers break ties, so that the result is always the same
+    for index in range(len(costs), 2 * len(costs) - 1):  # the index breaks ties, which makes the result reproducible
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         overlap = max(0, len(first) + len(second) - parts)
@@ -79,6 +79,8 @@ def differencing(costs: Sequence[float], parts: int) -> Parts:
         if len(joined) == parts:
             lightest = joined[-1][0]
             joined = [(cost - lightest, items) for cost, items in joined]
-        heapq.heappush(heap, (-joined[0][0], number, joined))
-    found = sorted(sorted(items) for _, items in heap[0][2]) if heap else []
-    return found + [[] for _ in range(parts - len(found))]
+        heapq.heappush(heap, (-joined[0][0], index, joined))
+    split: Parts = []
+    if heap:
+        split = sorted(sorted(items) for _, items in heap[0][2])
+    return split + [[] for _ in range(parts - len(split))]

@@ -1,4 +1,4 @@
-"""The weight of every trained token in the loss, with the global denominator inside."""
+"""Weights of trained tokens in the loss, which include the global denominator."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ UNITS: dict[Aggregation, Callable[[Trajectory], Hashable]] = {
     "constant": lambda trajectory: (trajectory.group_id, trajectory.rollout_id),
     "sum": lambda trajectory: trajectory.group_id,
 }
-"""To which unit a trajectory's tokens belong. All units count alike, and within a unit all trained tokens do."""
+"""Unit of a trajectory's tokens by aggregation. All units have equal weight, as have all trained tokens of a unit."""
 
 
 def loss_weights(
     trajectories: Sequence[Trajectory], aggregation: Aggregation, *, length: int | None = None
 ) -> list[np.ndarray]:
-    """Weight of every predicted token, float32 [L-1] per trajectory, of all trajectories of one update.
+    """Returns the weight of every predicted token of an update, float32 [L-1] per trajectory.
 
-    With u the units that train any token and n_i the trained tokens of unit i, a trained token of unit i weighs
-    1 / (u * n_i); all weights together sum to 1. The units are:
+    With u the number of units with trained tokens and n_i the trained tokens of unit i, a trained token of unit i has
+    the weight 1 / (u * n_i), and all weights sum to 1. The units are:
 
-    - token: the whole update is one, so that each token counts alike (DAPO, 2503.14476);
+    - token: the whole update, so all tokens have equal weight (DAPO, 2503.14476);
     - sample: a rollout with all its trajectories (the original GRPO, 2402.03300, where a rollout has one);
     - prompt: a group with all its rollouts (2510.13786, "prompt average").
 
-    Two aggregations do not divide by tokens, so that a longer rollout counts for more, and their weights sum to
-    something else than 1: a trained token weighs 1 / (u x `length`) with rollouts as units (constant; Dr. GRPO,
-    2503.20783), or 1 / u with groups as units (sum; DPO).
+    Two aggregations do not divide by the number of tokens, so longer rollouts have more weight and the sum is not 1. A
+    trained token has the weight 1 / (u x `length`) with rollouts as units (constant; Dr. GRPO, 2503.20783), or 1 / u
+    with groups as units (sum; DPO). `length` is required for constant.
 
-    Neither the order of `trajectories` nor the sizes of groups and rollouts matter: units go by `group_id` and
-    `rollout_id`. Raises SlimxError if the update trains no token at all.
+    Units are identified by `group_id` and `rollout_id`, independent of the order of `trajectories`. Raises SlimxError
+    if the update has no trained token.
     """
     unit_of = UNITS[aggregation]
     masks = [t.loss_mask[1:].astype(np.float64) for t in trajectories]
@@ -50,14 +50,18 @@ def loss_weights(
     units = sum(1 for tokens in trained.values() if tokens)
     if not units:
         raise SlimxError(
-            "the batch trains no token: every loss_mask is zero; check the generate hook's loss_mask",
+            "the batch has no trained token, because every loss_mask is zero; check the generate hook's loss_mask",
             code="data.untrained",
             about="loss_mask",
         )
-    if aggregation in ("constant", "sum"):
-        whole = units * (length if aggregation == "constant" else 1)
-        return [(mask / whole).astype(np.float32) for mask in masks]
-    return [
-        (mask / (units * max(trained[unit_of(trajectory)], 1.0))).astype(np.float32)
-        for trajectory, mask in zip(trajectories, masks, strict=True)
-    ]
+    weights = []
+    for trajectory, mask in zip(trajectories, masks, strict=True):
+        denominator: float = units
+        if aggregation == "constant":
+            if length is None:
+                raise ValueError("aggregation constant needs a length")
+            denominator = units * length
+        elif aggregation != "sum":
+            denominator = units * max(trained[unit_of(trajectory)], 1.0)
+        weights.append((mask / denominator).astype(np.float32))
+    return weights

@@ -1,5 +1,5 @@
-"""Rows -> micro-batches of equal number on every data-parallel rank, and the tokens of one that a context-parallel rank
-holds."""
+"""Packing of rows into micro-batches, equally many on every data-parallel rank, and the tokens of a context-parallel
+rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slimx.data.balance import balance, greedy_with_room
 from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
@@ -18,7 +19,7 @@ from slimx.data.support import Support
 from slimx.errors import SlimxError
 
 Split = list[list[list[int]]]
-"""`split[d][k]`: the rows of micro-batch k of data-parallel rank d."""
+"""`split[d][k]`: row indices of micro-batch k of data-parallel rank d."""
 
 
 def pack(
@@ -32,16 +33,21 @@ def pack(
     cost: Callable[[int], float] = float,
     lockstep: bool = False,
 ) -> TrainBatch:
-    """Distribute rows over data-parallel ranks by cost, in equally many micro-batches on every rank, as few as fit.
+    """Distributes rows over data-parallel ranks by cost, in the smallest possible number of micro-batches, which is the
+    same on every rank.
 
-    `sequence_multiple`: every row is padded at its end to a multiple of it (context parallelism cuts each sequence
-    into 2 x CP chunks). `multiple_of`: T of each micro-batch is padded to a multiple of it (sequence parallelism wants
-    TP x CP). The padding of rows counts towards `max_tokens`, the padding of T does not. `count_multiple`: so is the
-    number of micro-batches of a rank (megatron's interleaved pipeline wants the PP size); a rank with too few rows gets
-    micro-batches of padding only. `cost`: of computing a row of so many tokens; in tokens unless told. `lockstep`: see
-    `distribute`.
+    - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
+      into 2 x CP chunks). This padding counts towards `max_tokens`.
+    - `multiple_of`: T of each micro-batch is padded to a multiple of it (TP x CP for sequence parallelism). This
+    padding
+      does not count towards `max_tokens`.
+    - `count_multiple`: the number of micro-batches of a rank is a multiple of it (the PP size for megatron's
+    interleaved
+      pipeline); a rank with too few rows gets micro-batches of padding only.
+    - `cost`: cost of a row by its number of tokens; default: the number of tokens.
+    - `lockstep`: see `distribute`.
 
-    Raises SlimxError naming the row that alone exceeds `max_tokens`.
+    Raises SlimxError if a row alone exceeds `max_tokens`.
     """
     sizes = [padded(len(row), sequence_multiple) for row in rows]
     if max(sizes) > max_tokens:
@@ -86,16 +92,18 @@ def distribute(
     count_multiple: int = 1,
     lockstep: bool = False,
 ) -> Split:
-    """The rows of each micro-batch of each rank; `sizes`: tokens of each row, none above `max_tokens`.
+    """Returns the rows of each micro-batch of each rank. `sizes`: tokens of each row, none above `max_tokens`.
 
-    Ranks that meet only at the end of a step, where gradients are summed, get equal totals: first ranks are balanced,
-    then each rank's micro-batches. With `lockstep` they meet in every micro-batch, because they share experts, and the
-    k-th micro-batches of all ranks must cost alike: first all micro-batches are balanced, then neighbours in the order
-    of cost are dealt out as k-th ones, the heaviest to the rank with the least so far.
+    Ranks that synchronise only at the end of a step, when gradients are summed, get equal totals: first the ranks are
+    balanced, then each rank's micro-batches. With `lockstep` they synchronise in every micro-batch, because they share
+    experts, and the k-th micro-batches of all ranks must have equal cost: first all micro-batches are balanced, then
+    neighbours in the order of cost become the k-th ones, the heaviest on the rank with the lowest total so far.
     """
     if not lockstep:
         shards = balance(costs, data_size)
-        count = max(len(best_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
+        count = 0
+        for shard in shards:
+            count = max(count, len(best_fit([sizes[i] for i in shard], max_tokens)))
         count = padded(count, count_multiple)
         return [_microbatches(shard, sizes, costs, count, max_tokens) for shard in shards]
     count = padded(-(-len(best_fit(sizes, max_tokens)) // data_size), count_multiple)
@@ -111,80 +119,88 @@ def distribute(
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
-    """Predicted time of a step over that of perfect balance, from 1 (see `distribute`)."""
+    """Returns the predicted time of a step relative to perfect balance, at least 1 (see `distribute`)."""
     table = [[sum(costs[i] for i in part) for part in parts] for parts in split]
-    mean = sum(map(sum, table)) / len(table)
-    return (sum(map(max, zip(*table, strict=True))) if lockstep else max(map(sum, table))) / mean
+    totals = [sum(parts) for parts in table]
+    mean = sum(totals) / len(totals)
+    if lockstep:
+        return sum(max(step) for step in zip(*table, strict=True)) / mean
+    return max(totals) / mean
 
 
 def lay_out(
     rows: Sequence[TrainingRow], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank (see `pack`)."""
+    """Returns the micro-batches of each rank (see `pack`)."""
     multiple_of = lcm(multiple_of, sequence_multiple)
     return [[_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts] for parts in split]
 
 
 def best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices in bins of at most `limit`, longest first, each into the fullest bin that has room for it: hardly more
-    than 11/9 of the fewest bins that could do (Johnson et al. 1974)."""
+    """Packs indices into bins of at most `limit`, the largest first, each into the fullest bin with enough room. The
+    number of bins is hardly more than 11/9 of the minimum (Johnson et al. 1974)."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left of a bin and its number, ascending
+    rooms: list[tuple[int, int]] = []  # room left in a bin and the bin's index, ascending
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        place = bisect_left(rooms, (sizes[index], 0))
-        if place == len(rooms):
-            room, number = limit, len(bins)
+        fullest = bisect_left(rooms, (sizes[index], 0))
+        if fullest == len(rooms):
             bins.append([])
-        else:
-            room, number = rooms.pop(place)
-        bins[number].append(index)
-        insort(rooms, (room - sizes[index], number))
+            rooms.append((limit, len(bins) - 1))
+        room, bin_index = rooms.pop(fullest)
+        bins[bin_index].append(index)
+        insort(rooms, (room - sizes[index], bin_index))
     return bins
 
 
 def _microbatches(
     rows: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, limit: int
 ) -> list[list[int]]:
-    """`rows` in `count` micro-batches of at most `limit` tokens, as equal in cost as that allows; heaviest first.
-    `count` is at least what best fit needs, so that there is always an answer."""
-    size, cost = [sizes[i] for i in rows], [costs[i] for i in rows]
-    parts: list[list[int]] | None = balance(cost, count)
+    """Splits `rows` into `count` micro-batches of at most `limit` tokens and nearly equal cost, the heaviest first.
+    `count` is at least the number of bins of `best_fit`, which guarantees a result."""
+    size = [sizes[i] for i in rows]
+    cost = [costs[i] for i in rows]
+    parts = balance(cost, count)
     if any(sum(size[i] for i in part) > limit for part in parts):
-        parts = greedy_with_room(cost, size, count, limit)
-    if parts is None:
-        parts = best_fit(size, limit)
-        parts += [[] for _ in range(count - len(parts))]
+        bounded = greedy_with_room(cost, size, count, limit)
+        if bounded is None:
+            bounded = best_fit(size, limit)
+            bounded += [[] for _ in range(count - len(bounded))]
+        parts = bounded
     parts.sort(key=lambda part: -sum(cost[i] for i in part))
     return [[rows[i] for i in sorted(part)] for part in parts]
 
 
 def padded(number: int, multiple: int) -> int:
-    """`number`, or the next multiple of `multiple` above it."""
+    """Rounds `number` up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
 def _pack_rows(
-    all_rows: Sequence[TrainingRow], numbers: list[int], multiple_of: int, sequence_multiple: int
+    all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
 ) -> MicroBatch:
-    """One micro-batch of rows `numbers`; without any it is `multiple_of` tokens of padding."""
-    rows = [all_rows[number] for number in numbers]
+    """Packs the rows at `indices` into a micro-batch, which has `multiple_of` tokens of padding if there are none."""
+    rows = [all_rows[index] for index in indices]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
-    tail = -sum(lengths) % multiple_of or (multiple_of if not rows else 0)
+    tail = -sum(lengths) % multiple_of
+    if not rows:
+        tail = multiple_of
     if tail:
         lengths.append(tail)
 
-    def joined(parts: Sequence[np.ndarray], dtype: Any, pad: float = 0, shape: tuple[int, ...] = ()) -> np.ndarray:
-        """The rows' arrays at their places among `pad`; `shape` of a position where there are no rows."""
+    def joined(
+        parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
+    ) -> np.ndarray:
+        """Concatenates the rows' arrays, with `pad` in padding. `shape`: shape per position if there are no rows."""
         shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
-        at = 0
-        for part, length in zip(parts, lengths, strict=False):  # a tail has no part of its own
-            out[at : at + len(part)] = part
-            at += length
+        start = 0
+        for part, length in zip(parts, lengths, strict=False):  # the tail has no part
+            out[start : start + len(part)] = part
+            start += length
         return out
 
     routes, routed = _joined_routes(rows, joined)
-    arrays = {}
+    arrays: dict[str, Any] = {}  # by field
     for name, column in COLUMNS.items():
         first = getattr(all_rows[0], name)
         if first is not None:
@@ -196,7 +212,7 @@ def _pack_rows(
         padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
         routed_experts=routes,
         routed=routed,
-        rows=numbers,
+        rows=indices,
         support=_joined_support(rows, lengths),
     )
 
@@ -204,18 +220,20 @@ def _pack_rows(
 def _joined_routes(
     rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`routed_experts` and `routed` of a micro-batch of `rows`; `joined` puts arrays of rows at their places."""
+    """Returns `routed_experts` and `routed` of a micro-batch of `rows`. `joined` concatenates arrays of rows."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:
         return None, None
-    if len(shapes := {each.shape[1:] for each in known}) > 1:
+    shapes = {routes.shape[1:] for routes in known}
+    if len(shapes) > 1:
         raise SlimxError(
-            f"trajectories of a batch carry routed_experts of the shapes {sorted(map(list, shapes))} a token; train "
-            "rollouts of one model",
+            f"trajectories of a batch have routed_experts of different shapes per token, {sorted(map(list, shapes))}; "
+            "train on rollouts of one model",
             code="data.routes",
             about="routed_experts",
         )
-    (shape,), dtype = shapes, known[0].dtype
+    shape = known[0].shape[1:]
+    dtype = known[0].dtype
     parts = [np.zeros((len(row), *shape), dtype) if row.routed_experts is None else row.routed_experts for row in rows]
     if len(known) == len(rows):
         return joined(parts, dtype), None
@@ -223,36 +241,40 @@ def _joined_routes(
 
 
 def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:
-    """The rows' supports at their places; rows without one, and padding, are not restricted."""
+    """Concatenates the rows' supports; rows without one, and padding, are not restricted."""
     if all(row.support is None for row in rows):
         return None
     parts: list[Support] = []
-    for row, length in zip_longest(rows, lengths):  # a tail has no row of its own
-        held = row.support if row is not None else None
-        parts += [held, Support.everything(length - len(held))] if held is not None else [Support.everything(length)]
+    for row, length in zip_longest(rows, lengths):  # the tail has no row
+        padding = length
+        if row is not None and row.support is not None:
+            parts.append(row.support)
+            padding -= len(row.support)
+        parts.append(Support.everything(padding))
     return Support.join(parts)
 
 
 def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
-    """Positions in the pack, int64 [T / size], that context-parallel rank `rank` of `size` holds, in its own order.
+    """Returns the positions, int64 [T / size], of context-parallel rank `rank` of `size`, in the rank's order.
 
-    Each sequence is cut into 2 * size equal pieces; a rank holds pieces `rank` and 2 * size - 1 - `rank` (zigzag), so
-    that under a causal mask every rank has the same work. This is the order that megatron-core's rotary embedding and
-    Transformer Engine's attention assume.
+    Each sequence is split into 2 * size equal chunks. A rank has the chunks `rank` and 2 * size - 1 - `rank` (zigzag),
+    which balances the work under a causal mask. megatron-core's rotary embedding and Transformer Engine's attention
+    assume this order.
 
-    Raises SlimxError for a sequence that does not divide into 2 * size pieces."""
+    Raises SlimxError for a sequence that cannot be split into 2 * size chunks."""
     if size == 1:
         return np.arange(sum(lengths))
-    pieces, start = [], 0
+    chunks: list[np.ndarray] = []
+    start = 0
     for length in lengths:
         if length % (2 * size):
             raise SlimxError(
-                f"a packed sequence of {length} tokens does not divide into {2 * size} pieces for trainer.context="
-                f"{size}; it must be padded before it is packed",
+                f"a packed sequence of {length} tokens cannot be split into {2 * size} chunks for trainer.context="
+                f"{size}; pad it before it is packed",
                 code="layout.zigzag",
                 about="trainer.context",
             )
         cut = np.arange(start, start + length).reshape(2 * size, -1)
-        pieces += [cut[rank], cut[2 * size - 1 - rank]]
+        chunks += [cut[rank], cut[2 * size - 1 - rank]]
         start += length
-    return np.concatenate(pieces)
+    return np.concatenate(chunks)

@@ -1,4 +1,4 @@
-"""Routed experts of trajectories: whether a trainer can replay them, and the part that each pipeline stage needs."""
+"""Routed experts of trajectories: checks before a trainer replays them, and the part for each pipeline stage."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ class RouteShape:
     """Shape of the routes of a model."""
 
     layers: int
-    """Decoder layers; engines report all of them, with anything for dense ones."""
+    """Number of decoder layers. Engines report all of them, with arbitrary values for dense ones."""
     moe_layers: tuple[int, ...]
-    """Global numbers, from 0, of those with experts."""
+    """Global indices of the layers with experts."""
     experts: int
+    """Number of experts."""
     topk: int
-    """Experts of each token."""
+    """Experts per token."""
 
 
 def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
-    """Check that every trajectory carries a valid route for each of its input positions and MoE layers.
+    """Checks that every trajectory has a valid route for each of its input positions and MoE layers.
 
-    Raises SlimxError naming the first trajectory that does not, and the layer."""
+    Raises SlimxError naming the first trajectory without one, and the layer."""
     for trajectory in trajectories:
-        routes, wanted = trajectory.routed_experts, (len(trajectory.token_ids) - 1, shape.layers, shape.topk)
+        routes = trajectory.routed_experts
+        expected = (len(trajectory.token_ids) - 1, shape.layers, shape.topk)
         if routes is None:
             raise SlimxError(
-                f"trajectory {trajectory.id} carries no routed_experts, which trainer.moe.routing_replay=R3 needs "
-                f"for layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; let its generate hook "
-                "keep the completion's, or set trainer.moe.routing_replay=none",
+                f"trajectory {trajectory.id} has no routed_experts, which trainer.moe.routing_replay=R3 needs for "
+                f"layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; keep those of the completion in its generate "
+                "hook, or set trainer.moe.routing_replay=none",
                 code="routes.missing",
                 about=trajectory.id,
             )
-        if routes.shape != wanted:
+        if routes.shape != expected:
             raise SlimxError(
                 f"trajectory {trajectory.id}: routed_experts has the shape {list(routes.shape)}, but its tokens and "
-                f"the model's layers {shape.moe_layers[0]} to {shape.moe_layers[-1]} want {list(wanted)} (tokens - 1, "
-                "layers, experts per token)",
+                f"the model's layers {shape.moe_layers[0]} to {shape.moe_layers[-1]} require {list(expected)} (tokens "
+                "- 1, layers, experts per token); return the engine's routes unchanged",
                 code="routes.shape",
                 about=trajectory.id,
             )
@@ -52,21 +54,24 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
 
 
 def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
-    # One plane of all positions and layers per choice: pairs compare ten times faster than sorted choices.
+    # One plane of all positions and layers per choice: comparing pairs is ten times faster than sorting choices.
     planes = np.ascontiguousarray(np.moveaxis(routes[:, list(shape.moe_layers)], -1, 0))
-    unknown = (planes >= shape.experts).any(0)
+    unknown: np.ndarray = np.any(planes >= shape.experts, axis=0)
     if planes.dtype.kind == "i":
-        unknown |= (planes < 0).any(0)
+        unknown |= np.any(planes < 0, axis=0)
     twice = np.zeros(planes.shape[1:], bool)
     for first in range(shape.topk):
         for second in range(first + 1, shape.topk):
             twice |= planes[first] == planes[second]
-    if (wrong := unknown | twice).any():
+    wrong = unknown | twice
+    if wrong.any():
         position, index = map(int, np.argwhere(wrong)[0])
         layer = shape.moe_layers[index]
-        code, problem = "routes.twice", "an expert twice"
+        code = "routes.twice"
+        problem = "an expert occurs twice"
         if unknown[position, index]:
-            code, problem = "routes.experts", f"not all of them are experts from 0 to {shape.experts - 1}"
+            code = "routes.experts"
+            problem = f"not all of them are experts from 0 to {shape.experts - 1}"
         raise SlimxError(
             f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
             f"{problem}; trainer.moe.routing_replay=R3 cannot replay it",
@@ -76,8 +81,8 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
 
 
 def for_stage(shard: Sequence[Any], layers: Sequence[int]) -> list[Any]:
-    """A data-parallel rank's micro-batches, or lists of them by update, with the routes of `layers` (global numbers)
-    only."""
+    """Returns a data-parallel rank's micro-batches, or lists of them by update, with the routes of `layers` (global
+    indices) only."""
     return [_cut(part, layers) if isinstance(part, MicroBatch) else for_stage(part, layers) for part in shard]
 
 

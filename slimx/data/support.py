@@ -1,4 +1,4 @@
-"""The tokens that top-k and top-p left to sample from, position by position."""
+"""Tokens that top-k and top-p leave to sample from, per position."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ import numpy as np
 class Support:
     """A ragged table: `counts[i]` entries of `ids` belong to position i, in the order of the positions.
 
-    Two positions with 2 and 3 kept tokens between two where all were kept: counts [0, 2, 3, 0], five ids.
+    Example: 2 and 3 tokens left at the inner two of four positions, and all tokens at the outer ones: counts
+    [0, 2, 3, 0] and five ids.
     """
 
     ids: np.ndarray
-    """int32 [sum(counts)]: the token ids that were kept."""
+    """int32 [sum(counts)]: token ids left to sample from."""
     counts: np.ndarray
-    """int32 [n]: how many at each position; 0: nothing was cut away, all tokens were kept."""
+    """int32 [n]: number of ids per position; 0: all tokens of the vocabulary."""
 
     def __post_init__(self) -> None:
         if self.counts.sum() != len(self.ids):
-            raise ValueError(f"a support counts {self.counts.sum()} token ids and holds {len(self.ids)}")
+            raise ValueError(f"a support has counts for {self.counts.sum()} token ids, but {len(self.ids)} ids")
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def positions(self) -> np.ndarray:
-        """int64 [sum(counts)]: the position of each id."""
+        """Returns the position of each id, int64 [sum(counts)]."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def take(self, index: np.ndarray) -> Support:
-        """The positions `index`, in that order."""
+        """Returns the support at the positions `index`, in that order."""
         starts = np.cumsum(self.counts) - self.counts
         counts = self.counts[index]
-        # Each kept id's place: the start of its position plus its number there.
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return Support(ids=self.ids[np.repeat(starts[index], counts) + number], counts=counts)
+        # The place of an id in `ids` is the start of its position plus its offset in the position.
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Support(ids=self.ids[np.repeat(starts[index], counts) + offsets], counts=counts)
 
     def missing(self, tokens: np.ndarray) -> np.ndarray:
-        """int64: the positions whose token is not in their support. tokens [n]."""
-        found = self.counts == 0
+        """Returns the positions, int64, whose token in `tokens` [n] is not in the support."""
+        contained = self.counts == 0
         positions = self.positions()
-        found[positions[self.ids == tokens[positions]]] = True
-        return np.flatnonzero(~found)
+        contained[positions[self.ids == tokens[positions]]] = True
+        return np.flatnonzero(~contained)
 
     @staticmethod
     def everything(length: int) -> Support:
-        """`length` positions at which all tokens were kept."""
+        """Returns the support of `length` positions with all tokens."""
         return Support(ids=np.zeros(0, np.int32), counts=np.zeros(length, np.int32))
 
     @staticmethod
     def join(parts: Sequence[Support]) -> Support:
-        """One after another; `parts` is not empty."""
+        """Concatenates `parts`, which must not be empty."""
         return Support(
             ids=np.concatenate([part.ids for part in parts]), counts=np.concatenate([part.counts for part in parts])
         )

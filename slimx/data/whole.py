@@ -1,4 +1,4 @@
-"""Values of JSON from outside: its 3.0 is 3, and nothing else becomes a whole number."""
+"""Integers in JSON from outside: 3.0 is converted to 3, and no other value is converted."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimx.errors import SlimxError
-
-Json = dict[str, Any]
-"""An object of JSON."""
+from slimx.json_types import Json as Json
 
 
 def as_whole(value: Any) -> Any:
-    """Returns 3 for 3.0, and any other value as it is."""
+    """Returns 3 for 3.0, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def as_ids(token_ids: Sequence[Any]) -> list[int]:
-    """Returns token ids as Python's integers. Raises SlimxError for a text, and for an entry that is none."""
+    """Returns token ids as Python integers. Raises SlimxError for a string, and for an entry that is not an integer."""
     if not isinstance(token_ids, str | bytes):
         try:
             return list(array("q", token_ids))
         except OverflowError:
             return [int(token) for token in token_ids]
         except TypeError:
-            whole = [as_whole(token) for token in token_ids]
-            if all(isinstance(token, int) for token in whole):
-                return whole
-    given = token_ids if isinstance(token_ids, str | bytes) else next(t for t in whole if not isinstance(t, int))
+            values = [as_whole(token) for token in token_ids]
+            if all(isinstance(token, int) for token in values):
+                return values
+    wrong: object = token_ids
+    if not isinstance(token_ids, str | bytes):
+        wrong = next(value for value in values if not isinstance(value, int))
     raise SlimxError(
-        f"token_ids holds {given!r:.80}, and token ids are whole numbers; encode texts by ctx.draft(prompt) or "
+        f"token_ids has {wrong!r:.80}, but token ids are integers; encode texts with ctx.draft(prompt) or "
         "ctx.turn(text, after=ids)",
         code="tokens.ids",
         about="token_ids",

@@ -28,8 +28,8 @@ from slimx.observability.live.table import (
     PPO_COLUMNS,
     RL_COLUMNS,
     SFT_COLUMNS,
-    Column,
     LiveTable,
+    TableColumn,
     with_policies,
 )
 from slimx.observability.tracking.run_files import up_to_date
@@ -269,7 +269,7 @@ def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str,
     return plans
 
 
-def _columns(config: Config) -> Sequence[Column]:
+def _columns(config: Config) -> Sequence[TableColumn]:
     learner = learner_of(config.algorithm)
     if learner is not None:
         return learner.columns

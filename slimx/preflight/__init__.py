@@ -1,6 +1,6 @@
-"""Questions to a model and this machine before any process of a run starts.
+"""Checks of the model and the machine before any process of a run starts.
 
-In: a configuration, the model's config.json, and this machine.
-Out: facts for the rules (`slimx/rules/`), and the transport that is chosen.
+In: a configuration, the model's config.json, and the local machine.
+Out: facts for the rules (`slimx/rules/`), and the chosen transport.
 Read first: `facts.py`, then `transport.py`.
 """

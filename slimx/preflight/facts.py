@@ -1,9 +1,8 @@
-"""Facts that rules ask for (`slimx.config.rule`), of a model and of directories."""
+"""Facts about models and directories for rules (`slimx.config.rule`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.routes import RouteShape
@@ -11,31 +10,34 @@ from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec, read_trunk
 
 
-def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """Facts that the configuration and the model's config.json bring."""
-    view = None if config.critic is None else config.as_critic().trainer
-    return config.sections | {
-        "spec": spec,
-        "sizes": sizes_of(config.trainer),
-        "critic_view": view,
-        "critic_spec": None if view is None else read_trunk(config.model),
-        "critic_sizes": None if view is None else sizes_of(view),
-    }
+def model_facts(config: Config, spec: ModelSpec) -> dict[str, object]:
+    """Returns the facts that follow from the configuration and the model's config.json."""
+    facts = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
+    if config.critic is None:
+        return facts | dict.fromkeys(("critic_view", "critic_spec", "critic_sizes"))
+    view = config.as_critic().trainer
+    return facts | {"critic_view": view, "critic_spec": read_trunk(config.model), "critic_sizes": sizes_of(view)}
 
 
-def weight_facts(config: Config) -> dict[str, Any]:
-    """Facts of the directories that initial weights are read from."""
-    teacher, adapted = config.algorithm.teacher, config.trainer.lora
-    return {
+def weight_facts(config: Config) -> dict[str, Path | None]:
+    """Returns the directories of initial weights by fact; None: the run has none."""
+    facts: dict[str, Path | None] = {
         "weights": Path(config.initial_weights),
-        "adapters": None if adapted is None or adapted.load is None else Path(adapted.load),
-        "critic_weights": None if config.critic is None else Path(config.as_critic().initial_weights),
-        "teacher_weights": None if teacher is None else Path(teacher),
+        "adapters": None,
+        "critic_weights": None,
+        "teacher_weights": None,
     }
+    if config.trainer.lora is not None and config.trainer.lora.load is not None:
+        facts["adapters"] = Path(config.trainer.lora.load)
+    if config.critic is not None:
+        facts["critic_weights"] = Path(config.as_critic().initial_weights)
+    if config.algorithm.teacher is not None:
+        facts["teacher_weights"] = Path(config.algorithm.teacher)
+    return facts
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """The shape of this model's routes; one without MoE layers has none."""
+    """Returns the shape of the model's routes, with 0 layers for a model without MoE layers."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

@@ -1,4 +1,4 @@
-"""GPUs and the nodes they come in, as `slimx plan` knows them: public figures, each with its source."""
+"""Public figures of GPUs and their nodes for `slimx plan`, each with its source."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from slimx.config.sections.run import Cluster
 
 GIB = 2**30
 OVERHEAD = 3 * GIB
-"""Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
-allocator. Assumed; 1.2 GiB of it were measured on one H100 with one rank (docs/planning.md)."""
+"""Bytes that a process on a GPU needs in addition to tensors: CUDA context, NCCL's buffers, cuBLAS workspaces, gaps of
+torch's allocator. Assumed; 1.2 GiB of it were measured on one H100 with one rank (docs/planning.md)."""
 DRIVER = 560 * 2**20
-"""Bytes of a GPU that its driver keeps from all processes. On one H100 80GB HBM3, driver 580.159.04, 2026-11-27, torch
-counts 79.1 of 79.65 GiB, and 78.50 are free to a process that has its context. Assumed for the other kinds."""
+"""Bytes of a GPU reserved by its driver. On one H100 80GB HBM3, driver 580.159.04, 2026-11-27, torch reports 79.1 of
+79.65 GiB, of which 78.50 are free after a process has created its context. Assumed for other GPUs."""
 MARGIN = 3 * GIB
-"""Bytes that a plan should leave on every GPU: activations and overheads are estimates."""
+"""Bytes that a plan should leave free on every GPU, because activations and overheads are estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One kind of GPU. Rates in bytes per second and direction."""
+class GpuSpec:
+    """Figures of one type of GPU. Rates are in bytes per second and direction."""
 
     name: str
     memory: int
-    """Bytes that processes can have: those that nvidia-smi reports, without the driver's."""
+    """Bytes available to processes: those reported by nvidia-smi, without `DRIVER`."""
     per_node: int
+    """GPUs per node."""
     domain: int
-    """GPUs that NVLink joins."""
+    """GPUs in an NVLink domain."""
     nvlink: float
+    """Rate of NVLink."""
     network: float
-    """One InfiniBand adapter per GPU."""
+    """Rate of one InfiniBand adapter per GPU."""
     host: float
-    """To and from host memory."""
+    """Rate to and from host memory."""
     host_memory: int
     """Bytes of a node's host memory."""
     bandwidth: float
-    """Bandwidth of its memory."""
+    """Bandwidth of the GPU's memory."""
     flops: float
-    """Dense bf16, per second."""
+    """Dense bf16 FLOPs per second."""
 
 
 # NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989
 # TFLOP/s dense bf16); DGX H100 user guide (8 GPUs and 8 ConnectX-7 of 400 Gb/s per node). nvidia-smi: 81559 MiB and
 # 143771 MiB. A DGX H100 or H200 has 2 TB of system memory.
-_H100 = Gpu(
+_H100 = GpuSpec(
     name="H100 SXM",
     memory=81559 * 2**20 - DRIVER,
     per_node=8,
@@ -61,7 +63,7 @@ GPUS = {
     # NVIDIA GB300 NVL72 product page: 72 GPUs in one NVLink 5 domain (1.8 TB/s both ways each), 4 GPUs per compute
     # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two
     # GPUs) and 17 TB of LPDDR5X per rack (18 trays), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
-    "gb300": Gpu(
+    "gb300": GpuSpec(
         name="GB300 NVL72",
         memory=int(279e9) - DRIVER,
         per_node=4,
@@ -78,44 +80,45 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine on which a run is to take place, as far as the configuration describes it."""
+    """The machine of a run, as far as the configuration describes it."""
 
-    gpu: Gpu | None
+    gpu: GpuSpec | None
+    """Type of GPU; None: unknown."""
     memory: int | None
     """Bytes of one GPU; None: unknown."""
     per_node: int
+    """GPUs per node."""
     nodes: int | None
-    """None: as many as needed."""
+    """Number of nodes; None: as many as needed."""
     host_memory: int | None
-    """Bytes of one node; None: unknown."""
+    """Bytes of host memory per node; None: unknown."""
 
     @property
     def domain(self) -> int:
-        """GPUs that NVLink joins: of a node, or of several."""
-        return max(self.per_node, self.gpu.domain if self.gpu else 0)
+        """GPUs in an NVLink domain, which is a node or several."""
+        if self.gpu is None:
+            return self.per_node
+        return max(self.per_node, self.gpu.domain)
 
 
 def nodes_known(cluster: Cluster, device: str) -> bool:
-    """True if the configuration says how many ranks a node holds."""
+    """Returns True if the configuration determines the number of ranks per node."""
     return device == "cuda" and bool(cluster.gpu or cluster.gpus_per_node)
 
 
 def machine_of(cluster: Cluster) -> Machine:
-    """The machine of section `cluster`."""
-    gpu = GPUS[cluster.gpu] if cluster.gpu else None
-    memory = int(cluster.gpu_memory_gib * GIB) if cluster.gpu_memory_gib else gpu.memory if gpu else None
-    return Machine(
-        gpu=gpu,
-        memory=memory,
-        per_node=cluster.gpus_per_node or (gpu.per_node if gpu else 8),
-        nodes=cluster.nodes,
-        host_memory=_host_memory(cluster, gpu),
-    )
-
-
-def _host_memory(cluster: Cluster, gpu: Gpu | None) -> int | None:
+    """Returns the machine described by section `cluster`."""
+    gpu = None
+    memory = None
+    host_memory = None
+    per_node = cluster.gpus_per_node or 8
+    if cluster.gpu:
+        gpu = GPUS[cluster.gpu]
+        memory = gpu.memory
+        per_node = cluster.gpus_per_node or gpu.per_node
+        host_memory = gpu.host_memory * per_node // gpu.per_node
+    if cluster.gpu_memory_gib:
+        memory = int(cluster.gpu_memory_gib * GIB)
     if cluster.host_memory_gib:
-        return int(cluster.host_memory_gib * GIB)
-    if gpu is None:
-        return None
-    return gpu.host_memory * (cluster.gpus_per_node or gpu.per_node) // gpu.per_node
+        host_memory = int(cluster.host_memory_gib * GIB)
+    return Machine(gpu=gpu, memory=memory, per_node=per_node, nodes=cluster.nodes, host_memory=host_memory)

@@ -1,4 +1,4 @@
-"""Rules about the algorithm: rewards, pairs, teachers and credit that it needs."""
+"""Rules about the algorithm: the engines, rewards, groups, teachers and credit that it needs."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ def _demonstrated(algorithm: Algorithm) -> bool:
 
 
 @rule("algorithm.engines", "rollout.engines")
-def engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
+def has_engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
-        yield f"no group samples, and algorithm.name={algorithm.name} trains rollouts; add an engine group, or use sft"
+        yield f"no group samples, but algorithm.name={algorithm.name} trains on rollouts; add a group, or use sft"
 
 
 @rule("algorithm.reward", "reward.function")
-def rewarded(algorithm: Algorithm, reward: Reward) -> Problems:
-    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.given:
-        yield f"algorithm.name={algorithm.name} needs rewards, and there are none; name a reward hook"
+def has_rewards(algorithm: Algorithm, reward: Reward) -> Problems:
+    if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.configured:
+        yield f"algorithm.name={algorithm.name} needs rewards, but no hook is set; set a reward hook"
 
 
 @rule("algorithm.group_size", "rollout.group_size")
-def compared(algorithm: Algorithm, rollout: Rollout) -> Problems:
+def has_groups(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if algorithm.compares and rollout.group_size == 1:
         yield (
-            f"algorithm.advantages={algorithm.advantages} compares the rollouts of a prompt, and every advantage would "
+            f"algorithm.advantages={algorithm.advantages} compares the rollouts of a prompt, so every advantage would "
             "be 0; raise it"
         )
 
 
 @rule("algorithm.greedy", "rollout.sampling")
-def varied(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax: with the greedy answer itself
+def samples_differ(algorithm: Algorithm, rollout: Rollout) -> Problems:
+    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax compares with the greedy answer
     if not compared or not rollout.sampled:
         return
     for key in rollout.sampling.greedy:
         default = Sampling.model_fields[key].default
         yield (
             f"rollout.sampling.{key}",
-            f"all answers to a prompt are the same, and algorithm.advantages={algorithm.advantages} compares them: "
-            f"every advantage would be 0; set it to {default:g} (held-out answers are greedy by themselves, "
+            f"all answers to a prompt would be the same, and algorithm.advantages={algorithm.advantages} compares "
+            f"them: every advantage would be 0; set it to {default:g} (evaluation is greedy by default, "
             "eval.temperature)",
         )
 
 
 @rule("teacher.architecture", "algorithm.teacher")
 def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems:
-    """Tensors are compared by name and shape, and what they do not show (norm's epsilon, rope's base, experts per
-    token) by Megatron's configuration of both. How long a sequence may be is not compared."""
+    """Compares tensors by name and shape. Other properties (norm epsilon, rope base, experts per token) are compared in
+    Megatron's configurations of both models, except the maximum sequence length."""
     if teacher_weights is None:
         return
     from slimx.models.families import read_model
@@ -68,24 +68,26 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
 
     path = str(teacher_weights)
     teacher = read_model(path, mtp_layers=spec.table.mtp_layers, family=spec.family)
-    here, there = spec.transformer | spec.gpt, teacher.transformer | teacher.gpt
-    for field in sorted((here.keys() | there.keys()) - {"max_sequence_length"}):
-        if here.get(field) != there.get(field):
+    policy_fields = spec.transformer | spec.gpt
+    teacher_fields = teacher.transformer | teacher.gpt
+    for field in sorted((policy_fields.keys() | teacher_fields.keys()) - {"max_sequence_length"}):
+        if policy_fields.get(field) != teacher_fields.get(field):
             yield (
-                f"algorithm.teacher {path} is not of the architecture of {spec.path}, in whose memory its weights take "
-                f"turns: {field} is {there.get(field)}, not {here.get(field)}; use one of the same sizes"
+                f"algorithm.teacher {path} does not have the architecture of {spec.path}, whose memory its weights "
+                f"share: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a model of the "
+                "same sizes"
             )
             return
     CheckpointReader(path).check(spec.table)
 
 
 @rule("policies.shared_credit", "algorithm.credit")
-def divides(policies: Mapping[str, Policy], algorithm: Algorithm) -> Problems:
-    """The mean of a rollout's rewards does not change where each trajectory has it."""
+def credit_matters(policies: Mapping[str, Policy], algorithm: Algorithm) -> Problems:
+    """Refuses shared credit if advantages compare the mean rewards of rollouts, which it does not change."""
     alone = all(policy.shares is not None for policy in policies.values())
     if algorithm.credit == "shared" and alone and algorithm.advantages.kind in ("grpo", "gpg", "rloo", "opo"):
         yield (
-            f"advantages by {algorithm.advantages} compare rollouts by the mean reward of their trajectories, and one "
-            "policy is trained: nothing changes; leave it out, or set algorithm.advantages to one that takes each "
-            "trajectory's reward (reinforce, reinforce_baseline, gae)"
+            f"advantages by {algorithm.advantages} compare the mean rewards of rollouts, so with one trained policy it "
+            "has no effect; leave it out, or set algorithm.advantages to an estimator that uses each trajectory's "
+            "reward (reinforce, reinforce_baseline, gae)"
         )

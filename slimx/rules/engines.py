@@ -1,5 +1,5 @@
-"""Rules about engine groups, and the devices, machines and models that they are meant for; what a group says alone is
-checked in `slimx.config.sections.engines`."""
+"""Rules about engine groups together with devices, machines and models. `slimx.config.sections.engines` checks a group
+alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
-"""Package that moves the KV, by value of SGLang's disaggregation_transfer_backend."""
+"""Package that transfers KV, by the value of SGLang's disaggregation_transfer_backend."""
 
 
 @rule("engines.sizes", "rollout.engines")
-def divide_each_other(rollout: Rollout) -> Problems:
+def has_valid_sizes(rollout: Rollout) -> Problems:
     from slimx.layout.ranks import engine_sizes
 
     for group in rollout.served:
@@ -33,17 +33,17 @@ def divide_each_other(rollout: Rollout) -> Problems:
 
 
 @rule("engines.urls_colocate", "schedule.colocate")
-def placed(rollout: Rollout, schedule: Schedule) -> Problems:
+def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
     for group in rollout.policy_engines:
         if group.urls and schedule.colocate:
             yield (
-                f"slimx knows no place of servers that run already, and {group.where} has urls; let slimx start them, "
+                f"{group.where} has urls of external servers, whose devices slimx does not know; let slimx start them, "
                 "or set it to false"
             )
 
 
 @rule("engines.disaggregated_colocate", "schedule.colocate")
-def kept_awake(rollout: Rollout, schedule: Schedule) -> Problems:
+def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.colocate:
         yield (
             "the KV cache of prefill and decode groups is registered for transfers and cannot be released while "
@@ -52,32 +52,32 @@ def kept_awake(rollout: Rollout, schedule: Schedule) -> Problems:
 
 
 @rule("engines.disaggregated_stale", "schedule.max_staleness")
-def one_version(rollout: Rollout, schedule: Schedule) -> Problems:
+def has_one_version(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.max_staleness:
         yield (
-            "with prefill and decode groups a prompt's KV could be computed by one version and sampled from by the "
-            "next; set it to 0"
+            "with prefill and decode groups one weight version could compute a prompt's KV and the next sample from "
+            "it; set it to 0"
         )
 
 
 @rule("engines.trusted_network", "cluster.trusted_network")
-def trusted(rollout: Rollout, cluster: Cluster) -> Problems:
+def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
     for group in rollout.served:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
-                f"{group.where} has dp_attention {group.dp_attention} over {group.nodes} nodes, where SGLang unpickles "
-                "what arrives at its sockets: any sender in these machines' networks can run programs on all of them; "
-                "set it to true, or to the CIDR of a network that only this run's users reach"
+                f"{group.where} has dp_attention {group.dp_attention} over {group.nodes} nodes, and SGLang then "
+                "unpickles what its sockets receive: any sender in these machines' networks can run programs on them; "
+                "set it to true, or to the CIDR of a network that only this run's users can reach"
             )
 
 
 @rule("engines.role_device", "rollout.engines.role")
-def moves_kv(rollout: Rollout, device: str) -> Problems:
+def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
     for group in rollout.policy_engines:
         if group.role != "regular" and device == "cpu":
             yield (
-                f"{group.where} has the role {group.role}, and SGLang moves KV between servers from GPU to GPU only, "
-                "by mooncake or nixl; on the CPU use role=regular"
+                f"{group.where} has the role {group.role}, but SGLang transfers KV only between GPUs (mooncake, nixl); "
+                "on the CPU use role=regular"
             )
 
 
@@ -86,28 +86,32 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     ranks = sum(group.started * group.ranks for group in rollout.policy_engines)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
-            f"the servers of rollout.engines have {ranks} ranks, a GPU each, and share those of {trainer.world_size} "
-            "trainer ranks (trainer.world_size); lower count, or their sizes"
+            f"the servers of rollout.engines have {ranks} ranks with a GPU each, but share the GPUs of "
+            f"{trainer.world_size} trainer ranks (trainer.world_size); lower count, or their sizes"
         )
 
 
 @rule("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")
-def exchanges(rollout: Rollout, spec: ModelSpec) -> Problems:
-    """SGLang's low-latency mode alone has no settings by ranks, nor the kernels between nodes that prompts need."""
+def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
+    """Refuses numbers of ranks and hidden sizes that DeepEP has no kernels for, except in SGLang's low-latency mode."""
     for group in rollout.policy_engines:
-        backend, mode = group.sglang.get("moe_a2a_backend"), group.sglang.get("deepep_mode")
-        by_deep_ep = backend == "deepep" and mode != "low_latency"
-        if by_deep_ep and spec.experts and (lack := deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])):
+        uses_deep_ep = group.sglang.get("moe_a2a_backend") == "deepep"
+        if not uses_deep_ep or group.sglang.get("deepep_mode") == "low_latency" or not spec.experts:
+            continue
+        lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
+        if lack:
             yield f"{group.where} has deepep, which {lack}; leave it out, or set another tensor"
 
 
 @rule("engines.transfer_package", "rollout.engines.sglang.disaggregation_transfer_backend")
 def has_transfer(rollout: Rollout, local_device: str) -> Problems:
-    for group in rollout.served if local_device == "cuda" else ():
+    if local_device != "cuda":
+        return
+    for group in rollout.served:
         backend = group.sglang.get("disaggregation_transfer_backend", "mooncake")
         package = TRANSFER_PACKAGES.get(backend)
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:
             yield (
-                f"{group.where} has the role {group.role}, whose KV {backend} moves, and the package {package} is not "
-                "installed here; install it, or choose another backend"
+                f"{group.where} has the role {group.role} and transfers KV with {backend}, but the package {package} "
+                "is not installed; install it, or set another backend"
             )

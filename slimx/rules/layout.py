@@ -1,4 +1,4 @@
-"""Rules about the model: its weights, and how it is split over ranks (layers, experts, heads, vocabulary)."""
+"""Rules about the model: its weights, and its sharding over ranks (layers, experts, heads, vocabulary)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ if TYPE_CHECKING:
 @rule("layout.divides", "trainer")
 def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
     columns = spec.transformer["moe_ffn_hidden_size"] if spec.experts else 0
-    for key, size, what, count in (
+    for key, size, unit, count in (
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
         ("trainer.tensor", sizes.tensor, "vocabulary entries", spec.vocab_size),
         ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", columns),
     ):
         if count % size:
-            divisors = [n for n in range(1, count + 1) if count % n == 0]
-            nearest = min(divisors, key=lambda n, size=size: (abs(n - size), n))
+            nearest = _nearest_divisor(count, size)
             yield (
                 key,
-                f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
+                f"{key}={size} does not divide the {count} {unit} of {spec.path}; the nearest that does is "
                 f"{key}={nearest}",
             )
     if spec.experts and spec.transformer.get("add_bias_linear") and sizes.expert_tensor > 1:
         yield (
             "trainer.expert_tensor",
-            f"trainer.expert_tensor={sizes.expert_tensor} splits the experts of {spec.path}, which have biases: "
-            "megatron-core would add them on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
+            f"trainer.expert_tensor={sizes.expert_tensor} shards the experts of {spec.path}, which have biases that "
+            "megatron-core would add on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
         )
+
+
+def _nearest_divisor(count: int, size: int) -> int:
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    return min(divisors, key=lambda n: (abs(n - size), n))
 
 
 @rule("layout.parts", "trainer")
@@ -46,15 +50,15 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
     from slimx.layout.megatron import MegatronLayout
     from slimx.layout.parts import check_coverage
 
-    split = not any(any(each.ask(sizes, spec)) for each in (sizes_divide, *spec.layer_kind.split_rules()))
+    refused = any(any(rule.ask(sizes, spec)) for rule in (sizes_divide, *spec.layer_kind.split_rules()))
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:
-        # `sizes_divide` names the nearest number that can share the experts.
-        if split or error.code != "layout.experts":
+        # `sizes_divide` has refused the number of experts and suggests the nearest one.
+        if not refused or error.code != "layout.experts":
             raise
         return
-    if split:
+    if not refused:
         check_coverage(spec.table.sources(), layout.parts())
     yield from ()
 
@@ -63,7 +67,7 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
 def trains_something(trainer: Trainer, spec: ModelSpec) -> Problems:
     frozen = spec.frozen(trainer.freeze)
     if trainer.freeze and all(entry.sources in frozen for entry in spec.table.entries()):
-        yield "it matches every parameter of the model, so nothing would train; narrow it"
+        yield "it matches every parameter of the model, so none would be trained; narrow it"
 
 
 @rule("layout.no_weight_decay", "trainer.optimizer.no_weight_decay")
@@ -75,22 +79,24 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Problems:
 
 
 @rule("layout.deep_ep", "trainer.moe.dispatcher")
-def dispatches(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
-    ranks, hidden = sizes.expert * sizes.expert_tensor, spec.transformer["hidden_size"]
-    flex = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep"
-    if flex and spec.experts and ranks > 1 and (lack := deep_ep_lacks(ranks, hidden)):
+def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Problems:
+    ranks = sizes.expert * sizes.expert_tensor
+    uses_deep_ep = trainer.moe.dispatcher == "flex" and trainer.moe.flex_backend == "deepep"
+    if not uses_deep_ep or not spec.experts or ranks == 1:
+        return
+    lack = deep_ep_lacks(ranks, spec.transformer["hidden_size"])
+    if lack:
         yield f"it is DeepEP, which {lack}; set it to alltoall, or other sizes (trainer.expert x trainer.expert_tensor)"
 
 
-SPLIT = (sizes_divide, covers, trains_something, decays_known, dispatches)
-"""Rules about how a model is split; a kind of layers may add some."""
+SPLIT = (sizes_divide, covers, trains_something, decays_known, has_trainer_kernels)
+"""Rules about the sharding of a model, to which a kind of layers may add."""
 
 
 def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
-    """The trainer's sizes, if the model can be split like that.
+    """Returns the trainer's sizes if the model can be sharded by them.
 
-    Raises SlimxError with every reason and the nearest size that fits, or for patterns of parameters that match
-    none."""
+    Raises SlimxError with every reason and the nearest valid size, or for patterns that match no parameter."""
     from slimx.layout.ranks import sizes_of
 
     sizes = sizes_of(trainer)
@@ -99,7 +105,7 @@ def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
 
 
 def split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[SlimxError]:
-    """Refusals by `SPLIT` and the rules of the kind of layers."""
+    """Returns the refusals by `SPLIT` and by the rules of the model's kind of layers."""
     rules = (*SPLIT, *spec.layer_kind.split_rules())
     return broken(rules, {"trainer": trainer, "spec": spec, "sizes": sizes})
 
@@ -109,8 +115,9 @@ def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
     from slimx.models.files.formats import format_of
     from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
 
-    if (found := format_of(weights)) is not None:
-        found.check(weights, spec)
+    checkpoint_format = format_of(weights)
+    if checkpoint_format is not None:
+        checkpoint_format.check(weights, spec)
     else:
         reader = CheckpointReader(weights)
         reader.check(spec.table)

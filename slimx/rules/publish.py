@@ -1,4 +1,4 @@
-"""Rules about how weights are published: what `publish.transport` reaches and brings."""
+"""Rules about the publication of weights: the machines and weights that `publish.transport` supports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slimx.runtime.ports import is_local
 
 
 @rule("engines.urls_transport", "publish.transport")
-def reached(rollout: Rollout, publish: Publish) -> Problems:
+def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
-                f"it needs a process of slimx at each server, and {group.where} has urls, servers that slimx did not "
-                "start; set it to disk, or to memory on the trainers' machine"
+                f"it needs a slimx process at each server, but {group.where} has urls of external servers; set it to "
+                "disk, or to memory on the trainers' machine"
             )
 
 
@@ -33,26 +33,28 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Problems:
 
 @rule("engines.urls_elsewhere", "publish.transport")
 def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device: str) -> Problems:
-    if not publish.one_machine or cluster.ray_address is not None:  # else trainers are here
+    if not publish.one_machine or cluster.ray_address is not None:  # without it trainers are local
         return
     for name, host in rollout.external_hosts.items():
         if not is_local(host):
-            yield f"engine {name} runs at {host}, which is no address of the trainers' machine; set it to disk"
+            yield f"engine {name} runs at {host}, which is not an address of the trainers' machine; set it to disk"
 
 
 @rule("publish.machines", "publish.transport")
 def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, device: str) -> Problems:
-    """A run on several machines may have engines on any of them, unless the sizes of nodes say where."""
+    """Refuses transports of one machine for several nodes of unknown size, on any of which engines may run."""
     from slimx.preflight.hardware import nodes_known
 
     if nodes_known(cluster, device) or not publish.one_machine or (cluster.nodes or 1) == 1:
         return
     for group in rollout.policy_engines:
         if group.started:
-            sizes = "" if device == "cpu" else ", or give cluster.gpus_per_node, which says where servers would be"
+            remedy = "set it to auto"
+            if device != "cpu":
+                remedy += ", or set cluster.gpus_per_node, which determines the servers' nodes"
             yield (
-                f"it reaches one machine, and cluster.nodes is {cluster.nodes}: servers of {group.where} may be on any "
-                f"of these; set it to auto{sizes}"
+                f"it reaches one machine, but cluster.nodes is {cluster.nodes} and servers of {group.where} may be on "
+                f"any of them; {remedy}"
             )
             return
 
@@ -61,7 +63,7 @@ def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, d
 def leaves_no_node_idle(
     publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, rollout: Rollout, device: str
 ) -> Problems:
-    """Engines that take turns with trainers are where these are: one machine's transport keeps them on the first."""
+    """Refuses transports of one machine if colocated trainers span nodes: engines would be on the first node only."""
     from slimx.preflight.hardware import machine_of, nodes_known
 
     if not nodes_known(cluster, device) or not rollout.policy_engines:
@@ -69,28 +71,27 @@ def leaves_no_node_idle(
     per_node = machine_of(cluster).per_node
     if schedule.colocate and publish.one_machine and trainer.world_size > per_node:
         yield (
-            "it reaches engines on the node of trainer rank 0 alone, and with schedule.colocate the "
+            "it reaches engines on the node of trainer rank 0 only, and with schedule.colocate the "
             f"{trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size {trainer.world_size}, "
-            f"{per_node} a node) would idle while engines generate; set it to auto, nixl or disk, with servers on "
+            f"{per_node} per node) would idle while engines generate; set it to auto, nixl or disk, with servers on "
             "every node"
         )
 
 
 @rule("publish.delta_transport", "publish.delta")
-def changes_travel(publish: Publish) -> Problems:
+def sends_deltas(publish: Publish) -> Problems:
     if publish.delta is not None and publish.transport not in ("nixl", "disk"):
         yield (
-            f"publish.transport={publish.transport} brings whole weights; set that to nixl or disk, with which changes "
-            "travel alone, or leave it out"
+            f"publish.transport={publish.transport} always sends all weights; set that to nixl or disk, which send "
+            "deltas, or leave it out"
         )
 
 
 @rule("policies.transport", "publish.transport")
 def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, device: str) -> Problems:
-    """Asked of the transport that is chosen, where the configuration leaves it open; of each policy with all that the
-    run has."""
+    """Checks the chosen transport of each policy against all policies of the run."""
     if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
         yield (
-            "several trained policies were proven with memory alone; set it so, with trainers and engines of all "
+            "several trained policies were proven with memory only; set it to memory, with trainers and engines of all "
             "policies on one machine"
         )

@@ -1,5 +1,4 @@
-"""Rules about the trainers: their device and optimizer, what data-parallel ranks exchange, activations and
-routing."""
+"""Rules about the trainers: device, optimizer, data-parallel communication, activations and routing."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 @rule("cluster.no_gpu", "cluster.device")
 def has_gpu(cluster: Cluster, local_device: str) -> Problems:
-    if cluster.device == "cuda" and cluster.ray_address is None and not _shows_gpu():
+    if cluster.device == "cuda" and cluster.ray_address is None and not _has_gpu():
         yield "this machine has no GPU; set it to cpu"
 
 
-def _shows_gpu() -> bool:
-    import pynvml  # where there are GPUs, torch may not have been imported yet
+def _has_gpu() -> bool:
+    import pynvml  # torch, which takes longer, may not have been imported yet
 
     try:
         pynvml.nvmlInit()
@@ -33,7 +32,7 @@ def _shows_gpu() -> bool:
 
 
 @rule("muon.unused", "trainer.optimizer.muon")
-def used(trainer: Trainer) -> Problems:
+def has_effect(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "adam" and trainer.optimizer.muon != Muon():
         yield "trainer.optimizer.kind is adam; set that to muon, or leave it out"
 
@@ -41,14 +40,14 @@ def used(trainer: Trainer) -> Problems:
 @rule("muon.distributed", "trainer.distributed_optimizer")
 def whole_matrices(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "muon" and trainer.distributed_optimizer:
-        yield "it cuts matrices into shards, which Muon (trainer.optimizer.kind) cannot orthogonalise; set it to false"
+        yield "it shards matrices, which Muon (trainer.optimizer.kind) has to orthogonalise as a whole; set it to false"
 
 
 @rule("muon.package", "trainer.optimizer.kind")
 def has_muon(trainer: Trainer, local_device: str) -> Problems:
     if trainer.optimizer.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         yield (
-            "the package emerging-optimizers, which has megatron-core's Muon, is not installed here; pip install "
+            "the package emerging-optimizers, which has megatron-core's Muon, is not installed; pip install "
             "slimx[muon], or set it to adam"
         )
 
@@ -60,48 +59,51 @@ def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algo
     if not trainer.distributed_optimizer:
         yield "without trainer.distributed_optimizer every rank updates all weights; leave it out"
     if schedule.updates_per_step == 1 or algorithm.scores:
-        last = "a reward model scores pairs" if algorithm.scores else "schedule.updates_per_step is 1 and a step ends"
-        yield f"{last} after every update, and that needs whole weights; leave it out"
+        consumer = "a reward model is evaluated" if algorithm.scores else "with schedule.updates_per_step=1 a step ends"
+        yield f"{consumer} after every update and needs all weights at once; leave it out"
 
 
 @rule("grad_reduce.dtype", "trainer.grad_reduce_in_fp32")
 def has_short_gradients(trainer: Trainer, numerics: Numerics) -> Problems:
     if not trainer.grad_reduce_in_fp32 and numerics.dtype == "float32":
-        yield "numerics.dtype is float32 and so are the gradients; leave it out"
+        yield "gradients are float32 like numerics.dtype; leave it out"
 
 
 @rule("activations.recompute", "trainer.recompute.granularity")
 def moves_or_recomputes(trainer: Trainer) -> Problems:
     if trainer.offload_activations and trainer.recompute.granularity != "none":
-        yield "it was never proven with trainer.offload_activations; set it to none, or leave the other out"
+        yield "it was never proven with trainer.offload_activations; set it to none, or leave the other one out"
 
 
 @rule("activations.attn_proj", "trainer.offload_activations")
 def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
     if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
-        yield "attn_proj without core_attn, which keeps the same tensor on the device, frees nothing: name both"
+        yield "attn_proj frees no memory without core_attn, which keeps the same tensor on the device; list both"
 
 
 @rule("activations.device", "trainer.offload_activations")
 def has_a_device(trainer: Trainer, device: str) -> Problems:
     if trainer.offload_activations and device != "cuda":
-        yield "activations move from a GPU to the host, and the run is on the CPU (cluster.device); leave it out"
+        yield "it moves activations from a GPU to the host, but the run is on the CPU (cluster.device); leave it out"
 
 
 @rule("activations.model", "trainer.offload_activations")
 def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Problems:
-    """Every module that is named is one of the model's."""
-    model, recompute = spec.transformer, trainer.recompute
-    experts, latent = spec.experts > 0, bool(model.get("multi_latent_attention"))
-    shared = bool(model.get("moe_shared_expert_intermediate_size"))
-    has = {"expert_fc1": experts, "mla_up_proj": latent, "moe": experts, "moe_act": experts, "shared_experts": shared}
-    for key, named in (
-        ("trainer.offload_activations", trainer.offload_activations),
-        ("trainer.recompute.modules", recompute.modules if recompute.granularity == "selective" else ()),
-    ):
-        for name in named:
-            if not has.get(name, True):
-                yield key, f"{spec.path} has no {name}; take it out"
+    """Refuses modules that the model does not have."""
+    missing = set()
+    if not spec.experts:
+        missing |= {"expert_fc1", "moe", "moe_act"}
+    if not spec.transformer.get("multi_latent_attention"):
+        missing.add("mla_up_proj")
+    if not spec.transformer.get("moe_shared_expert_intermediate_size"):
+        missing.add("shared_experts")
+    for offloaded in trainer.offload_activations:
+        if offloaded in missing:
+            yield "trainer.offload_activations", f"{spec.path} has no {offloaded}; take it out"
+    if trainer.recompute.granularity == "selective":
+        for recomputed in trainer.recompute.modules:
+            if recomputed in missing:
+                yield "trainer.recompute.modules", f"{spec.path} has no {recomputed}; take it out"
 
 
 @rule("routing.moe_layers", "trainer.moe")

@@ -1,5 +1,5 @@
-"""Combinations that were never proven: one table of features, and for every one the keys that were never tried or
-compared with it. docs/support.md has the same table (`python -m tools.docs.make_unproven`)."""
+"""Unproven combinations: a table of features, each with the keys that were never tested or compared with it.
+docs/support.md has the same table (`python -m tools.docs.make_unproven`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from slimx import entry_points
 from slimx.config.rule import Problems, rule
@@ -34,8 +36,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
     ),
     "trainer.grad_reduce_in_fp32=false": ("trainer.optimizer.kind", "numerics.mode"),
     "trainer.overlap_param_gather": (
-        "trainer.overlap_grad_reduce=false",  # without its buckets nothing overlaps
-        "trainer.qat",  # rounds the weights as soon as they are updated
+        "trainer.overlap_grad_reduce=false",  # whose buckets the overlap needs
+        "trainer.qat",  # rounds weights right after their update
         "trainer.lora",
         "numerics.mode",
     ),
@@ -69,8 +71,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "publish.quantise",
     ),
 }
-"""Feature -> what was never proven with it. `KEY`: it differs from its default; `KEY=VALUE`: it has this value; `KEY
-(words)`: a condition of `CONDITIONS`. A key of `rollout.engines` is that of any group of the policy."""
+"""Feature -> entries that were never proven with it. `KEY`: a value other than the default; `KEY=VALUE`: this value;
+`KEY (words)`: a condition of `CONDITIONS`. A key of `rollout.engines` applies to every group of the policy."""
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": lambda sections: any(
         group.drafts for group in sections["rollout"].policy_engines
@@ -94,64 +96,71 @@ SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activ
 
 
 def layer_tables() -> dict[str, Sequence[str]]:
-    """Returns keys that were never proven with a kind of layers, by its name, of all kinds."""
-    tables = (kind.unproven for kind in entry_points.load_all(GROUP).values())
-    return dict(chain.from_iterable(table.items() for table in (*tables, SINKS)))
+    """Returns the keys that were never proven with each kind of layers, by the kind's name."""
+    merged: dict[str, Sequence[str]] = {}
+    for kind in entry_points.load_all(GROUP).values():
+        merged |= kind.unproven
+    return {**merged, **SINKS}
 
 
 def key_of(entry: str) -> str:
-    """The key of an entry of the tables."""
-    return re.match(r"[\w.]+", entry)[0]
+    """Returns the key of an entry of the tables."""
+    return re.split(r"[^\w.]", entry, maxsplit=1)[0]
 
 
 def is_set(entry: str, sections: Sections) -> bool:
-    """True if the sections have what `entry` names."""
+    """Returns True if `entry` applies to the sections."""
     if entry in CONDITIONS:
         return CONDITIONS[entry](sections)
-    key, _, wanted = entry.partition("=")
-    found = _values(key, sections)
-    return any(str(value).lower() == wanted if wanted else value != default for value, default in found)
+    key, _, required = entry.partition("=")
+    values = _values(key, sections)
+    if required:
+        return any(str(value).lower() == required for value, _ in values)
+    return any(value != default for value, default in values)
 
 
-def _values(key: str, sections: Sections) -> list[tuple[Any, Any]]:
-    """Values at `key` with their defaults: several of groups of engines, none where the key ends in no section."""
+def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
+    """Returns the values at `key` with their defaults: one per group for keys of engines, [] if a section is null."""
     section, *names = key.split(".")
-    found = [(sections[section], None)]
+    values: list[tuple[object, object]] = [(sections[section], None)]
     for name in names:
         if name == "engines":
-            found = [(group, None) for group in sections["rollout"].policy_engines]
+            values = [(group, None) for group in sections["rollout"].policy_engines]
         else:
-            found = [_inner(owner, name) for owner, _ in found if owner is not None]
-    return found
+            values = [_inner(owner, name) for owner, _ in values if owner is not None]
+    return values
 
 
-def _inner(owner: Any, name: str) -> tuple[Any, Any]:
-    if isinstance(owner, Mapping):
-        return owner.get(name) or None, None
-    return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
+def _inner(owner: object, name: str) -> tuple[object, object]:
+    """Returns the value of `name` in a section or a mapping, and its default."""
+    if isinstance(owner, BaseModel):
+        return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
+    value = owner.get(name) if isinstance(owner, Mapping) else None
+    return value or None, None
 
 
 def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
-    """Names of the sections whose keys a table such as `UNPROVEN` names."""
-    return {key_of(entry).partition(".")[0] for entry in (*table, *chain.from_iterable(table.values()))}
+    """Returns the names of the sections with keys in a table such as `UNPROVEN`."""
+    entries = [*table, *chain.from_iterable(table.values())]
+    return {key_of(entry).partition(".")[0] for entry in entries}
 
 
 def found_in(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
-    """Refusals by a table such as `UNPROVEN`, of an extra's features."""
+    """Yields the refusals by a table such as `UNPROVEN`, which an extra may have too."""
     for feature, entries in table.items():
         if is_set(feature, sections):
             yield from _refusals(entries, sections, feature)
 
 
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
-def unproven(**sections: Any) -> Problems:
+def unproven(**sections: object) -> Problems:
     yield from found_in(UNPROVEN, sections)
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:
-    """Refusals by a table such as `ARCHITECTURES`, of an extra's features."""
+    """Yields the refusals by a table of an extra from features to the architectures proven with them."""
+    name = spec.family.ARCHITECTURE
     for feature, architectures in table.items():
-        name = spec.family.ARCHITECTURE
         if name not in architectures and is_set(feature, sections):
             yield (
                 f"{spec.path} is a {name}, with which {feature} was never proven; leave that out, or train one of "
@@ -161,7 +170,9 @@ def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, 
 
 @rule("unproven.layers", "model.path")
 def unproven_layers(trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Problems:
-    kinds = spec.layer_kind.unproven | (SINKS if spec.transformer.get("softmax_type") == "learnable" else {})
+    kinds = dict(spec.layer_kind.unproven)
+    if spec.transformer.get("softmax_type") == "learnable":
+        kinds |= SINKS
     for kind, entries in kinds.items():
         yield from _refusals(entries, {"trainer": trainer, "rollout": rollout}, f"layers of {spec.path} ({kind})")
 

@@ -1,9 +1,9 @@
-"""Section algorithm: what advantages and loss are made of."""
+"""Section algorithm: advantages, loss, reference and teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -23,109 +23,113 @@ from slimx.config.sections.objectives import (
 )
 
 CREDITS = ("own", "shared")
-"""Ways to share out the rewards of a rollout, first the default."""
+"""Built-in values of `credit`, the default first."""
 
 
 class Algorithm(Section):
     name: Name = "grpo"
-    """A published algorithm: default values of the other keys (docs/algorithms.md has the table)."""
+    """Published algorithm that sets the defaults of the other keys (table in docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
-    """Estimator: a kind, or a mapping with `kind` and its parameters; or the dotted path of a hook: advantages(groups)
-    -> one number or array [L-1] per trajectory."""
+    """Estimator of advantages: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
+    advantages(groups) -> one number or array [L-1] per trajectory."""
     loss: Loss = Field(default={}, validate_default=True)
-    """Objective of a token: a kind, or a mapping with `kind` and its parameters; or the dotted path of a hook:
-    loss(inputs) -> (loss, metrics), which is then the whole loss."""
+    """Objective of a token: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
+    loss(inputs) -> (loss, metrics), which replaces the whole loss."""
     credit: str = "own"
-    """Division of a rollout's rewards among its trajectories, before advantages. own: each keeps its own; shared:
-    all have the mean of the rollout's; a dotted path: credit(group) -> a reward for each trajectory of the group
-    (docs/policies.md)."""
+    """Credit assignment among the trajectories of a rollout, before advantages. own: each trajectory keeps its reward;
+    shared: all get the mean of the rollout's rewards; a dotted path: credit(group) -> a reward for each trajectory of
+    the group (docs/policies.md)."""
     aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = "token"
-    """The loss of an update is a mean over units. token: all trained tokens; sample: rollouts, each the mean of
+    """Units over which the loss of an update is averaged. token: all trained tokens; sample: rollouts, each the mean of
     its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each the sum of its
-    tokens over rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens."""
+    tokens divided by rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens."""
     reference: bool = False
-    """Log KL to the initial weights (one more forward pass)."""
+    """Measure and log the KL to a reference, the initial weights (one more forward pass)."""
     reference_refresh: Count = 0
-    """Steps after which the reference becomes the present weights, again and again, which are also kept in
-    RUN/reference-NNNNNN for a run that is resumed; 0: never."""
+    """Steps between refreshes, which replace the reference with the current weights and save it in
+    RUN/reference-NNNNNN for resumed runs; 0: never."""
     kl_coef: Weight = 0.0
     """Weight of KL(policy || reference) in the loss."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Estimator of the KL in the loss; low_variance: k3 with bounds."""
+    """Estimator of the KL in the loss; low_variance: clamped k3."""
     kl_unbiased: bool = False
-    """Multiply the KL in the loss by the ratio, so that its gradient is unbiased."""
+    """Multiply the KL in the loss by the ratio, which makes its gradient unbiased."""
     kl_reward_coef: Weight = 0.0
     """Weight of KL(policy || reference) in each trained token's reward."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k1"
     """Estimator of the KL in the reward; k1: log policy - log reference."""
     entropy_coef: Real = 0.0
-    """Weight of the policy's entropy, which is raised where it is positive."""
+    """Weight of the entropy bonus; a positive value raises the policy's entropy."""
     teacher: PathText | None = None
-    """Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are measured
-    (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none."""
+    """Hugging Face directory of a teacher with the policy's architecture; null: none. The trainers compute its
+    log-probs of the rollouts (kl/teacher), at the cost of one more forward pass and one more copy of the weights in
+    host memory."""
     teacher_engine: str | None = None
-    """In place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any architecture
-    with the policy's vocabulary; null: none."""
+    """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. Its model
+    may have any architecture with the policy's vocabulary."""
     teacher_engines: dict[str, str] = {}
-    """Several such groups, each by the value of metadata.TEACHER_FIELD whose prompts it teaches, such as {math:
-    math-teacher, code: code-teacher}; prompts with other values go to `teacher_engine`, and are refused without one."""
+    """Mapping from values of the prompts' metadata (`teacher_field`) to teacher groups, such as {math: math-teacher,
+    code: code-teacher}. Prompts with other values are sent to `teacher_engine`, and refused without one."""
     teacher_field: str = "dataset"
-    """Metadata by which `teacher_engines` chooses; dataset: the name of the prompt's source."""
+    """Name of the metadata that selects among `teacher_engines`; dataset: the name of the prompt's source."""
     teacher_coef: Weight = 0.0
     """On-policy distillation: weight of log teacher - log engine in each token's advantage."""
     teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Likeliest tokens whose log-probs a served teacher also gives at each trained position, 8 bytes for each in memory
-    and checkpoints; 0: none. For `teacher_kl_coef`."""
+    """Number of likeliest tokens whose log-probs a served teacher returns at each trained position, for
+    `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and checkpoints."""
     teacher_kl_coef: Weight = 0.0
-    """Distillation over distributions: weight of the KL between teacher and policy over the teacher's `teacher_top_k`
-    likeliest tokens and all others together as one more."""
+    """Distillation of distributions: weight of the KL between teacher and policy over the teacher's `teacher_top_k`
+    likeliest tokens, plus one bin for all other tokens."""
     teacher_kl: Literal["reverse", "forward"] = "reverse"
-    """reverse: KL(policy || teacher), as the single tokens of `teacher_coef` estimate it; forward: KL(teacher ||
-    policy)."""
+    """Direction of the KL. reverse: KL(policy || teacher), which `teacher_coef` estimates from single tokens; forward:
+    KL(teacher || policy)."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of the weights
-    before the step (one more forward pass)."""
+    """Denominator of the ratio. rollout: the engine's log-probs; recompute: the trainer's, under the weights before the
+    step (one more forward pass)."""
     correction: Correction = Correction()
     rejection: Rejection = Rejection()
     opsm_delta: Positive | None = None
-    """Off-policy sequence masking: tokens with a negative advantage do not count where the mean of log engine - log
-    policy over their sequence is above this (slime's default: 1e-4); null: all count."""
+    """Threshold of off-policy sequence masking (slime's default: 1e-4); null: no masking. Tokens with a negative
+    advantage are masked if the mean of log engine - log policy over their sequence is above it."""
     mask_stale_tokens: bool = False
-    """Train only the newest version's tokens of a trajectory that several weight versions sampled; the older ones are
+    """If several weight versions sampled a trajectory, train only on the newest version's tokens; the others are
     context."""
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, values: Any) -> Any:
+    def _preset(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
         preset = PRESETS.get(str(values.get("name")), {})
         merged = {**preset, **values}
-        if isinstance(values.get("correction"), dict):
-            merged["correction"] = {**dict(preset.get("correction", ())), **values["correction"]}
+        correction = values.get("correction")
+        base = preset.get("correction")
+        if isinstance(correction, dict) and isinstance(base, Correction):
+            merged["correction"] = {**dict(base), **correction}
         return merged
 
     @field_validator("advantages", "loss", mode="before")
     @classmethod
-    def _objective(cls, value: Any, info: ValidationInfo) -> Objective:
-        preset = PRESETS.get(info.data.get("name"), {})
-        return read_objective(info.field_name, value, preset.get(info.field_name, {}))
+    def _objective(cls, value: object, info: ValidationInfo) -> Objective:
+        preset = PRESETS.get(str(info.data.get("name")), {})
+        key = str(info.field_name)
+        return read_objective(key, value, preset.get(key, {}))
 
     def _faults(self) -> Faults:
-        first: dict[str, tuple[str, str, str]] = {}  # of each key: a second one may ask for the opposite
+        first: dict[str, tuple[str, str, str]] = {}  # one per key, because a second one may demand the opposite
         for code, key, sentence in self._conflicts():
             first.setdefault(key, (f"algorithm.{code}", f"algorithm.{key}", sentence))
         yield from first.values()
         yield from unknown_kind("credit", self.credit, CREDITS)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields conflicts between keys, codes and keys without the section's name."""
-        for key, (used, where) in NEEDS.items():
+        """Yields conflicts between keys: code, key without the section's name, and sentence."""
+        for key, (used, reason) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (
                     "unused",
                     key,
-                    f"algorithm.{key} {where}, and algorithm.name is {self.name} (loss {self.loss}, advantages "
+                    f"algorithm.{key} {reason}, but algorithm.name is {self.name} (loss {self.loss}, advantages "
                     f"{self.advantages}); leave it out",
                 )
         estimator = self.advantages
@@ -133,8 +137,8 @@ class Algorithm(Section):
             yield (
                 "unused",
                 "advantages.eps",
-                "algorithm.advantages.eps is added to a standard deviation by which nothing is divided here; leave it "
-                "out",
+                "algorithm.advantages.eps has no effect, because normalize_std is false and nothing is divided by the "
+                "standard deviation; leave it out",
             )
         for key in ("kl_coef", "kl_reward_coef"):
             if getattr(self, key) > 0 and not self.reference:
@@ -147,14 +151,14 @@ class Algorithm(Section):
             yield (
                 "sft_advantages",
                 "advantages",
-                f"algorithm.loss={self.loss} looks at no advantages; set algorithm.name={self.loss}",
+                f"algorithm.loss={self.loss} does not use advantages; set algorithm.name={self.loss}",
             )
         learns = estimator.kind != "none" or self.teacher_coef or self.teacher_kl_coef
         if _policy_gradient(self) and not learns:
             yield (
                 "no_advantages",
                 "advantages",
-                "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
+                "algorithm.advantages is none and algorithm.teacher_coef is 0: every advantage would be 0; set an "
                 "estimator, or algorithm.name=distillation",
             )
         if self.teacher is not None and self.served_teachers:
@@ -162,7 +166,7 @@ class Algorithm(Section):
             yield (
                 "two_teachers",
                 key,
-                f"algorithm.teacher and algorithm.{key} name a teacher each; remove one of them",
+                f"algorithm.teacher and algorithm.{key} both name a teacher; remove one of them",
             )
         if self.teacher_coef and not self.taught:
             yield (
@@ -176,7 +180,7 @@ class Algorithm(Section):
             yield (
                 "teacher_kl",
                 missing,
-                "algorithm.teacher_kl_coef is positive and compares with the likeliest tokens of a served teacher; set "
+                "algorithm.teacher_kl_coef is positive and needs the likeliest tokens of a served teacher; set "
                 f"algorithm.{missing} too",
             )
         for key in ("correction", "rejection"):
@@ -191,28 +195,28 @@ class Algorithm(Section):
             yield (
                 "kl_estimator",
                 "kl_estimator",
-                "algorithm.kl_estimator is k1: in a loss its gradient has mean 0 whatever the reference; use k2 or k3, "
-                "or set algorithm.kl_unbiased=true",
+                "algorithm.kl_estimator is k1, whose gradient in a loss has mean 0 for any reference; use k2 or k3, or "
+                "set algorithm.kl_unbiased=true",
             )
 
-    def default(self, key: str) -> Any:
-        """The value of `key` under this name where nothing is said."""
+    def default(self, key: str) -> object:
+        """Returns the default of `key` under this algorithm's name."""
         return PRESETS[self.name].get(key, type(self).model_fields[key].default)
 
     @property
     def group_relative(self) -> bool:
-        """True if an advantage is nothing but a comparison within a group."""
+        """True if advantages only compare rollouts within a group."""
         compared = ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo")
         return self.advantages.kind in compared or self.advantages.demonstrated
 
     @property
     def compares(self) -> bool:
-        """True if a group whose rollouts all earn the same gives no advantage: no teacher gives one either."""
+        """True if a group with equal rewards has no advantages, from a teacher neither."""
         return self.group_relative and not (self.teacher_coef or self.teacher_kl_coef)
 
     @property
     def scores(self) -> bool:
-        """True if what is trained is a reward model: a trunk with a score in the place of logits."""
+        """True if the trained model is a reward model: a trunk with a score instead of logits."""
         return self.loss.scores
 
     @property
@@ -222,18 +226,20 @@ class Algorithm(Section):
 
     @property
     def served_teachers(self) -> tuple[str, ...]:
-        """Names of the frozen groups that teach, each once."""
-        alone = () if self.teacher_engine is None else (self.teacher_engine,)
-        return tuple(dict.fromkeys((*self.teacher_engines.values(), *alone)))
+        """Names of the frozen groups that serve teachers, without duplicates."""
+        names = list(self.teacher_engines.values())
+        if self.teacher_engine is not None:
+            names.append(self.teacher_engine)
+        return tuple(dict.fromkeys(names))
 
     @property
     def needs_whole_step(self) -> bool:
-        """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
+        """True if advantages, or the selection of their tokens, need the rows of the whole step."""
         return self.advantages.whole_step or self.loss.whole_step
 
     @property
     def hooks(self) -> list[str]:
-        """Keys that name functions of the user's."""
+        """Keys that name hooks of the user."""
         return [key for key, records in OBJECTIVES.items() if getattr(self, key).kind not in records]
 
 
@@ -252,33 +258,32 @@ def _policy_gradient(a: Algorithm) -> bool:
 NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     **dict.fromkeys(
         ("kl_coef", "entropy_coef", "teacher_coef", "teacher_kl_coef"),
-        (_policy_gradient, "is a term of the policy-gradient losses"),
+        (_policy_gradient, "is a term of policy-gradient losses"),
     ),
     **dict.fromkeys(
         ("reference", "teacher", "teacher_engine", "teacher_engines"),
-        (_rolled_out, "is compared with a policy's rollouts"),
+        (_rolled_out, "needs rollouts of the policy"),
     ),
     "credit": (
         lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
-        "shares out rewards of trajectories, and advantages come of something else, or are compared with a reward that "
-        "has no credit",
+        "assigns rewards to trajectories, which these advantages do not use, or compare with a reward without credit",
     ),
-    "aggregation": (lambda a: not a.scores, "weighs tokens, and a reward model has one score for each answer"),
+    "aggregation": (lambda a: not a.scores, "weights tokens, and a reward model has one score per answer"),
     "kl_reward_coef": (
         lambda a: isinstance(a.advantages, TokenRewards),
-        "is for advantages with a reward for every token: reinforce, reinforce_baseline and gae",
+        "needs advantages with a reward for every token: reinforce, reinforce_baseline or gae",
     ),
     "kl_reward_estimator": (lambda a: a.kl_reward_coef > 0, "needs a positive algorithm.kl_reward_coef"),
     "kl_estimator": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "kl_unbiased": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
-    "teacher_field": (lambda a: bool(a.teacher_engines), "chooses among algorithm.teacher_engines"),
+    "teacher_field": (lambda a: bool(a.teacher_engines), "selects among algorithm.teacher_engines"),
     "teacher_kl": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
-    "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "is for a positive algorithm.teacher_kl_coef"),
-    "old_logprobs": (_sampled, "is what the ratio compares with, and there is none"),
-    "mask_stale_tokens": (_sampled, "leaves tokens of a policy out"),
-    "correction": (_policy_gradient, "weighs the policy-gradient losses"),
-    "rejection": (_policy_gradient, "leaves tokens of a policy out"),
-    "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),
+    "teacher_top_k": (lambda a: a.teacher_kl_coef > 0, "needs a positive algorithm.teacher_kl_coef"),
+    "old_logprobs": (_sampled, "is the denominator of a ratio, which this loss does not have"),
+    "mask_stale_tokens": (_sampled, "masks sampled tokens"),
+    "correction": (_policy_gradient, "weights policy-gradient losses"),
+    "rejection": (_policy_gradient, "masks sampled tokens"),
+    "opsm_delta": (_policy_gradient, "masks sampled sequences"),
 }
-"""Conditions under which each key has an effect, and their wording."""
+"""Condition under which each key has an effect, and its wording."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -22,41 +22,41 @@ class CriticOptimizer(Optimizer):
 
 
 class Critic(Section):
-    """The value model of PPO: the policy's architecture with one number per token instead of logits. What is not said
-    here (attention, recompute, deadline, ...) is the trainer's."""
+    """The value model of PPO: the policy's architecture with one number per token instead of logits. Other settings
+    (attention, recompute, deadline, ...) are those of section trainer."""
 
     load: PathText | None = None
-    """Hugging Face directory of the trunk's initial weights; null: the policy's own."""
+    """Hugging Face directory of the trunk's initial weights; null: those of the policy."""
     head: Literal["zero", "normal"] = "zero"
-    """Value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)."""
+    """Initial value head: zero, or normal with standard deviation 1/sqrt(hidden size + 1)."""
     placement: Literal["shared", "own"] = "shared"
-    """shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)."""
+    """shared: in the trainer's ranks, which train policy and critic in turn; own: in separate ranks (`layout`)."""
     layout: RankLayout | None = None
-    """Placement own: sizes of the critic, beside those of the trainer; null: one rank."""
+    """Parallel sizes of the critic's separate ranks (`placement: own`); null: one rank."""
     optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: Weight = 0.2
-    """A value that moved further than this in a step gains nothing by it; 0: no clipping."""
+    """Clip range of values: a change beyond it within a step does not lower the loss; 0: no clipping."""
     warmup_steps: Count = 0
-    """First steps of the run that train the critic only; the policy stays as it is."""
+    """Number of first steps that train only the critic and leave the policy unchanged."""
 
     def _faults(self) -> Faults:
         if self.placement == "shared" and self.layout is not None:
             yield (
                 "critic.placement",
                 "critic.layout",
-                "critic.layout is given but critic.placement is shared, where the critic is split as the trainer is; "
+                "critic.layout is set but critic.placement is shared, where the critic is sharded like the trainer; "
                 "set critic.placement=own or leave critic.layout out",
             )
 
 
 def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
-    """The `trainer` section that the critic's ranks follow. Raises SlimxError for a layout that does not fit them."""
-    changes: dict[str, Any] = {
+    """Returns the `trainer` section for the critic's ranks. Raises SlimxError for a layout that does not fit them."""
+    changes: dict[str, object] = {
         "load": critic.load or trainer.load,
         "optimizer": critic.optimizer,
-        "freeze": (),  # patterns for the policy
+        "freeze": (),  # globs of the policy's parameters
         "lora": None,
-        # Layers of multi-token prediction learn from labels; a critic has none.
+        # Layers of multi-token prediction learn from labels, which a critic does not have.
         "megatron": {key: value for key, value in trainer.megatron.items() if key != "mtp_num_layers"},
     }
     if critic.placement == "own":
@@ -64,19 +64,21 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
     try:
         return Trainer.model_validate({**dict(trainer), **changes})
     except ValidationError as error:
-        told = error.errors()[0]["msg"].removeprefix("Value error, ").replace("trainer.", "critic.layout.")
-        raise Refusal(told, code="critic.layout", about="critic.layout") from None
+        message = error.errors()[0]["msg"].removeprefix("Value error, ").replace("trainer.", "critic.layout.")
+        raise Refusal(message, code="critic.layout", about="critic.layout") from None
 
 
 @contextmanager
 def critic_keys(critic: Critic) -> Iterator[None]:
-    """Refusals in the block are about the critic's view of the `trainer` section: name the keys that the user wrote."""
+    """Renames keys in refusals raised in the block, from the critic's view of section `trainer` to section `critic`."""
+
+    def renamed(text: str) -> str:
+        text = text.replace("trainer.optimizer.", "critic.optimizer.")
+        if critic.placement == "own":
+            text = text.replace("trainer.", "critic.layout.")
+        return text
+
     try:
         yield
     except SlimxError as error:
-        sentence, about = (
-            text.replace("trainer.optimizer.", "critic.optimizer.") for text in (str(error), error.about)
-        )
-        if critic.placement == "own":
-            sentence, about = (text.replace("trainer.", "critic.layout.") for text in (sentence, about))
-        raise SlimxError(sentence, code=error.code, about=about) from None
+        raise SlimxError(renamed(str(error)), code=error.code, about=renamed(error.about)) from None

@@ -1,10 +1,10 @@
-"""Groups of engine servers, entries of rollout.engines, and their health checks."""
+"""Groups of engine servers (entries of rollout.engines) and their health checks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
@@ -15,6 +15,7 @@ from slimx.config.section import (
     Amount,
     Count,
     Faults,
+    Options,
     PathText,
     Seconds,
     Section,
@@ -22,99 +23,99 @@ from slimx.config.section import (
     shortened,
 )
 
-OWN_DRAFTS = ("EAGLE", "NEXTN")
-"""SGLang's ways to draft tokens by the model's own layer of multi-token prediction."""
+MTP_DRAFTS = ("EAGLE", "NEXTN")
+"""SGLang's algorithms that draft tokens by the model's layer of multi-token prediction."""
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
-"""A server's address; IPv6 addresses stand in brackets."""
-_READ: dict[str, TypeAdapter[Any]] = {
+"""Address of a server, with IPv6 addresses in brackets."""
+_READ: dict[str, TypeAdapter[object]] = {
     "mem_fraction_static": TypeAdapter(Annotated[float, Field(gt=0, lt=1)]),
     "max_running_requests": TypeAdapter(Amount),
     "chunked_prefill_size": TypeAdapter(Annotated[int, Field(ge=-1, le=LARGEST)]),
     "kv_cache_dtype": TypeAdapter(str),
 }
-"""Fields of SGLang's ServerArgs that `slimx plan` computes with, and what they may be; null: SGLang's default."""
+"""Types of the fields of SGLang's ServerArgs that `slimx plan` computes with. A field may also be null."""
 
 
 class Engines(Section):
     """A group of identical engine servers."""
 
     name: str = "actor"
-    """Name of the group in logs and metrics, and in hooks (`ctx.engines[name]`)."""
+    """Name of the group in logs, metrics and hooks (`ctx.engines[name]`)."""
     role: Literal["regular", "prefill", "decode"] = "regular"
-    """Prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and another samples;
+    """prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and another samples;
     regular: each server does both."""
     frozen: bool = False
-    """true: another model (a judge, a reward model, a teacher) that weights are never published to, behind a router of
-    its own; hooks reach it by the group's name."""
+    """true: another model (a judge, a reward model, a teacher), which weights are never published to. It has a separate
+    router, and hooks reach it by the group's name."""
     model: PathText | None = None
-    """Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: model.path."""
+    """Hugging Face directory that the servers load, such as an fp8 copy of model.path; null: model.path."""
     count: Size = 1
     """Number of servers in the group."""
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never ends them."""
+    """Addresses of external servers, http://HOST:PORT each, instead of `count`. slimx neither starts nor stops them."""
     api_key_env: str | None = None
-    """Environment variable of the driver with the key that the servers of `urls` ask for generation (SGLang's
-    --api-key); null: they ask for none."""
+    """Environment variable of the driver with the key that the servers of `urls` require for generation (SGLang's
+    --api-key); null: they require none."""
     admin_api_key_env: str | None = None
-    """Environment variable of the driver with the key that they ask for control calls (--admin-api-key); null:
-    api_key_env's."""
+    """Environment variable of the driver with the key that they require for control calls (--admin-api-key); null: that
+    of api_key_env."""
     nodes: Size = 1
-    """Machines that one server spans (nnodes), each with an equal share of its ranks."""
+    """Machines that one server spans (nnodes), each with an equal number of its ranks."""
     max_total_tokens: Amount | None = None
-    """KV-cache room in tokens; null: SGLang decides."""
+    """Capacity of the KV cache in tokens; null: SGLang decides."""
     threads: Size = 1
-    """CPU threads of each rank of a server (CPU only)."""
+    """CPU threads per rank of a server (CPU only)."""
     tensor: Size = 1
     """Tensor parallel size of a server (SGLang's tp_size)."""
     expert: Size = 1
-    """Expert parallel size of a server (ep_size); divides tensor."""
+    """Expert parallel size of a server (ep_size); it must divide `tensor`."""
     pipeline: Size = 1
     """Pipeline parallel size of a server (pp_size)."""
     dp_attention: Size = 1
-    """Copies of the attention in a server (dp_size with enable_dp_attention); divides tensor."""
+    """Data parallel size of the attention in a server (dp_size with enable_dp_attention); it must divide `tensor`."""
     precompile: bool = False
-    """Compile DeepGEMM's kernels for all sizes before a server serves (tens of minutes at a first start with fp8
-    weights), not when it first needs each."""
-    sglang: dict[str, Any] = Field(default_factory=dict)
-    """Fields of SGLang's ServerArgs, passed through after a check."""
+    """Compile DeepGEMM's kernels for all sizes before a server serves, not each when it is first needed. This takes
+    tens of minutes at the first start with fp8 weights."""
+    sglang: Options = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs, which are checked and passed through."""
 
     _borrowed: bool = PrivateAttr(default=False)
 
     def as_borrowed(self) -> Engines:
-        """The group as a policy sees it that uses another's servers (`policies.NAME.engines_of`)."""
+        """Returns the group as seen by a policy that uses another policy's servers (`policies.NAME.engines_of`)."""
         group = self.model_copy()
         group._borrowed = True
         return group
 
     @property
     def borrowed(self) -> bool:
-        """True if the servers are another policy's, which starts them and is counted with them."""
+        """True if the servers belong to another policy, which starts and counts them."""
         return self._borrowed
 
     @property
     def where(self) -> str:
-        """The group's name in a sentence."""
+        """The group's name in a message."""
         return f"rollout.engines group {self.name}"
 
     @property
     def ranks(self) -> int:
-        """Ranks of one server: a GPU each on CUDA."""
+        """Ranks of one server, with a GPU each on CUDA."""
         return self.tensor * self.pipeline
 
     @property
     def servers(self) -> int:
-        """Servers of the group, started by slimx or not."""
+        """Number of servers in the group, including external ones."""
         return len(self.urls) or self.count
 
     @property
     def drafts(self) -> bool:
-        """True if its servers draft tokens by the model's own layer of multi-token prediction."""
-        given = self.sglang
-        return given.get("speculative_algorithm") in OWN_DRAFTS and not given.get("speculative_draft_model_path")
+        """True if the servers draft tokens by the model's layer of multi-token prediction."""
+        algorithm = self.sglang.get("speculative_algorithm")
+        return algorithm in MTP_DRAFTS and not self.sglang.get("speculative_draft_model_path")
 
     @property
     def started(self) -> int:
-        """Servers that slimx starts for the policy whose group this is."""
+        """Number of servers that slimx starts for the policy of this group."""
         return 0 if self.urls or self.borrowed else self.count
 
     def _faults(self) -> Faults:
@@ -123,39 +124,40 @@ class Engines(Section):
             yield (
                 "engines.frozen_role",
                 "rollout.engines",
-                f"{where} is frozen and has the role {self.role}; prefill and decode servers are the policy's: set "
-                "frozen=false or role=regular",
+                f"{where} is frozen and has the role {self.role}, but only the policy has prefill and decode servers; "
+                "set frozen=false or role=regular",
             )
         if self.frozen and not self.urls and self.model is None:
             yield (
                 "engines.frozen_model",
                 "rollout.engines",
-                f"{where} is frozen but names neither a model nor urls; name the directory of its model, which may be "
-                "model.path",
+                f"{where} is frozen but has neither a model nor urls; set `model` to the directory of its model, which "
+                "may be model.path",
             )
         if self.ranks % self.nodes:
             yield (
                 "engines.nodes",
                 "rollout.engines",
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "each machine has the same share of them",
+                "give each machine the same number of ranks",
             )
         if self.ranks > SERVER:
             yield (
                 "engines.server_ranks",
                 "rollout.engines",
-                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the {SERVER:,} that one may "
-                "have; lower tensor or pipeline",
+                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the maximum of {SERVER:,}; "
+                "lower tensor or pipeline",
             )
         if self.started * self.ranks > GPUS:
             yield (
                 "engines.group_ranks",
                 "rollout.engines",
-                f"{where} is {self.started} servers of {self.ranks} ranks, more than the {GPUS:,} ranks that a group "
-                "may have; lower count, tensor or pipeline",
+                f"{where} has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks "
+                "per group; lower count, tensor or pipeline",
             )
         for key, kind in _READ.items():
-            if (value := self.sglang.get(key)) is None:
+            value = self.sglang.get(key)
+            if value is None:
                 continue
             try:
                 kind.validate_python(value, strict=True)
@@ -172,34 +174,35 @@ class Engines(Section):
             yield (
                 "engines.keys_without_urls",
                 "rollout.engines",
-                f"{where} names keys but no urls; slimx gives the servers that it starts random keys: remove "
-                "api_key_env and admin_api_key_env",
+                f"{where} has api_key_env or admin_api_key_env but no urls, and slimx generates the keys of servers "
+                "that it starts; remove both",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
             yield (
                 "engines.fake_transfer",
                 "rollout.engines",
-                f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "
-                "nothing; use mooncake or nixl",
+                f"{where}: disaggregation_transfer_backend fake does not transfer the KV that decode servers need; use "
+                "mooncake or nixl",
             )
 
     def _external_faults(self, where: str) -> Faults:
-        """Yields addresses that are none, and keys that cannot reach a server which runs already."""
+        """Yields a fault for each malformed address, and for keys that have no effect on an external server."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
-        # Ranks, and a run's own config.yaml, have the defaults written out.
+        # Comparison with defaults, because the config.yaml of a run has them written out.
         default = type(self)()
-        if given := [key for key in idle if getattr(self, key) != getattr(default, key)]:
+        changed = [key for key in idle if getattr(self, key) != getattr(default, key)]
+        if changed:
             yield (
                 "engines.urls_idle_key",
-                f"rollout.engines.{given[0]}",
-                f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it",
+                f"rollout.engines.{changed[0]}",
+                f"{where} has urls of external servers, on which {changed[0]} has no effect; remove it",
             )
         if self.role == "prefill":
             yield (
                 "engines.urls_prefill",
                 "rollout.engines",
-                f"{where} has urls and the role prefill, whose bootstrap port slimx chooses when it starts a server; "
-                "let slimx start prefill servers",
+                f"{where} has urls and the role prefill, but slimx has to choose the bootstrap port of a prefill "
+                "server; remove urls",
             )
         for url in self.urls:
             if not _ADDRESS.fullmatch(url):
@@ -212,12 +215,12 @@ class Engines(Section):
             yield (
                 "engines.url_twice",
                 "rollout.engines",
-                f"{where} names an address twice in urls; name each server once",
+                f"{where} has an address twice in urls; list each server once",
             )
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:
-    """Yields everything that keeps groups from serving together."""
+    """Yields faults between the groups of a run."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         yield (
@@ -231,38 +234,38 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         yield (
             "engines.url_in_two_groups",
             twice,
-            f"rollout.engines names {twice} in two groups; a server belongs to one",
+            f"rollout.engines has {twice} in two groups; list each server in one group",
         )
     roles = {group.role for group in groups if not group.frozen}
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
-        (have,) = split
-        missing = "decode" if have == "prefill" else "prefill"
+        (present,) = split
+        missing = "decode" if present == "prefill" else "prefill"
         yield (
             "engines.role_missing",
             "rollout.engines",
-            f"rollout.engines has a group with the role {have} but none with {missing}; add one",
+            f"rollout.engines has a group with the role {present} but none with {missing}; add one",
         )
     if split and "regular" in roles:
         yield (
             "engines.roles_mixed",
             "rollout.engines",
-            "rollout.engines mixes the role regular with prefill and decode, and one router serves either; give all "
-            "groups of the policy roles of one kind",
+            "rollout.engines mixes the role regular with prefill and decode, but a router serves one kind only; use "
+            "regular for all groups of the policy, or for none",
         )
 
 
 class Health(Section):
     interval: Seconds = 5
-    """Seconds between two checks of /health_generate, and of the router."""
+    """Seconds between two checks of each engine (/health_generate) and of the router."""
     timeout: Seconds = 30
-    """Seconds that one check may take."""
+    """Seconds for one check."""
     threshold: Amount = 3
-    """Failed checks in a row after which an engine, or the router, is started again."""
+    """Consecutive failed checks after which an engine or the router is restarted."""
     restarts: Count = 5
-    """Times in a row that each engine and each router may be started again; 0: never."""
+    """Consecutive restarts allowed for each engine and each router; 0: none."""
     stable_after: Seconds = 600
-    """Seconds that a part must have served for its earlier restarts to count no more."""
+    """Seconds of service after which earlier restarts of an engine or router no longer count."""
     outage_deadline: Seconds = 3600
-    """Seconds that a run waits for an engine while none runs, before it ends; rollouts wait meanwhile, and their
-    deadlines stand still."""
+    """Seconds that a run waits while no engine is running, before it ends. Rollouts wait too, and their deadlines are
+    suspended."""

@@ -1,15 +1,15 @@
-"""Objectives of section algorithm: losses and estimators of advantages, each with its parameters, and the published
+"""Objectives of section algorithm: losses and estimators of advantages with their parameters, and the published
 algorithms that combine them.
 
-The fields of a loss, but for `kind`, are the keyword arguments of the function of that name in
-`slimx.algorithms.losses.surrogates`. Where a preset's number comes from is in docs/algorithms.md.
+The fields of a loss, except `kind`, are the keyword arguments of the function of that name in
+`slimx.algorithms.losses.surrogates`. docs/algorithms.md gives the source of each preset's numbers.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, ClassVar, Literal, Union
 
 from pydantic import Field
 
@@ -23,22 +23,23 @@ def _around_one(key: str, low: float, high: float) -> Faults:
         yield (
             "correction.bounds",
             key,
-            f"{key} keeps weights in [{low:g}, {high:g}], which does not hold 1, the weight of two sides that agree; "
-            "set low <= 1 <= high",
+            f"{key} keeps weights in [{low:g}, {high:g}], which does not contain 1, the weight of a token on which "
+            "trainer and engine agree; set low <= 1 <= high",
         )
 
 
 class Correction(Section):
-    """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
-    otherwise the ratio in the loss already begins at the engine's log-probs."""
+    """Importance weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs:
+    recompute`, because otherwise the ratio in the loss already uses the engine's log-probs."""
 
     kind: Literal["none", "truncate", "icepop"] = "none"
-    """The objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the bounds and 0
-    outside."""
+    """Factor of a token's objective. truncate: w clamped to [low, high]; icepop: w inside the bounds, 0 outside; none:
+    1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """W of each token, of its whole sequence (the product), or the geometric mean of the sequence's."""
+    """Scope of w. token: each token's w; sequence: the product over the sequence; geometric: the geometric mean over
+    the sequence."""
     low: Weight = 0.0
-    """Lower bound of w; 0: none."""
+    """Lower bound of w; 0: no bound."""
     high: Positive = 2.0
     """Upper bound of w."""
 
@@ -59,27 +60,27 @@ class Correction(Section):
 
 
 class Rejection(Section):
-    """Rejection of tokens whose w, the same as a correction's, lies outside bounds; it needs no correction beside it.
+    """Rejection of tokens whose importance weight w (as in `correction`) is outside bounds, with or without a
+    correction.
 
-    A rejected token has no objective. The loss is still divided by all trained tokens."""
+    A rejected token has no objective. The loss is still divided by the number of all trained tokens."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """The w that must lie within [low, high]: each token's own, its whole sequence's (the product), or the geometric
-    mean of the sequence's; none: no bounds."""
+    """Scope of the w that must be within [low, high]. token: each token's w; sequence: the product over the sequence;
+    geometric: the geometric mean over the sequence; none: no bounds."""
     low: Weight = 0.0
     """Lower bound of w; 0: none."""
     high: Positive = 2.0
     """Upper bound of w."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """A sequence in which any token's w is below this is left out whole; 0: none is."""
+    """Threshold for whole sequences: one in which any token's w is below it is rejected; 0: none."""
 
     def _faults(self) -> Faults:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
             yield (
                 "rejection.level",
                 "algorithm.rejection.level",
-                "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
-                "they are of",
+                "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level",
             )
         else:
             yield from _around_one("algorithm.rejection", self.low, self.high)
@@ -96,37 +97,37 @@ class Sft(Objective):
 
 class Clipped(Objective):
     low: Positive = 0.2
-    """Ratio clipped below 1 - low."""
+    """Lower clip of the ratio: 1 - low."""
     high: Positive = 0.2
-    """Ratio clipped above 1 + high."""
+    """Upper clip of the ratio: 1 + high."""
 
 
 class Clip(Clipped):
     dual: float | None = Field(default=None, gt=1, le=MOST)
-    """A ratio above this pushes a token with a negative advantage no further; null: no bound."""
+    """Bound of dual clipping: tokens with a negative advantage have no gradient above this ratio; null: no bound."""
 
 
 class Sapo(Objective):
     tau_positive: Positive = 1.0
-    """Temperature where the advantage is positive."""
+    """Temperature for tokens with a positive advantage."""
     tau_negative: Positive = 1.05
-    """Temperature where it is not."""
+    """Temperature for other tokens."""
 
 
 class ClipCov(Clipped):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Share of an update's trained tokens that is selected."""
+    """Fraction of an update's trained tokens to select."""
     covariance_low: Real = 1.0
-    """Selected tokens have a covariance above this."""
+    """Lower bound of the selected tokens' covariance."""
     covariance_high: Real = 5.0
-    """Selected tokens have a covariance below this."""
+    """Upper bound of the selected tokens' covariance."""
 
 
 class KlCov(Objective):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Share of an update's trained tokens that is selected."""
+    """Fraction of an update's trained tokens to select."""
     coef: Positive = 1.0
     """Weight of |log ratio| at selected tokens."""
 
@@ -142,31 +143,31 @@ class Gigpo(Grpo):
     gamma: Share = 1.0
     """Discount per turn."""
     step_coef: Weight = 1.0
-    """Weight of the advantage among equal states."""
+    """Weight of the advantage among turns that began in equal states."""
 
 
 class Gdpo(Objective):
     weights: dict[str, Real] = {}
-    """Weight of each reward part's normalised advantage; parts not named have 1."""
+    """Weight of each reward part's normalised advantage by the part's name; 1 for parts that are not listed."""
     eps: Positive = 1e-6
     """Added to the standard deviation."""
     whiten: bool = False
-    """Advantages of a step get mean 0 and standard deviation 1 over its rollouts."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
 
 
 class TokenRewards(Objective):
-    """Estimators with a reward for every token."""
+    """Parameters of estimators with a reward for every token."""
 
     whole_step: ClassVar[bool] = True
     gamma: Share = 1.0
     """Discount per trained token."""
     whiten: bool = False
-    """Advantages of a step get mean 0 and standard deviation 1 over its trained tokens."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
 
 
 class Gae(TokenRewards):
     lam: Share = 1.0
-    """Decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic."""
+    """Decay of generalised advantage estimation. 1: full returns; 0: one step and the critic's value."""
 
 
 ADVANTAGES: dict[str, type[Objective]] = {
@@ -194,50 +195,60 @@ LOSSES: dict[str, type[Objective]] = {
     "sft": Sft,
 }
 OBJECTIVES = {"advantages": ADVANTAGES, "loss": LOSSES}
-"""Classes by key of section algorithm and by kind, first the default kind."""
+"""Classes of parameters by key of section algorithm and by kind, the default kind first."""
 
 
 def unknown_kind(key: str, kind: str, known: Collection[str]) -> Faults:
-    """The fault of `kind`, the value of algorithm.KEY, if it is neither known nor a dotted path."""
+    """Yields a fault if `kind`, the value of algorithm.KEY, is neither known nor a dotted path."""
     if kind not in known and "." not in kind:
         near = difflib.get_close_matches(kind.lower(), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         yield (
             "algorithm.unknown",
             f"algorithm.{key}",
-            f"algorithm.{key} is {kind}, which is none of {', '.join(known)}, and no dotted path of a hook{hint}",
+            f"algorithm.{key} is {kind}, which is neither one of {', '.join(known)} nor the dotted path of a "
+            f"hook{hint}",
         )
 
 
-def merged_objective(base: Any, change: Any) -> Any:
-    """`base` with `change`, values of a key of `OBJECTIVES` as people write them: parameters are added to those of the
-    same kind, and another kind replaces all of them."""
-    base, change = ({"kind": value} if isinstance(value, str) else value for value in (base, change))
+def merged_objective(base: object, change: object) -> object:
+    """Merges two values of a key of `OBJECTIVES` in the forms that users write. Parameters of `change` are added to
+    those of `base` if both have the same kind; another kind replaces all of them."""
+    if isinstance(base, str):
+        base = {"kind": base}
+    if isinstance(change, str):
+        change = {"kind": change}
     if not isinstance(base, Mapping) or not isinstance(change, Mapping):
         return change
     kind = base.get("kind")
-    return dict(change) if kind is not None and change.get("kind", kind) != kind else {**base, **change}
+    if kind is not None and change.get("kind", kind) != kind:
+        return dict(change)
+    return {**base, **change}
 
 
-def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -> Objective:
-    """Return the record for `value` of algorithm.KEY: a kind, a hook's dotted path, or a mapping of parameters that may
-    have a kind. Defaults come from `preset`, of the same form, for the parameters that this kind has.
+def read_objective(key: str, value: object, preset: object = {}) -> Objective:
+    """Returns the record for `value` of algorithm.KEY: a kind, a hook's dotted path, or a mapping of parameters that
+    may have a kind. `preset`, in one of these forms, provides defaults for the parameters that this kind has.
 
-    Raises Refusal naming an unknown kind, or a parameter that it does not have."""
+    Raises Refusal for an unknown kind, and for a parameter that the kind does not have."""
     if isinstance(value, Objective):
         return value
-    records, where = OBJECTIVES[key], f"algorithm.{key}"
-    values, defaults = (part if isinstance(part, Mapping) else {"kind": part} for part in (value, preset))
+    records = OBJECTIVES[key]
+    where = f"algorithm.{key}"
+    values = _parameters(value)
+    defaults = _parameters(preset)
     kind = {"kind": next(iter(records)), **defaults, **values}["kind"]
     if not isinstance(kind, str):
-        raise Refusal(f"{where} needs the name of a kind: {', '.join(records)}", code="algorithm.unknown", about=where)
+        raise Refusal(
+            f"{where} needs the name of a kind; set one of {', '.join(records)}", code="algorithm.unknown", about=where
+        )
     refuse_faults(unknown_kind(key, kind, records))
     record = records.get(kind, Objective)
     for name in sorted(map(str, values.keys() - record.model_fields.keys())):
         near = difflib.get_close_matches(name.lower(), record.model_fields, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"leave it out, or set {where}.kind"
         raise Refusal(
-            f"{where}.{name} is no parameter of {kind}, which has {', '.join(record.model_fields)}; {remedy}",
+            f"{where}.{name} is not a parameter of {kind}, which has {', '.join(record.model_fields)}; {remedy}",
             code="algorithm.unused",
             about=f"{where}.{name}",
         )
@@ -245,7 +256,14 @@ def read_objective(key: str, value: Any, preset: str | Mapping[str, Any] = {}) -
     return record.model_validate({**shared, **values, "kind": kind})
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+def _parameters(value: object) -> Mapping[str, object]:
+    """Returns a mapping of parameters as it is, and a bare kind as a mapping."""
+    if isinstance(value, Mapping):
+        return value
+    return {"kind": value}
+
+
+PRESETS: dict[str, dict[str, object]] = {
     "grpo": {},
     "dr_grpo": {"advantages": {"normalize_std": False}, "aggregation": "constant"},
     "dapo": {"loss": {"high": 0.28}},
@@ -268,12 +286,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "sft": {"advantages": "none", "loss": "sft"},
 }
-"""Values of `algorithm` keys by name; what is not here keeps the section's default."""
+"""Values of `algorithm` keys by algorithm name. Other keys keep the section's defaults."""
 
-for found in entry_points.load_all("slimx.objectives").values():
-    ADVANTAGES |= found.ADVANTAGES
-    LOSSES |= found.LOSSES
-    PRESETS |= found.PRESETS
-Advantages = Union[*ADVANTAGES.values()]
-Loss = Union[*LOSSES.values()]
-Name = Literal[*PRESETS]
+for module in entry_points.load_all("slimx.objectives").values():
+    ADVANTAGES |= module.ADVANTAGES
+    LOSSES |= module.LOSSES
+    PRESETS |= module.PRESETS
+if TYPE_CHECKING:  # kinds are known only at runtime; code that reads parameters calls `Objective.narrow`
+    Advantages = Objective
+    Loss = Objective
+    Name = str
+else:
+    Advantages = Union[*ADVANTAGES.values()]
+    Loss = Union[*LOSSES.values()]
+    Name = Literal[*PRESETS]

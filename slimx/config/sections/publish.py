@@ -1,4 +1,4 @@
-"""Section publish: how new weights reach the engines."""
+"""Section publish: transfer of new weights to the engines."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ Transport = Literal["auto", "memory", "cuda_ipc", "nixl", "disk"]
 
 
 class Delta(Section):
-    """publish.delta: what has changed travels, in place of all weights."""
+    """Publication of changed elements instead of all weights."""
 
     every_full: Annotated[int, Field(ge=2, le=LARGEST)]
-    """Each so many publications bring all weights to every engine."""
+    """Interval of full publications: one in this many sends all weights to every engine."""
 
 
 class Publish(Section):
     bucket_mib: Positive = 512
     """Size of one bucket of weights in MiB."""
     encoding: Literal["auto", "hf", "local"] = "auto"
-    """hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes in its fused
-    layout; auto: local where slimx knows that layout."""
+    """hf: tensors with Hugging Face names, which any engine can load; local: the bytes of each engine rank in its fused
+    layout; auto: local if slimx supports that layout."""
     adapters: Literal["merged", "alone"] = "merged"
-    """With trainer.lora. merged: engines get weights with their adapters in them, and know of none; alone: they get the
-    base once, and then adapters at each version, which they compute with beside it (docs/operations.md)."""
+    """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with merged adapters;
+    alone: the base is sent once, and then the adapters of each version, which engines apply separately
+    (docs/operations.md)."""
     quantise: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
-    """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
-    trainer computes with, too. int4: routed experts become INT4, each 32 columns with a scale, for engines on GPUs that
-    start from what `slimx convert hf-to-int4` writes. null: none."""
+    """Rule that quantises linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); in exact mode the trainer
+    computes with these weights too. int4: routed experts are quantised to INT4, with a scale per 32 columns, for
+    engines on GPUs that load the output of `slimx convert hf-to-int4`. null: none."""
     transport: Transport = "auto"
-    """auto: memory or cuda_ipc on one machine, nixl between several; `slimx plan` says which, and why. memory: engines
-    on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; nixl: over the network, from every trainer
-    rank straight to every engine's machine, between GPUs through the host's memory; disk: through files that both sides
-    see, from which an engine that was lost catches up without the trainers."""
+    """auto: memory or cuda_ipc on one machine, nixl between several; `slimx plan` shows which, and why. memory: engines
+    on the trainers' machine map shared memory; cuda_ipc: they copy from GPU to GPU; nixl: the network, from every
+    trainer rank directly to every engine's machine, through host memory; disk: shared files, from which a replaced
+    engine catches up without the trainers."""
     directory: PathText | None = None
     """Directory of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc the
-    engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, in memory for two
-    buckets."""
+    """model: engines serve while all weights are staged, which needs memory for a whole model (in the host; with
+    cuda_ipc in the engine's GPUs); bucket: engines are paused and copy each bucket when it arrives, which needs memory
+    for two buckets."""
     delta: Delta | None = None
-    """Send only elements that have changed since the last publication, with masks that say which, by nixl, or as files
-    with disk; both sides keep the bytes published last, in host memory; null: send all weights. Worth it over slow
-    links and file systems (docs/publication.md)."""
+    """Send only the elements that have changed since the last publication, with a mask, by nixl or disk; null: send all
+    weights. Trainers and engines keep the last published bytes in host memory. It pays off on slow links and file
+    systems (docs/publication.md)."""
     deadline: Seconds = 300
     """Seconds for one publication."""
     engine_deadline: Seconds = 120
-    """Seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined."""
+    """Seconds for one step of one engine (a bucket, the copy, ...). An engine that takes longer is quarantined."""
 
     @property
     def in_fp8(self) -> bool:
@@ -58,13 +59,16 @@ class Publish(Section):
 
     @property
     def changes(self) -> tuple[int, int] | None:
-        """Bytes of the elements among which changes are looked for (most of what is published is codes, or bf16),
-        and every how many versions one is whole; None: all are."""
-        return None if self.delta is None else (2 if self.quantise is None else 1, self.delta.every_full)
+        """Size in bytes of the elements that deltas compare (1 for quantised codes, 2 for bf16), and the interval of
+        full publications in versions; None: every publication is full."""
+        if self.delta is None:
+            return None
+        element_bytes = 2 if self.quantise is None else 1
+        return element_bytes, self.delta.every_full
 
     @property
     def on_device(self) -> bool:
-        """True if buckets are packed in memory that GPUs of one machine share."""
+        """True if buckets are packed in GPU memory shared within one machine."""
         return self.transport == "cuda_ipc"
 
     @property

@@ -1,4 +1,4 @@
-"""Sections run, model, numerics, cluster and track: what is run, where, and who is told."""
+"""Sections run, model, numerics, cluster, track and checkpoint: identity, placement and records of a run."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ class RunSection(Section):
     name: str = "run"
     """Name of the run in trackers and the report."""
     dir: PathText
-    """Directory that holds everything the run writes."""
+    """Directory for everything that the run writes."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Seed of prompt order, sampling and initialisation."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir` if there is one."""
     fork: PathText | None = None
-    """Checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer and waiting
-    groups included, while run.dir has none of its own."""
+    """Checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, including its optimizer
+    and waiting groups. It has no effect once run.dir has a checkpoint."""
     fork_prompts: Literal["continue", "anew"] = "continue"
-    """Prompts of a run that forks. anew: its own from their beginning, without the groups that were waiting, so that
-    the stages of a curriculum may have different prompts."""
+    """Prompts of a forked run. continue: those of the other run, from its position; anew: this run's prompts from the
+    first one, without the groups that were waiting, which suits the stages of a curriculum."""
 
 
 class Model(Section):
     path: PathText
     """Hugging Face directory: config.json, tokenizer and safetensors."""
     family: str | None = None
-    """Dotted path of a module that says how to build the model, for an architecture that slimx does not bring
-    (docs/models.md); null: the one of config.json's architecture."""
+    """Dotted path of a module that builds the model, for an architecture that slimx does not support
+    (docs/models.md); null: the built-in module for the architecture in config.json."""
 
 
 class Numerics(Section):
     mode: Literal["fast", "exact"] = "fast"
-    """fast: stock kernels on both sides, the gap is measured; exact: the same operations in the same order on both
-    sides, so that log-probs are equal to the last bit (docs/numerics.md says what is covered)."""
+    """fast: stock kernels in trainer and engines, and the gap between their log-probs is measured; exact: the same
+    operations in the same order in both, which makes log-probs bitwise equal (docs/numerics.md lists what is
+    covered)."""
     leaves: Size | None = None
-    """exact: parts, a power of two, into which the sums of row-parallel products are cut on both sides, so that every
-    tensor parallel size of trainer and engines divides them; null: the largest of those sizes."""
+    """Exact mode: number of partial sums, a power of two, in which trainer and engines add up row-parallel products.
+    Every tensor parallel size of trainer and engines must divide it. null: the largest of those sizes."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations."""
     router_dtype: Literal["float32"] = "float32"
@@ -58,37 +59,37 @@ class Numerics(Section):
 
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where torch sees a GPU, else cpu."""
+    """auto: cuda if torch finds a GPU, else cpu."""
     ray_address: str | None = None
     """Address of a running Ray cluster; null starts a local one."""
     trusted_network: bool | str | None = None
-    """Network on which nobody but this run's users sends anything: true, or its CIDR, in which every machine's servers
-    then take their address (without it: the one by which Ray knows the machine). Engines with `dp_attention` over
-    several `nodes` need it (docs/engines.md)."""
+    """Network that only this run's users can send to: true, or its CIDR. Servers then take an address within the CIDR;
+    without one they take the address that Ray has for their machine. Engines with `dp_attention` over several `nodes`
+    need this key (docs/engines.md)."""
     start_deadline: Seconds | None = None
-    """Seconds until Ray, trainers and engines must be up; null: 300 on the CPU, and on GPUs 600 for compilation and one
+    """Seconds until Ray, trainers and engines must be up. null: 300 on the CPU; on GPUs 600, for compilation, plus one
     for every GB of weights that a node reads."""
     ray_deadline: Seconds = 45
-    """Seconds in which Ray's processes must answer; later the run ends, and says which is silent."""
+    """Seconds within which Ray's processes must respond; after that the run ends and names the silent process."""
     stop_deadline: Seconds = 120
-    """Seconds from a signal or a failure until the process ends, in order or not."""
+    """Seconds from a signal or a failure until the process exits, even if its shutdown has not finished."""
     cpu_affinity: Literal["auto", "none"] = "auto"
     """auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere."""
     gpu: Literal["h100", "h200", "gb300"] | None = None
-    """GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether memory suffices
-    is not judged."""
+    """Type of GPU for `slimx plan`, which has the memory, links and GPUs per node of each type. null: the plan does not
+    judge whether memory suffices."""
     gpu_memory_gib: Positive | None = None
-    """GiB of one GPU for `slimx plan`, without the half GiB that its driver keeps; null: by `gpu`."""
+    """GiB of one GPU for `slimx plan`, without the half GiB that its driver reserves; null: by `gpu`."""
     gpus_per_node: Size | None = None
-    """GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one."""
+    """GPUs per node for `slimx plan`; null: by `gpu`, 8 if that is null too."""
     nodes: Size | None = None
-    """Nodes that the run gets, for `slimx plan`; null: as many as it needs."""
+    """Nodes available to the run, for `slimx plan`; null: as many as it needs."""
     host_memory_gib: Positive | None = None
-    """GiB of a node's host memory for `slimx plan`; null: by `gpu`, not judged without one."""
+    """GiB of a node's host memory for `slimx plan`; null: by `gpu`, not judged if that is null too."""
 
     @property
     def network(self) -> str | None:
-        """CIDR in which servers take their address; None: it is the one by which Ray knows their machine."""
+        """CIDR from which servers take their address; None: they take the address that Ray has for their machine."""
         if self.ray_address is None:
             return LOOPBACK
         return self.trusted_network if isinstance(self.trusted_network, str) else None
@@ -101,7 +102,7 @@ class Cluster(Section):
                 ipaddress.ip_network(value, strict=False)
             except ValueError:
                 raise Refusal(
-                    f"cluster.trusted_network is {value!r}; give true or a network such as 10.0.0.0/16",
+                    f"cluster.trusted_network is {value!r}; set true or a network such as 10.0.0.0/16",
                     code="cluster.trusted_network",
                     about="cluster.trusted_network",
                 ) from None
@@ -110,44 +111,44 @@ class Cluster(Section):
 
 class SavedRollouts(Section):
     every: Count = 1
-    """Steps between files RUN/rollouts/step-NNNNNNN.groups with all groups of a step; 0: none."""
+    """Steps between files RUN/rollouts/step-NNNNNNN.groups, each with all groups of a step; 0: none."""
     keep: Count = 10
-    """Newest of these files that stay; 0: all do."""
+    """Number of these files to keep, the newest ones; 0: all."""
     routes: bool = False
-    """Keep the experts of each token too (MoE), several hundred bytes each for a large model; `rollout.replay` needs
-    them with trainer.moe.routing_replay=R3."""
+    """Save each token's experts too (MoE), several hundred bytes per token for a large model. `rollout.replay` with
+    trainer.moe.routing_replay=R3 needs them."""
 
 
 class Stall(Section):
-    """A phase that takes so long that somebody should look."""
+    """Limits after which a phase counts as stalled."""
 
     factor: Positive = 10.0
-    """Times of its usual duration, the median of its last 20 in this run, after which a phase is called stalled."""
+    """Multiple of a phase's usual duration, the median of its last 20 in this run, after which it is stalled."""
     at_least: Seconds = 1800
-    """Seconds before which none is, and after which one is that has no earlier duration."""
+    """Seconds before which no phase is stalled. A phase without an earlier duration is stalled after them."""
 
 
 class Prometheus(Section):
     """The driver's Prometheus endpoint."""
 
     port: int | None = Field(None, ge=1, le=65535)
-    """Port at which /metrics has the newest step's metrics and those of every engine; null: there is none."""
+    """Port of /metrics, which has the newest step's metrics and those of every engine; null: no endpoint."""
     host: str = "127.0.0.1"
-    """Address at which it listens. It asks nobody who they are."""
+    """Address that it listens on. Requests are not authenticated."""
 
 
 class Track(Section):
     tensorboard: bool = True
     """Write RUN/tensorboard: metrics, recorded samples as text, the configuration."""
     wandb: bool = False
-    """Log the same to Weights & Biases (needs the wandb package); WANDB_MODE=offline keeps it in RUN/wandb."""
+    """Log the same to Weights & Biases (needs the package wandb). WANDB_MODE=offline keeps it in RUN/wandb."""
     mlflow: str | None = None
-    """Tracking URI of an MLflow server to log the same to, such as http://host:5000 (needs the package mlflow-skinny or
+    """Tracking URI of an MLflow server that gets the same, such as http://host:5000 (needs the package mlflow-skinny or
     mlflow); null: none."""
     swanlab: bool = False
-    """Log the same to SwanLab (needs the swanlab package); SWANLAB_MODE=offline keeps it in RUN/swanlab."""
+    """Log the same to SwanLab (needs the package swanlab). SWANLAB_MODE=offline keeps it in RUN/swanlab."""
     project: str = "slimx"
-    """Name of the project in wandb and SwanLab, of the experiment in MLflow."""
+    """Name of the project in Weights & Biases and SwanLab, and of the experiment in MLflow."""
     rollouts: SavedRollouts = SavedRollouts()
     samples: Count = 8
     """Rollouts written to RUN/samples.jsonl per recorded step."""
@@ -156,17 +157,17 @@ class Track(Section):
     report: bool = True
     """Write RUN/report.html when the run ends."""
     prometheus: Prometheus = Prometheus()
-    """Metrics for Prometheus; configs/grafana.json is a dashboard of them."""
+    """Metrics for Prometheus. configs/grafana.json is a dashboard for them."""
     stall: Stall = Stall()
-    """When `slimx status` and the webhook call a run stalled."""
+    """Limits after which `slimx status` and the webhook report a run as stalled."""
     webhook: str | None = None
-    """URL to which events such as stalled, engine_lost, failed and finished are posted as JSON (docs/operations.md).
-    ${oc.env:NAME} keeps one that holds a secret out of files; null: none."""
+    """URL to which events such as stalled, engine_lost, failed and finished are posted as JSON (docs/operations.md);
+    null: none. Write ${oc.env:NAME} for a URL with a secret: it is then not written to files."""
 
     @field_validator("webhook")
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
-        """Refuses what is no URL without repeating it: it may be a secret."""
+        """Refuses a value that is not a URL, without repeating it, because it may be a secret."""
         if value is not None:
             try:
                 url = urlsplit(value)
@@ -175,7 +176,7 @@ class Track(Section):
                 good = False
             if not good:
                 raise Refusal(
-                    "track.webhook is no URL; give one such as https://hooks.example.com/services/KEY, or null",
+                    "track.webhook is not a URL; set one such as https://hooks.example.com/services/KEY, or null",
                     code="track.webhook",
                     about="track.webhook",
                 )
@@ -184,39 +185,41 @@ class Track(Section):
 
 class Checkpoint(Section):
     every: Count = 0
-    """Steps between checkpoints; 0: by `every_seconds` alone, and at the end."""
+    """Steps between checkpoints; 0: only by `every_seconds` and at the end."""
     every_seconds: Seconds | None = 1800
-    """Seconds after which the next step that ends is followed by a checkpoint, whatever `every` says: what a crash can
-    cost; null: by `every` alone."""
+    """Seconds since the last checkpoint after which the end of a step writes another one, regardless of `every`. This
+    bounds the work that a crash can cost. null: only by `every`."""
     keep: Amount = 2
-    """Newest checkpoints kept."""
+    """Number of checkpoints to keep, the newest ones."""
     keep_every: Count = 0
-    """Checkpoints of every so many steps are kept for good; 0: none is."""
+    """Steps between checkpoints that are never deleted, a multiple of `every`; 0: none."""
     asynchronous: bool = True
-    """Write files in the background from a copy in host memory, while the run goes on."""
+    """Write files in the background, from a copy in host memory, while the run continues."""
     deadline: Seconds = 1800
-    """Seconds until all files of a checkpoint must be on disk."""
+    """Seconds within which all files of a checkpoint must be on disk."""
     grace: Seconds | None = None
-    """Seconds that SIGTERM, or SIGHUP, leaves for a checkpoint: the run saves and ends as after SIGUSR1, or without a
-    checkpoint when they are over or a second signal comes; null: it ends at once."""
+    """Seconds for a checkpoint after SIGTERM or SIGHUP. The run saves and ends as after SIGUSR1; if the time is over or
+    a second signal comes, it ends without a checkpoint. null: it ends at once."""
     verify: Literal["size", "full"] = "full"
-    """Before a checkpoint is loaded, compare its files' sizes only, or their digests too."""
+    """Check of a checkpoint's files before it is loaded: their sizes only, or (full) their digests too."""
     damaged: Literal["skip", "stop"] = "skip"
-    """Treatment of a newest checkpoint that is damaged when a run resumes: skip renames it to iter_NNNNNNN.damaged,
-    says so and goes on from the one before, if there is one; stop refuses to start."""
+    """Action of a resuming run whose newest checkpoint is damaged. skip: rename it to iter_NNNNNNN.damaged with a
+    warning and continue from the one before, if there is one; stop: refuse to start."""
     load_optimizer: bool = True
-    """Resume with the optimizer's state; false: weights and position only, moments begin anew."""
+    """Resume with the optimizer's state; false: only weights and position, with new moments."""
     export_hf: bool = False
-    """Write the final weights as a Hugging Face directory (RUN/hf)."""
+    """Export the final weights as a Hugging Face directory (RUN/hf)."""
     export_every: Count = 0
     """Steps between exports as Hugging Face directories (RUN/hf-NNNNNN, all kept); 0: none."""
 
     def _faults(self) -> Faults:
         if self.keep_every and (not self.every or self.keep_every % self.every):
+            schedule = "only by time and at the end (checkpoint.every is 0)"
+            if self.every:
+                schedule = f"every {self.every} steps"
             yield (
                 "checkpoint.keep_every",
                 "checkpoint.keep_every",
-                f"checkpoint.keep_every is {self.keep_every}, but checkpoints are written "
-                + (f"every {self.every} steps" if self.every else "by time and at the end only (checkpoint.every is 0)")
-                + "; make it a multiple of checkpoint.every",
+                f"checkpoint.keep_every is {self.keep_every}, but checkpoints are written {schedule}; make it a "
+                "multiple of checkpoint.every",
             )

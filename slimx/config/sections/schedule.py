@@ -1,4 +1,4 @@
-"""Section schedule: what happens at which step, and how far generation runs ahead."""
+"""Section schedule: steps, updates, and how far generation may run ahead."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from slimx.config.sections.rollout import Rollout
 
 class Schedule(Section):
     steps: Amount = 100
-    """Steps of the run: one trains prompts_per_step x group_size rollouts and publishes once."""
+    """Steps of the run. Each trains on prompts_per_step x group_size rollouts and publishes weights once."""
     updates_per_step: Amount = 1
-    """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups; the ratio of the loss stays
-    that to the policy that sampled."""
+    """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. The loss's ratio remains
+    relative to the policy that sampled."""
     max_staleness: Count = 0
-    """Versions that the oldest token of a trajectory may be behind when it is trained: 0 synchronous, 1 one step off,
-    more: fully asynchronous."""
+    """Number of weight versions that the oldest token of a trajectory may lag behind when it is trained. 0:
+    synchronous; 1: one step off-policy; more: fully asynchronous."""
     window: Count = 0
-    """Batches of groups by which a finished group may overtake an unfinished older one, at most max_staleness; 0:
-    groups are trained in the order of their prompts."""
+    """Batches by which a finished group may overtake an older unfinished one, at most max_staleness; 0: groups are
+    trained in the order of their prompts."""
     straggler_deadline: Seconds | None = None
-    """Seconds that a batch waits for unfinished groups that may not be overtaken, once enough others are done; then
-    they are given up and counted as dropped/straggler; null: they are waited for."""
+    """Seconds that a batch waits for unfinished groups that may not be overtaken, once enough others have finished.
+    Then they are dropped and counted as dropped/straggler. null: no limit."""
     colocate: bool = False
-    """Trainers and engines share devices: sleep and wake in turns."""
+    """Trainers and engines share devices and take turns: one sleeps while the other works."""
     step_deadline: Seconds = 3600
-    """Seconds to wait for a step's rollouts."""
+    """Seconds that a step waits for its rollouts."""
 
     @property
     def updates(self) -> int:
@@ -33,5 +33,5 @@ class Schedule(Section):
 
 
 def batches_in_flight(rollout: Rollout, schedule: Schedule) -> float:
-    """Groups that are open while a step waits for its own, over `rollout.prompts_per_step`."""
+    """Returns the number of groups in flight while a step waits, as a multiple of `rollout.prompts_per_step`."""
     return rollout.over_sampling or float(max(1, schedule.max_staleness + 1 - schedule.window))

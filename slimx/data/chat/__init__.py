@@ -1,1 +1,1 @@
-"""Conversations and their tokens: turns, chat templates, and responses in parts."""
+"""Conversations and their tokens: turns, chat templates, and parts of responses."""

@@ -1,20 +1,20 @@
-"""Turns of a chat as chat templates take them, and whether a rendering shows them."""
+"""Turns of a chat in the form of chat templates, and a check that a rendering contains them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_ENDS
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 MARK = "(turn {} 8d1f)"
-"""Stands behind a turn's text where it is to be found in a rendering."""
+"""Mark appended to a turn's text to find it in a rendering."""
 
 
-def with_text(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Returns `messages` with their content as one text each: parts of text are joined, and a turn that only calls
-    tools has none. Raises SlimxError naming `where` the messages stand, and a turn that no chat template shows."""
+def with_text(messages: Sequence[Json], where: str) -> list[Json]:
+    """Returns `messages` with each content as one text: parts of text are joined, and a turn that only calls tools has
+    "". Raises SlimxError for a turn that chat templates cannot render. `where`: location of the messages."""
     out = []
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
@@ -30,52 +30,68 @@ def with_text(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, 
         elif content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
-            found = (
-                "null" if content is None else "parts other than text" if isinstance(content, list) else repr(content)
-            )
             raise SlimxError(
-                f"{where}: messages[{turn}].content is {found[:100]}; give text, or a list of parts of type text",
+                f"{where}: messages[{turn}].content is {_kind(content)}; give text, or a list of parts of type text",
                 code="prompts.content",
                 about=where,
             )
         out.append({**message, "content": content})
     if out and out[-1]["role"] == "assistant":
         raise SlimxError(
-            f"{where}: messages end with an assistant's turn, which the model would answer; leave it out, and give an "
-            "answer to learn from or to compare with as answer",
+            f"{where}: messages end with an assistant's turn, which the model would answer; leave it out, and set "
+            "`answer` to an answer to learn from or to compare with",
             code="prompts.last_turn",
             about=where,
         )
     return out
 
 
-def _is_text(part: Any) -> bool:
+def _kind(content: object) -> str:
+    if content is None:
+        return "null"
+    if isinstance(content, list):
+        return "a list with parts other than text"
+    return repr(content)[:100]
+
+
+def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def unseen(
-    messages: Sequence[dict[str, Any]], rendered: str, render: Callable[[Sequence[dict[str, Any]]], str]
-) -> int | None:
-    """Returns the number of a turn whose text `rendered`, which `render` made of the messages, does not show; None if
-    it shows them all. Templates may drop the thinking of past turns, and may write a text in another way."""
-    texts, at = [_text(message) for message in messages], 0
-    for text in texts:
-        if (at := rendered.find(text, at)) < 0:
-            break
-        at += len(text)
-    else:
+def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[Json]], str]) -> int | None:
+    """Returns the index of a turn whose text is missing in `rendered`, the result of `render` for the messages; None if
+    all are contained. Templates may drop the thinking of past turns, and may change the form of a text."""
+    texts = [_text(message) for message in messages]
+    if _contains(rendered, texts):
         return None
-    marked = [
-        {**message, "content": f"{message['content']}{MARK.format(turn)}"} if texts[turn] else message
-        for turn, message in enumerate(messages)
-    ]
-    again = render(marked)
-    return next((turn for turn, text in enumerate(texts) if text and MARK.format(turn) not in again), None)
+    marked = []
+    for turn, message in enumerate(messages):
+        if texts[turn]:
+            message = {**message, "content": f"{message['content']}{MARK.format(turn)}"}
+        marked.append(message)
+    marked_rendering = render(marked)
+    for turn, text in enumerate(texts):
+        if text and MARK.format(turn) not in marked_rendering:
+            return turn
+    return None
 
 
-def _text(message: dict[str, Any]) -> str:
-    """The text that a rendering must show."""
+def _contains(rendered: str, texts: Sequence[str]) -> bool:
+    """Returns True if `rendered` contains the texts in their order."""
+    position = 0
+    for text in texts:
+        position = rendered.find(text, position)
+        if position < 0:
+            return False
+        position += len(text)
+    return True
+
+
+def _text(message: Json) -> str:
+    """Returns the text that a rendering must contain."""
     content = message.get("content")
     if not isinstance(content, str):
         return ""
-    return (content.rpartition(THOUGHT_ENDS)[2] if message.get("role") == "assistant" else content).strip()
+    if message.get("role") == "assistant":
+        content = content.rpartition(THOUGHT_ENDS)[2]
+    return content.strip()

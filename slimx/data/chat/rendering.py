@@ -1,6 +1,6 @@
-"""Renders chat templates on a short conversation under limits of time and memory, as a process of its own.
+"""Renders chat templates on a short conversation under limits of time and memory, as a separate process.
 
-stdin: a JSON list of templates          exit status: 0 if each of them ends, by rendering or by an error
+stdin: a JSON list of templates          exit status: 0 if all of them end, by rendering or by an error
 """
 
 from __future__ import annotations
@@ -8,32 +8,39 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from typing import Any
+from collections.abc import Callable
+
+from slimx.json_types import Json
 
 CPU_S = 2
-"""Seconds of a core for all renderings: a template takes milliseconds for a conversation of this length."""
+"""CPU seconds for all renderings; a template takes milliseconds for a conversation of this length."""
 MEMORY_MIB = 4096
 WORDS = "word " * 200
 CHAT = [{"role": role, "content": WORDS} for role in ("user", "assistant", "user")]
-TOOL = {"type": "function", "function": {"name": "f", "description": WORDS, "parameters": {"type": "object"}}}
+TOOL: Json = {
+    "type": "function",
+    "function": {"name": "f", "description": WORDS, "parameters": {"type": "object"}},
+}
 
 
 def main() -> int:
-    from transformers.utils.chat_template_utils import render_jinja_template  # late: its seconds are not the template's
+    from transformers.utils.chat_template_utils import (
+        render_jinja_template,  # late: not part of the limit
+    )
 
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20, MEMORY_MIB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tried: list[list[Any] | None] = [None, [TOOL]]
+    tried: tuple[list[Json | Callable[..., object]] | None, ...] = (None, [TOOL])
     for template in json.load(sys.stdin):
         for tools in tried:
             try:
                 render_jinja_template([CHAT], tools, chat_template=template, add_generation_prompt=True)
             except MemoryError:
                 return 1
-            except Exception:  # templates raise what they like; the prompts show whether one refuses them
+            except Exception:  # templates raise any exception; the prompts show whether one refuses them
                 continue
     return 0
 

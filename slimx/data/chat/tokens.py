@@ -1,4 +1,4 @@
-"""From prompts to token ids: loads a tokenizer, applies its chat template, refuses prompts before a run starts."""
+"""Token ids of prompts: loading of tokenizers, application of chat templates, checks before a run starts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from slimx.data.chat.messages import unseen
 from slimx.data.chat.template import check_arguments, with_template
 from slimx.data.records import Prompt
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
-"""Files of which a Hugging Face tokenizer has at least one."""
+"""Files of vocabularies, of which a Hugging Face tokenizer has at least one."""
 COMPANIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -27,18 +28,18 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Further files that a tokenizer is made of, where it has them."""
+"""Further files that a tokenizer may have."""
 
 MARKER = "(the answer 8d1f)"
-"""Stands for an answer where its place in a rendering is to be found."""
+"""Text of an answer whose position in a rendering is searched."""
 BATCH = 512
-"""Prompts that a tokenizer is given together: it splits them over the cores, and a third of the work goes."""
+"""Prompts per call of a tokenizer, which splits them over the cores and saves a third of the work."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory; never looks anywhere else.
+    """Loads the tokenizer of a local Hugging Face directory.
 
-    Raises SlimxError naming the directory and what is missing or unreadable in it.
+    Raises SlimxError naming the directory and the missing or unreadable part.
     """
     path = Path(path)
     if not path.is_dir():
@@ -47,19 +48,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             code="tokenizer.missing",
             about=str(path),
         )
-    # Checked here because transformers makes an empty tokenizer out of a directory that only has a config.json.
+    # Checked here, because transformers creates an empty tokenizer for a directory with only a config.json.
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise SlimxError(
-            f"{path}: holds no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there",
+            f"{path}: there is no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there",
             code="tokenizer.missing",
             about=str(path),
         )
-    from transformers import AutoTokenizer  # imported late: it takes seconds, and `encode_prompt` does not need it
+    from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
 
     try:
         # Without trust_remote_code transformers asks on the terminal whether to run the code of a directory.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds: missing companion files, bad JSON, an unknown tokenizer class
+    except Exception as error:  # missing companion files, invalid JSON, an unknown tokenizer class
         raise SlimxError(
             f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files",
             code="tokenizer.broken",
@@ -68,47 +69,48 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copy the files of the tokenizer in `path` into a directory, in place of one that is there. Raises SlimxError
-    where they cannot be written."""
+    """Copies the files of the tokenizer in `path` to a directory, replacing an earlier one. Raises SlimxError if they
+    cannot be written."""
     into.mkdir(exist_ok=True)
     for name in (*VOCABULARIES, *COMPANIONS):
-        if (file := Path(path) / name).is_file():
+        file = Path(path) / name
+        if file.is_file():
             replace_synced(into / name, file.read_bytes())
         else:
             (into / name).unlink(missing_ok=True)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids that an engine continues: `token_ids` as they are, or `messages` in the chat template up to the reply.
+    """Returns the token ids for an engine to continue: `token_ids`, or `messages` in the chat template up to the reply.
 
     Raises SlimxError naming the prompt if the template or the tokenizer refuses it.
     """
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
-    own = templated(tokenizer, prompt)
+    prompt_tokenizer = templated(tokenizer, prompt)
     try:
-        return encode_chat(own, prompt.messages or [], prompt.tools)
+        return encode_chat(prompt_tokenizer, prompt.messages or [], prompt.tools)
     except SlimxError as error:
         raise _refused(prompt, str(error)) from error
 
 
 def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Text that the model is given of a prompt, special tokens included. Errors are those of `encode_prompt`."""
-    return tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False)
+    """Returns a prompt's text for the model, including special tokens. Raises SlimxError as `encode_prompt` does."""
+    return str(tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False))
 
 
 class PromptIds:
-    """`encode_prompt` for the rollouts of a group, most of which begin with the same prompt: rendering its template
-    takes longer than all else that the driver does for a short request."""
+    """Cache of `encode_prompt` for the rollouts of a group, most of which have the same prompt. Rendering a template is
+    the driver's largest cost of a short request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        self._rendered: tuple[Any, ...] | None = None
-        """Messages, tools and template arguments, copied: hooks may change a prompt's own."""
+        self._rendered: tuple[object, ...] | None = None
+        """Copies of messages, tools and template arguments, because hooks may change those of a prompt."""
         self._ids: list[int] = []
 
     def of(self, prompt: Prompt) -> list[int]:
-        """A list of the caller's own. Errors are those of `encode_prompt`."""
+        """Returns a new list of the prompt's token ids. Raises SlimxError as `encode_prompt` does."""
         if prompt.token_ids is not None or not prompt.messages:
             return encode_prompt(self.tokenizer, prompt)
         rendered = (prompt.messages, prompt.tools, prompt.template)
@@ -119,22 +121,22 @@ class PromptIds:
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], tools: list[Json] | None = None
 ) -> list[int]:
-    """Token ids of a conversation and of `tools` in the chat template, up to the reply. Raises SlimxError if the
-    template refuses it."""
+    """Returns the token ids of a conversation and of `tools` in the chat template, up to the reply. Raises SlimxError
+    if the template refuses it."""
     try:
         # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
-        ids = tokenizer.apply_chat_template(list(messages), **_given(tools), return_dict=False)
-    except Exception as error:  # templates raise what they like, tokenizers raise bare Exception
+        ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
+    except Exception as error:  # templates raise any exception, tokenizers raise bare Exception
         raise SlimxError(
             f"the tokenizer or its chat template refuses it ({_first_line(error)})", code="tokenizer.template"
         ) from error
-    return [int(token) for token in ids]
+    return [int(token) for token in cast(list[int], ids)]
 
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, after: Sequence[int]) -> list[int]:
-    """`encode_turns` for one turn of text. Raises SlimxError if the template refuses the role."""
+    """Calls `encode_turns` for one turn of text. Raises SlimxError if the template refuses the role."""
     try:
         return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
     except SlimxError as error:
@@ -143,69 +145,80 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, 
 
 def encode_turns(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Json],
     *,
     after: Sequence[int],
-    tools: list[dict[str, Any]] | None = None,
-    calls: Sequence[dict[str, Any]] = (),
+    tools: list[Json] | None = None,
+    calls: Sequence[Json] = (),
 ) -> list[int]:
-    """Token ids that end the assistant's turn, hold `messages` and open the assistant's next, for any chat template.
+    """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    The template renders a short conversation whose assistant says a marker; all that it writes behind the marker
-    stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with it:
-    the model sampled it itself. `calls`: tool calls of the assistant's turn, by whose names and ids a template may
-    write their results. Raises SlimxError if the template refuses the messages."""
+    The template renders a short conversation in which the assistant's answer is a marker; the rendering after the
+    marker is the text between two answers, for any chat template. The end token is omitted if `after`, the tokens so
+    far, ends with it, because the model sampled it. `calls`: tool calls of the assistant's turn, whose names and ids a
+    template may need for their results. Raises SlimxError if the template refuses the messages."""
 
-    def behind(later: Sequence[dict[str, Any]]) -> list[int]:
-        if calls and (ids := _behind_calls(tokenizer, later, after, tools, calls)):
-            return ids
+    def encode_after(later: Sequence[Json]) -> list[int]:
+        if calls:
+            ids = _encode_after_calls(tokenizer, later, after, tools, calls)
+            if ids:
+                return ids
         rendered = _rendered(tokenizer, [*answered(content=MARKER), *later], tools)
         return tokenizer(rendered.partition(MARKER)[2], add_special_tokens=False).input_ids
 
+    def render_after(later: Sequence[Json]) -> str:
+        return str(tokenizer.decode(encode_after(later)))
+
     try:
-        ids = behind(messages)
-        lost = unseen(messages, tokenizer.decode(ids), lambda marked: tokenizer.decode(behind(marked)))
-    except Exception as error:  # templates raise what they like
+        ids = encode_after(messages)
+        lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
+    except Exception as error:  # templates raise any exception
         raise SlimxError(
             f"the chat template refuses it after an answer ({_first_line(error)})", code="tokenizer.template"
         ) from error
     if lost is not None:
         raise SlimxError(
-            f"the chat template leaves a turn of role {messages[lost]['role']!r} out behind an answer",
+            f"the chat template omits a turn of role {messages[lost]['role']!r} after an answer",
             code="tokenizer.template",
         )
     return ids[1:] if ids[:1] == list(after[-1:]) else ids
 
 
-def _behind_calls(
+def _encode_after_calls(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Json],
     after: Sequence[int],
-    tools: list[dict[str, Any]] | None,
-    calls: Sequence[dict[str, Any]],
+    tools: list[Json] | None,
+    calls: Sequence[Json],
 ) -> list[int]:
-    """Token ids from the end token on, where the assistant's turn made `calls`; [] if the template shows no calls."""
-    # Not the model's arguments, which have been sampled: they only have to be found again.
-    made = [{**call, "function": {**call["function"], "arguments": {"answer": MARKER}}} for call in calls]
+    """Returns the token ids from the end token on, after an assistant's turn with `calls`; [] if the template does not
+    render calls."""
+    # A marker instead of the sampled arguments, because only their position is needed.
+    marked = [{**call, "function": {**call["function"], "arguments": {"answer": MARKER}}} for call in calls]
     try:
-        rendered = _rendered(tokenizer, [*answered(content="", tool_calls=made), *messages], tools)
-    except Exception:  # the same messages behind an answer of text show whether they are what it refuses
+        rendered = _rendered(tokenizer, [*answered(content="", tool_calls=marked), *messages], tools)
+    except Exception:  # rendering the messages after an answer of text shows whether they are the cause
         return []
-    ids = tokenizer(rendered.rpartition(MARKER)[2], add_special_tokens=False).input_ids if MARKER in rendered else []
+    if MARKER not in rendered:
+        return []
+    ids = tokenizer(rendered.rpartition(MARKER)[2], add_special_tokens=False).input_ids
     ends = special_ids(tokenizer)
     if after[-1] in ends and after[-1] in ids:
         ends = {after[-1]}
-    return next((ids[at:] for at, token in enumerate(ids) if token in ends), [])
+    for index, token in enumerate(ids):
+        if token in ends:
+            return ids[index:]
+    return []
 
 
-def answered(**answer: Any) -> list[dict[str, Any]]:
+def answered(**answer: object) -> list[Json]:
     """Returns a short conversation with this answer."""
     return [{"role": "user", "content": "(the question)"}, {"role": "assistant", **answer}]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of the tokens that text never becomes, such as those that end a turn."""
-    added = {token for token, written in tokenizer.added_tokens_decoder.items() if written.special}
+    """Returns the ids of special tokens, such as those that end a turn."""
+    added = {token for token, properties in tokenizer.added_tokens_decoder.items() if properties.special}
     return added | set(tokenizer.all_special_ids)
 
 
@@ -216,12 +229,12 @@ def check_prompts(
     max_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Raise SlimxError on the first prompt of file `path` that has too many tokens, an id outside [0, vocab_size), or
-    a turn that the chat template leaves out."""
+    """Raises SlimxError for the first prompt of file `path` with too many tokens, an id outside [0, vocab_size), or a
+    turn that the chat template omits."""
     for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
-                f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, the limit is {max_prompt_tokens}; "
+                f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, more than {max_prompt_tokens}; "
                 "shorten it or raise rollout.max_prompt_tokens",
                 code="prompts.length",
                 about=prompt.id,
@@ -229,8 +242,8 @@ def check_prompts(
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise SlimxError(
-                f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) holds token id {outside[0]}, outside the model's "
-                f"vocabulary of {vocab_size}; use the model's own tokenizer",
+                f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) has token id {outside[0]}, which is not in the "
+                f"model's vocabulary of {vocab_size}; use the model's tokenizer",
                 code="prompts.token_id",
                 about=prompt.id,
             )
@@ -239,45 +252,52 @@ def check_prompts(
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], path: str | Path
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt of file `path` with its `encode_prompt`, once all of its turns are found in it."""
-    for several in batched(prompts, BATCH):
-        texts = [_whole_text(tokenizer, prompt) if prompt.token_ids is None else None for prompt in several]
+    """Yields each prompt of file `path` with its token ids (`encode_prompt`), after checking that no turn is
+    missing."""
+    for batch in batched(prompts, BATCH):
+        texts = [_full_text(tokenizer, prompt) if prompt.token_ids is None else None for prompt in batch]
         chats = [text for text in texts if isinstance(text, str)]
-        try:
-            ids = iter(tokenizer(chats, add_special_tokens=False).input_ids if chats else [])
-        except Exception:  # whose prompt it is, and what it lacks, is found for one alone
-            ids = None
-        for prompt, text in zip(several, texts, strict=True):
+        chat_ids: Iterator[list[int]] | None = iter(())
+        if chats:
+            try:
+                chat_ids = iter(tokenizer(chats, add_special_tokens=False).input_ids)
+            except Exception:  # encoding one by one finds the prompt and the reason
+                chat_ids = None
+        for prompt, text in zip(batch, texts, strict=True):
             try:
                 if isinstance(text, SlimxError):
                     raise text
-                yield prompt, encode_prompt(tokenizer, prompt) if ids is None or text is None else next(ids)
+                if chat_ids is None or text is None:
+                    yield prompt, encode_prompt(tokenizer, prompt)
+                else:
+                    yield prompt, next(chat_ids)
             except SlimxError as error:
                 raise SlimxError(f"{path}: {error}", code=error.code, about=prompt.id) from error
 
 
-def _whole_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
-    """A prompt in the chat template, or the refusal of one of which a turn is not in it."""
-
-    def render(turns: Sequence[dict[str, Any]]) -> str:
-        return _rendered(own, turns, prompt.tools)
-
+def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
+    """Returns a prompt in the chat template, or a refusal if the template omits a turn or refuses the prompt."""
+    messages = prompt.messages or []
     try:
-        own, messages = templated(tokenizer, prompt), prompt.messages or []
+        prompt_tokenizer = templated(tokenizer, prompt)
+
+        def render(turns: Sequence[Json]) -> str:
+            return _rendered(prompt_tokenizer, turns, prompt.tools)
+
         text = render(messages)
         lost = unseen(messages, text, render)
     except SlimxError as error:
         return error
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any exception
         return _refused(prompt, f"the tokenizer or its chat template refuses it ({_first_line(error)})")
     if lost is not None:
-        return _refused(prompt, f"the chat template leaves messages[{lost}] of role {messages[lost]['role']!r} out")
+        return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")
     return text
 
 
 def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedTokenizerBase:
-    """The tokenizer that renders with a prompt's template arguments. Raises SlimxError naming the prompt and an
-    argument that the chat template never reads."""
+    """Returns a tokenizer that renders with a prompt's template arguments. Raises SlimxError naming the prompt and an
+    argument that the chat template does not use."""
     try:
         check_arguments(tokenizer, prompt.template, "its template")
     except SlimxError as error:
@@ -287,19 +307,20 @@ def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedT
 
 def _refused(prompt: Prompt, why: str) -> SlimxError:
     return SlimxError(
-        f"prompt {prompt.id!r}: {why}; change its messages or give token_ids", code="prompts.template", about=prompt.id
+        f"prompt {prompt.id!r}: {why}; change its messages or set token_ids", code="prompts.template", about=prompt.id
     )
 
 
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> str:
-    return tokenizer.apply_chat_template(list(messages), **_given(tools), tokenize=False)
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], tools: list[Json] | None) -> str:
+    return cast(str, tokenizer.apply_chat_template(list(messages), **_arguments(tools), tokenize=False))
 
 
-def _given(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Arguments of the chat template for everything up to the reply."""
-    return {"add_generation_prompt": True} | ({"tools": tools} if tools else {})
+def _arguments(tools: list[Json] | None) -> Json:
+    """Returns the arguments of the chat template for a rendering up to the reply."""
+    arguments: Json = {"add_generation_prompt": True}
+    if tools:
+        arguments["tools"] = tools
+    return arguments
 
 
 def _first_line(error: Exception) -> str:

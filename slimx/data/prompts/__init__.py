@@ -1,1 +1,1 @@
-"""Prompts: their files, what a row becomes, and the order in which a run takes them."""
+"""Prompts: their files, the mapping of rows, and their order in a run."""

@@ -1,41 +1,41 @@
-"""From a row to the fields of a prompt: by `rollout.fields`, or by a mapping hook; and which fields would fit a row."""
+"""Mapping of rows to the fields of prompts, by `rollout.fields` or by a mapping hook, and suggestions of fields."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.dotted import load_function
 from slimx.errors import SlimxError, raised
+from slimx.json_types import Json
 
 MAPS = "slimx.maps"
-"""Group of entry points: mapping hooks by the names that a configuration has for them."""
+"""Group of entry points: mapping hooks by their names in a configuration."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
-"""Columns that hold a question in published data sets, the likelier first; compared without case."""
+"""Columns of questions in published data sets, the likeliest first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""Roles by the name that ShareGPT's turns give the speaker."""
+"""Roles by the speakers' names in ShareGPT's turns."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "response", "output")
 
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """The way from the rows of a file to prompts."""
+    """Mapping from the rows of a file to prompts."""
 
-    fields: Fields | None = None
-    hook: Callable[[dict[str, Any]], Any] | None = None
-    """Instead of `fields`."""
+    fields: RowFields | None = None
+    hook: Callable[[Json], object] | None = None
+    """Mapping hook, instead of `fields`."""
     system: str | None = None
-    """Text of a system turn that prompts without one begin with."""
+    """Text of a system turn for prompts that have none."""
     section: str = "rollout"
-    """Section of the configuration that `fields` and `hook` stand in, for messages."""
+    """Section of the configuration with `fields` and `hook`, for messages."""
 
-    def __call__(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        """The fields of a prompt. Raises SlimxError naming `where` and the column or the hook."""
+    def __call__(self, row: Json, where: str) -> Json:
+        """Returns the fields of a prompt. Raises SlimxError naming `where` and the column or the hook."""
         if self.hook is not None:
             row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
@@ -47,46 +47,51 @@ class RowMapping:
 
 
 def make_mapping(
-    fields: Fields | None, hook: str | None, system: str | None, *, section: str = "rollout"
+    fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
 ) -> RowMapping:
-    """The mapping that `fields` and `map` of a section and `rollout.system` describe. Raises SlimxError for a hook that
-    cannot be loaded."""
+    """Returns the mapping configured by a section's `fields` and `map` and by `rollout.system`. Raises SlimxError for a
+    hook that cannot be loaded."""
     loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
     return RowMapping(fields, loaded, system, section)
 
 
-def mapped(fields: Fields, row: Mapping[str, Any], where: str, named: str) -> dict[str, Any]:
-    """The prompt's fields that the columns of `fields`, the value of the key `named`, hold."""
+def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -> Json:
+    """Returns the prompt's fields from the columns of `fields`, the value of the configuration's `key`."""
 
-    def column(key: str) -> Any:
-        path = getattr(fields, key)
-        return None if path is None else value_at(row, path, f"{named}.{key}", where)
+    def column(name: str) -> object:
+        path = getattr(fields, name)
+        return None if path is None else value_at(row, path, f"{key}.{name}", where)
 
-    out: dict[str, Any] = {}
+    out: Json = {}
     prompt = column("prompt")
     out["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if (answer := column("answer")) is not None:
-        out["answer"] = answer if fields.answer_after is None else _after(fields.answer_after, answer, where, named)
-    if (own := column("id")) is not None:
-        out["id"] = as_text(own)
-    metadata = {path: value_at(row, path, f"{named}.metadata", where) for path in fields.metadata}
-    metadata |= {key: column(key) for key in ("dataset", "rejected", "images") if getattr(fields, key) is not None}
+    answer = column("answer")
+    if answer is not None:
+        out["answer"] = answer if fields.answer_after is None else _after(fields.answer_after, answer, where, key)
+    prompt_id = column("id")
+    if prompt_id is not None:
+        out["id"] = as_text(prompt_id)
+    metadata = {path: value_at(row, path, f"{key}.metadata", where) for path in fields.metadata}
+    for name in ("dataset", "rejected", "images"):
+        if getattr(fields, name) is not None:
+            metadata[name] = column(name)
     if metadata:
         out["metadata"] = metadata
-    if (tools := column("tools")) is not None:
+    tools = column("tools")
+    if tools is not None:
         out["tools"] = _tools(tools, where)
     return out
 
 
-def value_at(row: Mapping[str, Any], path: str, key: str, where: str) -> Any:
-    """The value at a dotted path of a row; a column whose name has dots comes first."""
+def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> object:
+    """Returns the value at a dotted path of a row; a column with dots in its name takes precedence."""
     if path in row:
         return row[path]
-    value: Any = row
+    value: object = row
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise SlimxError(
-                f"{where}: has no {path!r}, which {key} names; the row has {', '.join(map(str, row))}",
+                f"{where}: there is no {path!r}, the value of {key}; the row has {', '.join(map(str, row))}",
                 code="prompts.field",
                 about=path,
             )
@@ -94,9 +99,9 @@ def value_at(row: Mapping[str, Any], path: str, key: str, where: str) -> Any:
     return value
 
 
-def as_text(value: Any) -> str | None:
-    """A value as a text: a whole number without a fraction, as pandas writes it where others of its column are missing;
-    None for NaN, which stands for a missing one."""
+def as_text(value: object) -> str | None:
+    """Returns a value as text: None for NaN, a missing value, and an integral float as an integer, because pandas
+    converts columns with missing values to floats."""
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -105,54 +110,70 @@ def as_text(value: Any) -> str | None:
     return str(value)
 
 
-def fitting_fields(row: Mapping[str, Any]) -> dict[str, str] | None:
-    """Values of `rollout.fields` that would fit a row; None where no column looks like a question."""
-    names = {str(name).lower(): str(name) for name in _columns(row)}
-    prompt = next((names[name] for name in PROMPTS if name in names), None)
+def fitting_fields(row: Mapping[str, object]) -> dict[str, str] | None:
+    """Returns values of `rollout.fields` that would fit a row; None if no column looks like a question."""
+    columns = {name.lower(): name for name in _columns(row)}
+    prompt = _first_of(PROMPTS, columns)
     if prompt is None:
         return None
     out = {"prompt": prompt}
-    if (answer := next((names[name] for name in ANSWERS if name in names), None)) is not None:
+    answer = _first_of(ANSWERS, columns)
+    if answer is not None:
         out["answer"] = answer
-        if isinstance(value := row.get(answer), str) and "####" in value:
+        value = row.get(answer)
+        if isinstance(value, str) and "####" in value:
             out["answer_after"] = "####"
-    if "data_source" in names:
-        out["dataset"] = names["data_source"]
+    if "data_source" in columns:
+        out["dataset"] = columns["data_source"]
     return out
 
 
+def _first_of(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
+    for name in names:
+        if name in columns:
+            return columns[name]
+    return None
+
+
 def written(fields: Mapping[str, str]) -> str:
-    """Fields as a line of YAML."""
-    quoted = {key: f"'{value}'" if value.startswith("#") else value for key, value in fields.items()}
-    return "{" + ", ".join(f"{key}: {value}" for key, value in quoted.items()) + "}"
+    """Returns fields as a line of YAML."""
+    parts = []
+    for key, value in fields.items():
+        quoted = f"'{value}'" if value.startswith("#") else value
+        parts.append(f"{key}: {quoted}")
+    return "{" + ", ".join(parts) + "}"
 
 
-def _columns(row: Mapping[str, Any]) -> Sequence[str]:
-    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value]
-    return [*map(str, row), *inner]
+def _columns(row: Mapping[str, object]) -> Sequence[str]:
+    """Returns the columns of a row, and dotted paths of nested ones."""
+    columns = [str(name) for name in row]
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            columns += [f"{name}.{key}" for key in value]
+    return columns
 
 
-def _after(mark: str, answer: Any, where: str, named: str) -> str:
-    before, found, last = str(answer).rpartition(mark)
-    if not found:
+def _after(mark: str, answer: object, where: str, key: str) -> str:
+    _, separator, last = str(answer).rpartition(mark)
+    if not separator:
         raise SlimxError(
-            f"{where}: its answer has no {mark!r}, after which {named}.answer_after looks; correct one of them",
+            f"{where}: the answer has no {mark!r}, the value of {key}.answer_after; correct one of them",
             code="prompts.answer_after",
             about=where,
         )
     return last.strip()
 
 
-def _tools(tools: Any, where: str) -> Any:
+def _tools(tools: object, where: str) -> object:
     if not isinstance(tools, str):
         return tools
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: its tools are no JSON ({error})") from error
+        raise SlimxError(f"{where}: the tools are not JSON ({error}); correct them") from error
 
 
-def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: str, key: str) -> dict[str, Any]:
+def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> Json:
     try:
         out = hook(row)
     except Exception as error:
@@ -166,9 +187,9 @@ def _hooked(hook: Callable[[dict[str, Any]], Any], row: dict[str, Any], where: s
     return out
 
 
-def _with_turns(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row with turns of ShareGPT's form (from, value) as role and content, and with the answer that its messages
-    end with, if they do, as `answer`."""
+def _with_turns(row: Json, where: str) -> Json:
+    """Returns the row with ShareGPT's turns (from, value) converted to role and content, and with an assistant's last
+    turn moved to `answer`."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         return row
@@ -178,35 +199,36 @@ def _with_turns(row: dict[str, Any], where: str) -> dict[str, Any]:
     *before, last = turns
     more = [key for key, value in last.items() if key not in ("role", "content") and value is not None]
     if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
-        both = "there is an answer besides" if row.get("answer") is not None else "it is no text alone"
+        reason = "the row also has an answer" if row.get("answer") is not None else "it is not only text"
         raise SlimxError(
-            f"{where}: its messages end with the assistant's turn, and {both}; leave the turn out, or rewrite the row "
-            "by rollout.map",
+            f"{where}: the messages end with an assistant's turn, but {reason}; leave the turn out, or rewrite the row "
+            "with rollout.map",
             code="prompts.last_turn",
             about=where,
         )
     return row | {"messages": before, "answer": last["content"]}
 
 
-def _with_role(turn: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_role(turn: Json, where: str) -> Json:
     if "role" in turn or not turn.keys() >= {"from", "value"}:
         return turn
-    if (role := SPEAKERS.get(turn["from"])) is None:
+    role = SPEAKERS.get(turn["from"])
+    if role is None:
         raise SlimxError(
-            f"{where}: a turn is from {turn['from']!r}; those from {', '.join(SPEAKERS)} are read, rollout.map can "
-            "rewrite others",
+            f"{where}: a turn is from {turn['from']!r}, which is none of {', '.join(SPEAKERS)}; rewrite the row with "
+            "rollout.map",
             code="prompts.message",
             about=where,
         )
     return {"role": role, "content": turn["value"]}
 
 
-def _with_system(system: str, row: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_system(system: str, row: Json, where: str) -> Json:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         if row.get("token_ids"):
             raise SlimxError(
-                f"{where}: has token_ids, to which rollout.system cannot be added; leave it out",
+                f"{where}: the row has token_ids, to which rollout.system cannot be added; leave rollout.system out",
                 code="prompts.system",
                 about=where,
             )

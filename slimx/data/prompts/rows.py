@@ -1,46 +1,48 @@
-"""Rows of JSON lines; those of other files are read by entry points of `slimx.prompt_files`."""
+"""Rows of JSON lines; entry points of `slimx.prompt_files` read other files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from slimx import entry_points
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
-Row = tuple[str, int, dict[str, Any]]
-"""The place of a row, for messages; its number, from 1; and its values by column."""
+Row = tuple[str, int, Json]
+"""Location of a row, for messages; its number, from 1; and its values by column."""
 BOM = b"\xef\xbb\xbf"
-"""Mark that Excel and Windows' editors begin UTF-8 files with."""
+"""Byte order mark at the start of UTF-8 files from Excel and Windows."""
 
 
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Returns the name that rows without an id are numbered under, and the rows of `path` in order.
+    """Returns the prefix of ids for rows without one, and the rows of `path` in order.
 
     An entry point of `slimx.prompt_files` takes the same arguments and returns the same, or None for a path that it
-    leaves to others. `subset` and `split` choose among the files of a data set.
+    does not read. `subset` and `split` select files of a data set.
 
-    Raises SlimxError, also while rows are read, naming the file, and the line or row, and what is wrong with it.
+    Raises SlimxError, also during iteration, naming the file, the line or row, and the problem.
     """
     for read in entry_points.load_all("slimx.prompt_files").values():
-        if (found := read(path, subset, split)) is not None:
-            return found
+        result = read(path, subset, split)
+        if result is not None:
+            return result
     return Path(path).stem, json_lines(Path(path))
 
 
 def json_lines(path: Path) -> Iterator[Row]:
-    """Rows of a file with one JSON object per line."""
-    with path.open("rb") as lines:  # bytes: text mode would also end lines at characters that JSON strings may hold
+    """Yields the rows of a file with one JSON object per line."""
+    with path.open("rb") as lines:  # bytes, because text mode splits lines at characters that JSON strings may contain
         for number, line in enumerate(lines, 1):
-            if line := line.removeprefix(BOM).strip():
+            text = line.removeprefix(BOM).strip()
+            if text:
                 where = f"{path}, line {number}"
-                yield where, number, _object(line, where)
+                yield where, number, _object(text, where)
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, where: str) -> Json:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -50,19 +52,19 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     return as_row(fields, where)
 
 
-def as_row(fields: Any, where: str) -> dict[str, Any]:
-    """Returns `fields` if they are an object. Raises SlimxError naming `where` if not."""
+def as_row(fields: object, where: str) -> Json:
+    """Returns `fields` if they are an object. Raises SlimxError naming `where` otherwise."""
     if not isinstance(fields, dict):
         raise SlimxError(
-            f"{where}: holds {kind_of(fields)}, not a JSON object; write one object per line",
+            f"{where}: this is {kind_of(fields)}, not a JSON object; write one object per line",
             code="prompts.line",
             about=where,
         )
     return fields
 
 
-def kind_of(value: Any) -> str:
-    """The kind of a value of JSON, as a sentence names it."""
+def kind_of(value: object) -> str:
+    """Returns the kind of a JSON value, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):

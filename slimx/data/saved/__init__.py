@@ -1,1 +1,1 @@
-"""Files of rollouts: how groups are written, what a step keeps of them, and what was computed of every token."""
+"""Files of rollouts: encoding of groups, files of steps, and values of trained tokens."""

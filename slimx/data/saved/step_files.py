@@ -1,10 +1,9 @@
-"""The rollouts that a run trained on, a file per step: `RUN/rollouts/step-0000012.groups`, and beside it one of what
-their training computed of each token (`slimx.data.saved.trained_tokens`).
+"""Rollouts that a run trained on, a file per step: `RUN/rollouts/step-0000012.groups`, with a second file of values
+that training computed for each token (`slimx.data.saved.trained_tokens`).
 
-A file is a line of JSON and the step's groups behind it, in the order in which they were trained, by
-`slimx.data.saved.codec`.
-Under `about` the line says what can be known without reading the groups: the fields of `About`. `slimx rollouts` shows
-these files, `rollout.replay` trains on them again.
+A file is a line of JSON followed by the step's groups in the order of training, in the encoding of
+`slimx.data.saved.codec`. Under `about` the line has the fields of `About`, a description that can be read without the
+groups. `slimx rollouts` shows these files, and `rollout.replay` trains on them again.
 """
 
 from __future__ import annotations
@@ -15,90 +14,100 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
-from slimx.data.records import Group
+from slimx.data.records import Group, Trajectory
 from slimx.data.saved.codec import encode, load_groups, read_about, save_groups
 from slimx.data.saved.trained_tokens import SUFFIX, TrainedTokens, write_trained
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
+from slimx.json_types import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Their folder in a run directory."""
+"""Folder of the files in a run directory."""
 TOKENIZER = "tokenizer"
-"""The folder of the tokenizer by which they are read."""
+"""Folder of the tokenizer that decodes them."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
-"""Keys of a config.json that differ between copies of one model."""
+"""Keys of a config.json that may differ between copies of one model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Everything that rollouts were made with and that training on them again must share."""
+    """Properties of the run that generated rollouts, which a run that trains on them again must share."""
 
-    model: dict[str, Any]
+    model: Json
     """The model's config.json."""
     vocabulary: str
-    """Digest of the tokenizer's tokens and their ids."""
+    """Digest of the tokenizer's tokens and ids."""
     prompts_per_step: int
     group_size: int
     max_staleness: int
     routes: bool
-    """True if the files keep the experts of each token."""
+    """True if the files contain each token's experts."""
     policies: list[str] = field(default_factory=lambda: [ACTOR])
     """Names of the trained policies."""
 
     def differences(self, other: Origin) -> dict[str, str]:
-        """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause by what differs."""
-        out = {}
-        if keys := sorted(k for k in self.model.keys() | other.model.keys() if self.model.get(k) != other.model.get(k)):
-            first = keys[0]
-            out["config.json"] = (
-                f"another model sampled it (config.json: {first} is {self.model.get(first)}, in model.path "
-                f"{other.model.get(first)})"
+        """Returns the differences of `self`, the origin of a file, from `other`, that of a run that would train on it:
+        a clause per property."""
+        clauses = {}
+        keys = sorted(self.model.keys() | other.model.keys())
+        changed = [key for key in keys if self.model.get(key) != other.model.get(key)]
+        if changed:
+            clauses["config.json"] = (
+                f"another model sampled it (config.json: {changed[0]} is {self.model.get(changed[0])}, in model.path "
+                f"{other.model.get(changed[0])})"
             )
         elif self.vocabulary != other.vocabulary:
-            out["vocabulary"] = (
-                "another tokenizer made its tokens (model.path has the same model, but not the same vocabulary)"
+            clauses["vocabulary"] = (
+                "it was generated with another tokenizer (model.path has the same model, but another vocabulary)"
             )
         for key in ("rollout.prompts_per_step", "rollout.group_size", "schedule.max_staleness"):
-            there, here = (getattr(each, key.partition(".")[2]) for each in (self, other))
-            if there != here:
-                out[key] = f"it was made with {key}={there}, this run has {here}"
+            field_name = key.partition(".")[2]
+            saved = getattr(self, field_name)
+            current = getattr(other, field_name)
+            if saved != current:
+                clauses[key] = f"it was generated with {key}={saved}, but this run has {current}"
         if set(self.policies) != set(other.policies):
-            there, here = (" and ".join(each.policies) for each in (self, other))
-            out["policies"] = f"it has trajectories of the policies {there}, and this run trains {here}"
-        return out
+            clauses["policies"] = (
+                f"it has trajectories of the policies {' and '.join(self.policies)}, but this run trains "
+                f"{' and '.join(other.policies)}"
+            )
+        return clauses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """One step in a line."""
+    """Description of one step."""
 
     step: int
     version: int
-    """Weight version of the trainers when they trained it."""
+    """Weight version of the trainers in this step."""
     groups: int
     trajectories: int
     sampled_tokens: int
     reward: float | None
-    """Mean of all trajectories; None where no reward is given."""
+    """Mean of all trajectories; None without rewards."""
     oldest: int | None
-    """Oldest weight version that sampled any token; None where nothing was sampled."""
+    """Oldest weight version that sampled a token; None if nothing was sampled."""
     truncated: int
-    """Trajectories."""
+    """Number of truncated trajectories."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Groups that were made meanwhile and are not here, by reason."""
+    """Number of groups dropped during the step, by reason."""
     origin: Origin
 
 
-def origin_of(config: Config, tokenizer: Any) -> Origin:
-    """The origin of this run's rollouts."""
+def origin_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Origin:
+    """Returns the origin of this run's rollouts."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return Origin(
         model={key: value for key, value in model.items() if key not in _UNRELATED},
@@ -115,19 +124,22 @@ class StepFiles:
     """Writes the files of one run."""
 
     def __init__(self, directory: Path, origin: Origin, *, every: int, keep: int, resume_step: int):
-        """`every`: steps between files, 0: none. `keep`: newest files that stay, 0: all. Files of `resume_step` and
-        later steps, which the run trains anew, are removed."""
-        self.directory, self.origin, self.every, self.keep = directory, origin, every, keep
+        """Removes the files of `resume_step` and later steps, which the run trains again. `every`: steps between files,
+        0: none; `keep`: number of newest files to keep, 0: all."""
+        self.directory = directory
+        self.origin = origin
+        self.every = every
+        self.keep = keep
         for step, path in step_files(directory).items():
             if step >= resume_step:
                 _remove(path)
 
     def due(self, step: int) -> bool:
-        """Returns True if step `step`, from 1, gets a file: the first one does."""
+        """Returns True if `step`, counted from 1, gets a file; the first one does."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
-        """Write one step's groups; afterwards files that are not kept are gone. `version`: see `About`."""
+        """Writes a step's groups, and removes old files. `version`: see `About`."""
         about = describe(step, version, groups, dropped, self.origin)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / file_name(step)
@@ -139,36 +151,40 @@ class StepFiles:
         return path
 
     def write_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> Path:
-        """Write what was computed of every token of `step`, whose groups have been written."""
+        """Writes the values of every token of `step`, whose groups have been written."""
         path = self.directory / file_name(step)
         with _writing(path.with_suffix(SUFFIX)):
             return write_trained(path, tokens)
 
 
 def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int], origin: Origin) -> About:
-    """The description of a step's groups."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    """Returns the description of a step's groups."""
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    versions = [trajectory.oldest_version for trajectory in trajectories if trajectory.oldest_version is not None]
     return About(
         step=step,
         version=version,
         groups=len(groups),
         trajectories=len(trajectories),
-        sampled_tokens=sum(s.stop - s.start for t in trajectories for s in t.spans if s.source == "sampled"),
+        sampled_tokens=sum(len(trajectory.sampled_ids()) for trajectory in trajectories),
         reward=float(np.mean(rewards)) if rewards else None,
-        oldest=min((t.oldest_version for t in trajectories if t.oldest_version is not None), default=None),
-        truncated=sum(t.status == "truncated" for t in trajectories),
+        oldest=min(versions, default=None),
+        truncated=sum(trajectory.status == "truncated" for trajectory in trajectories),
         dropped=dict(dropped),
         origin=origin,
     )
 
 
 def without_routes(groups: Sequence[Group]) -> list[Group]:
-    """The groups without the experts of each token."""
-    return [
-        replace(group, trajectories=[replace(each, routed_experts=None) for each in group.trajectories])
-        for group in groups
-    ]
+    """Returns copies of the groups without each token's experts."""
+    copies = []
+    for group in groups:
+        trajectories = [replace(trajectory, routed_experts=None) for trajectory in group.trajectories]
+        copies.append(replace(group, trajectories=trajectories))
+    return copies
 
 
 @contextmanager
@@ -187,29 +203,34 @@ def _remove(path: Path) -> None:
 
 
 def file_name(step: int) -> str:
-    """The name of step `step`'s file."""
+    """Returns the name of a step's file."""
     return f"step-{step:07d}.groups"
 
 
 def step_files(directory: Path) -> dict[int, Path]:
-    """The files in `directory` by step, ascending; {} where there is no such directory."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    found = [(int(match[1]), directory / match[0]) for match in map(_NAME.fullmatch, names) if match]
-    return dict(sorted(found))
+    """Returns the files in `directory` by step, ascending; {} if the directory does not exist."""
+    if not directory.is_dir():
+        return {}
+    files = {}
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            files[int(match[1])] = path
+    return dict(sorted(files.items()))
 
 
 def read_step_about(path: Path) -> About:
-    """The header's description of a step. Raises SlimxError naming a file that is damaged or says nothing."""
+    """Reads the description of a step. Raises SlimxError naming a file that is damaged or has no description."""
     try:
         return msgspec.convert(read_about(path), About)
     except msgspec.ValidationError as error:
         raise SlimxError(
-            f"{path}: does not say what slimx writes about a step ({error}); take another one",
+            f"{path}: the description of the step is invalid ({error}); use another file",
             code="data.header",
             about=str(path),
         ) from error
 
 
 def read_step(path: Path) -> tuple[About, list[Group]]:
-    """One step. Raises SlimxError naming a damaged file."""
+    """Reads one step. Raises SlimxError naming a damaged file."""
     return read_step_about(path), load_groups(path)

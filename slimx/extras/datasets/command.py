@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from slimx import entry_points
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.data.chat.template import check_arguments, check_ends, with_template
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.prompts.mapping import fitting_fields, make_mapping, written
@@ -116,7 +116,7 @@ def check(
         guessed = fitting_fields(first[2])
     named_fields = None
     if fields or guessed:
-        named_fields = Fields.model_validate(fields or guessed)
+        named_fields = RowFields.model_validate(fields or guessed)
     mapping = make_mapping(named_fields, None, system)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
     yield f"{file}: {len(prompts)} prompts"
@@ -220,7 +220,7 @@ def _mapping(option: str, text: str | None) -> Json | None:
         value = None
     if not isinstance(value, dict):
         raise SlimxError(f"{option} is {text!r}, which is not a mapping; write '{{prompt: question}}'")
-    unknown = [key for key in value if key not in Fields.model_fields]
+    unknown = [key for key in value if key not in RowFields.model_fields]
     if option == "--fields" and unknown:
-        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(Fields.model_fields)}")
+        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(RowFields.model_fields)}")
     return value

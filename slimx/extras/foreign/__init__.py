@@ -1,2 +1,2 @@
-"""Names by which slime, Megatron-LM, verl, TRL and OpenRLHF call what a key of slimx says, as data: a refusal of one of
-them names the key and its value, and the tables of docs/guides/coming-from.md are made of it."""
+"""Tables from names in slime, Megatron-LM, verl, TRL and OpenRLHF to keys of slimx. A refusal of such a name suggests
+the key and its value; the tables of docs/guides/coming-from.md are generated from these."""

@@ -1,4 +1,4 @@
-"""Search for a foreign name in all tables."""
+"""Lookup of foreign names in all tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ SHORT: Table = {
     "rollout.max_tokens": "rollout.sampling.max_new_tokens",
     "rollout.sampling.n": "rollout.group_size",
     "rollout.sampling.max_tokens": "rollout.sampling.max_new_tokens",
-    "rollout.sampling.stop": Meaning(
-        "rollout.sampling.stop_token_ids", note="ids of tokens; texts that end a turn have no key"
-    ),
+    "rollout.sampling.stop": Meaning("rollout.sampling.stop_token_ids", note="token ids; stop texts have no key"),
     "trainer.steps": "schedule.steps",
     "trainer.gpus": "trainer.world_size",
     "algorithm.beta": "algorithm.kl_coef",
-    "epochs": Meaning("schedule.steps", note="prompts * epochs over rollout.prompts_per_step"),
+    "epochs": Meaning("schedule.steps", note="prompts * epochs / rollout.prompts_per_step"),
     "batch_size": "rollout.prompts_per_step",
     "gpus": "trainer.world_size",
     "nodes": "cluster.nodes",
@@ -36,8 +34,8 @@ SHORT: Table = {
     "output": "run.dir",
     "dir": "run.dir",
 }
-"""Short names that are unique."""
-MOVED: Table = {
+"""Short, unambiguous names."""
+MOVED: dict[str, str | Meaning] = {
     "algorithm.clip_low": "algorithm.loss.low",
     "algorithm.clip_high": "algorithm.loss.high",
     "algorithm.dual_clip": "algorithm.loss.dual",
@@ -56,13 +54,13 @@ MOVED: Table = {
     "algorithm.whiten": "algorithm.advantages.whiten",
     "algorithm.dpo_beta": "algorithm.advantages.beta",
 }
-"""Parameters of losses and estimators where section algorithm would have them, each with its key."""
+"""Keys of losses' and estimators' parameters by their likely names in section algorithm."""
 MOVED |= {key.removeprefix("algorithm."): moved for key, moved in MOVED.items()}
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
-"""Flags, which say the same in whatever section they are written. Flags that are called as a key is, such as --lr, are
-not repeated here (slimx.config.suggestions)."""
+"""Flags, which have the same meaning in every section. Flags with the name of a key, such as --lr, are not repeated
+(slimx.config.suggestions)."""
 PATHS: Sequence[Table] = (VERL, SHORT, MOVED)
-"""Dotted keys, which mean something only where they stand."""
+"""Dotted keys, whose meaning depends on their section."""
 
 
 def of_key(name: str, value: str) -> Meaning | None:
@@ -76,31 +74,38 @@ def of_flag(name: str, value: str) -> Meaning | None:
 
 
 def of_word(key: str, word: str) -> str | Meaning | None:
-    """Returns the value of `key` that people write as `word`, in small letters; None: nothing is known of it."""
+    """Returns the value of `key` that users write as `word`, in lower case; None: it is unknown."""
     return VALUES.get(key, {}).get(word)
 
 
 def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
-    """The meaning of `name` with `value` in the first table that has both, else that of the name alone; None: no table
-    has it."""
+    """Returns the meaning of `name` in the first table in which `value` is valid, else in the first with the name;
+    None: no table has it."""
     name = name.lower().replace("-", "_")
-    found = [each for table in tables if (each := _entry(table, name)) is not None]
-    return next((each for each in found if each.of(value) is not None), found[0] if found else None)
+    first = None
+    for table in tables:
+        entry = _entry(table, name)
+        if entry is not None and entry.translate(value) is not None:
+            return entry
+        first = first or entry
+    return first
 
 
 def _entry(table: Table, name: str) -> Meaning | None:
-    """The entry of `name`, or the most exact one that ends in `*` and stands for it."""
-    if (entry := table.get(name)) is not None:
-        return _whole(entry)
-    begins = [key for key in table if key.endswith("*") and name.startswith(key[:-1])]
-    if not begins:
+    """Returns the entry of `name`, or the one with the longest prefix that ends in `*` and matches it."""
+    entry = table.get(name)
+    if entry is not None:
+        return _as_meaning(entry)
+    patterns = [key for key in table if key.endswith("*") and name.startswith(key[:-1])]
+    if not patterns:
         return None
-    key = max(begins, key=len)
-    found, rest = _whole(table[key]), name[len(key) - 1 :]
-    if found.key != "{}":
-        return replace(found, key=found.key.replace("{}", rest))
+    pattern = max(patterns, key=len)
+    rest = name[len(pattern) - 1 :]
+    matched = _as_meaning(table[pattern])
+    if matched.key != "{}":
+        return replace(matched, key=matched.key.replace("{}", rest))
     return _entry(MEGATRON, rest) or Meaning(f"trainer.megatron.{rest}")
 
 
-def _whole(entry: str | Meaning) -> Meaning:
+def _as_meaning(entry: str | Meaning) -> Meaning:
     return Meaning(entry) if isinstance(entry, str) else entry

@@ -1,4 +1,4 @@
-"""The meaning of another program's flag or key here: a key and the value for it, or the reason why there is none."""
+"""Meanings of other frameworks' flags and keys: a key of slimx with its value, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -8,82 +8,82 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a foreign name.
+    """Meaning of a foreign name.
 
-    - `key` alone: the value stays as it is.
-    - `key` and `values`: the value there -> the value here, or another meaning; other values stay as they are.
-    - `key` and `note`: the value has to be worked out, and the note says how.
-    - `sets`: several keys with their values, whatever stands there.
-    - `note` alone: nothing is to be written, because slimx does it anyway (`needless`) or does not have it.
+    - `key` alone: the value is the same.
+    - `key` and `values`: foreign value -> value in slimx, or another meaning; other values are the same.
+    - `key` and `note`: the value has to be computed, as the note explains.
+    - `sets`: several keys with their values, regardless of the foreign value.
+    - `note` alone: no key is needed, because slimx always does it (`not_needed`) or does not support it.
     """
 
     key: str = ""
-    """Key of slimx; `*` stands for an entry of a list, `{}` for what the `*` of the foreign name stood for."""
+    """Key of slimx; `*` stands for an entry of a list, `{}` for the part that `*` matched in the foreign name."""
     values: Mapping[str, str | Meaning] = field(default_factory=dict)
-    """By the foreign value, in small letters."""
+    """Values in slimx by the foreign value in lower case."""
     closed: bool = False
-    """True if `values` has all values that mean anything."""
+    """True if `values` has all valid values."""
     prefix: str = ""
-    """Text that a value gets in front."""
+    """Prefix of the value in slimx."""
     note: str = ""
-    needless: bool = False
+    not_needed: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, value: str) -> str | Meaning | None:
-        """The value here, or another meaning, for the value `value` there; None: this name does not take it."""
-        found = self.values.get(value.lower())
-        if found is None and self.closed:
-            return None
-        return self.prefix + value if found is None else found
+    def translate(self, value: str) -> str | Meaning | None:
+        """Returns the value in slimx, or another meaning, for a foreign value; None: the value is invalid."""
+        translated = self.values.get(value.lower())
+        if translated is not None:
+            return translated
+        return None if self.closed else self.prefix + value
 
 
 Table = Mapping[str, str | Meaning]
-"""Meanings by foreign name, with underscores for dashes; a text is the key of which the value stays as it is. A name
-that ends in `*` stands for all that begin so."""
+"""Meanings by foreign name, with underscores for dashes; a string is a key whose value is the same. A name that ends
+in `*` matches every name with this prefix."""
 
 
-def needless(reason: str) -> Meaning:
-    """Nothing is to be written: slimx does it anyway, or another key says it."""
-    return Meaning(note=reason, needless=True)
+def not_needed(reason: str) -> Meaning:
+    """Returns the meaning of a name that needs no key: slimx always does it, or another key sets it."""
+    return Meaning(note=reason, not_needed=True)
 
 
-def absent(reason: str) -> Meaning:
-    """slimx has nothing of the kind; `reason` says what comes nearest."""
+def unsupported(reason: str) -> Meaning:
+    """Returns the meaning of a name without a counterpart. `reason`: the nearest alternative."""
     return Meaning(note=reason)
 
 
-def worked_out(key: str, how: str) -> Meaning:
-    """The value of `key` follows from the foreign one, or from several."""
+def computed(key: str, how: str) -> Meaning:
+    """Returns the meaning of a name whose value of `key` is computed from the foreign value, or from several."""
     return Meaning(key, note=how)
 
 
-def chosen(key: str, values: Mapping[str, str | Meaning]) -> Meaning:
-    """`key` takes one of a few values."""
+def choice(key: str, values: Mapping[str, str | Meaning]) -> Meaning:
+    """Returns the meaning of a name with a fixed set of values."""
     return Meaning(key, values, closed=True)
 
 
-def switched(key: str, value: str) -> Meaning:
-    """A flag without a value: `key` gets `value` where it is given."""
+def flag(key: str, value: str) -> Meaning:
+    """Returns the meaning of a flag without a value, which sets `key` to `value`."""
     return Meaning(key, {"true": value}, closed=True)
 
 
-def setting(**keys: str) -> Meaning:
-    """Several keys with their values, with two underscores for dots."""
+def settings(**keys: str) -> Meaning:
+    """Returns the meaning of a name that sets several keys, written with two underscores for dots."""
     return Meaning(sets={key.replace("__", "."): value for key, value in keys.items()})
 
 
-PER_UPDATE = worked_out("schedule.updates_per_step", "prompts_per_step * group_size over this batch size")
-RANKS = worked_out("trainer.world_size", "nodes times GPUs per node")
-EPOCHS = worked_out("schedule.steps", "prompts * epochs over rollout.prompts_per_step")
-PACKED = needless("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
-OF_MODEL = needless("shapes and options of the model come from config.json in model.path")
-OF_ENGINES = needless("engines are SGLang's; its own options go into rollout.engines[].sglang")
-REFERENCE_LAYOUT = needless("the reference has the trainer's layout, and its weights stay in host memory")
-KL_ON = needless("algorithm.kl_coef above 0 turns the term on, with algorithm.reference: true")
-OFFLOADED = needless("with schedule.colocate trainers leave the device by themselves (trainer.offload)")
+PER_UPDATE = computed("schedule.updates_per_step", "prompts_per_step * group_size / this batch size")
+RANKS = computed("trainer.world_size", "nodes * GPUs per node")
+EPOCHS = computed("schedule.steps", "prompts * epochs / rollout.prompts_per_step")
+PACKED = not_needed("sequences are packed and balanced up to trainer.max_tokens_per_microbatch tokens")
+OF_MODEL = not_needed("the model's shapes and options come from config.json in model.path")
+OF_ENGINES = not_needed("engines are SGLang's, with options in rollout.engines[].sglang")
+REFERENCE_LAYOUT = not_needed("the reference has the trainer's layout, with its weights in host memory")
+KL_ON = not_needed("algorithm.kl_coef above 0 with algorithm.reference: true turns the term on")
+OFFLOADED = not_needed("with schedule.colocate trainers are always offloaded (trainer.offload)")
 MEMORY = Meaning("rollout.engines.*.sglang.mem_fraction_static")
 KL_KINDS = {"low_var_kl": "low_variance", "kl": "k1", "mse": "k2"}
-ALGORITHMS = {
+ALGORITHMS: dict[str, str | Meaning] = {
     "gae": "ppo",
     "reinforce": "reinforce_pp",
     "reinforce++": "reinforce_pp",
@@ -91,5 +91,5 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "reinforce_baseline": "reinforce_pp_baseline",
     "group_norm": "grpo",
-    "grpo_passk": absent("advantages over pass@k are a hook, algorithm.advantages"),
+    "grpo_passk": unsupported("write advantages over pass@k as a hook (algorithm.advantages)"),
 }

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, which slime's scripts give, too."""
+"""Flags of Megatron-LM, which slime's scripts also use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from slimx.extras.foreign.meaning import (
     PER_UPDATE,
     Meaning,
     Table,
-    absent,
-    chosen,
-    needless,
-    switched,
-    worked_out,
+    choice,
+    computed,
+    flag,
+    not_needed,
+    unsupported,
 )
 
-_BETAS = worked_out("trainer.optimizer.betas", "both of them, as a list")
-_STAGES = worked_out("trainer.layers_per_stage", "the layers of every stage, as a list")
-_NO_DROPOUT = needless("nothing is dropped: dropout is 0")
-_FUSED = needless("megatron-core's fused kernels are used where they are installed")
-_PRECISION = worked_out("numerics.dtype", "bfloat16 or float32")
+_BETAS = computed("trainer.optimizer.betas", "a list of both")
+_STAGES = computed("trainer.layers_per_stage", "a list of every stage's layers")
+_NO_DROPOUT = not_needed("dropout is always 0")
+_FUSED = not_needed("fused kernels are used if they are installed")
+_PRECISION = computed("numerics.dtype", "bfloat16 or float32")
 _SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention swiglu num_query_groups
     kv_channels vocab_size normalization norm_epsilon rotary_base rotary_percent rotary_scaling_factor
@@ -37,13 +37,13 @@ MEGATRON: Table = {
     "tensor_model_parallel_size": "trainer.tensor",
     "pipeline_model_parallel_size": "trainer.pipeline",
     "virtual_pipeline_model_parallel_size": "trainer.virtual_pipeline",
-    "num_layers_per_virtual_pipeline_stage": worked_out("trainer.virtual_pipeline", "chunks of each pipeline rank"),
+    "num_layers_per_virtual_pipeline_stage": computed("trainer.virtual_pipeline", "chunks of each pipeline rank"),
     "decoder_first_pipeline_num_layers": _STAGES,
     "decoder_last_pipeline_num_layers": _STAGES,
     "context_parallel_size": "trainer.context",
     "expert_model_parallel_size": "trainer.expert",
     "expert_tensor_parallel_size": "trainer.expert_tensor",
-    "sequence_parallel": needless("it follows trainer.tensor"),
+    "sequence_parallel": not_needed("it follows trainer.tensor"),
     "use_distributed_optimizer": "trainer.distributed_optimizer",
     "micro_batch_size": PACKED,
     "seq_length": PACKED,
@@ -51,78 +51,86 @@ MEGATRON: Table = {
     "recompute_granularity": "trainer.recompute.granularity",
     "recompute_method": "trainer.recompute.method",
     "recompute_num_layers": "trainer.recompute.layers",
-    "recompute_modules": worked_out("trainer.recompute.modules", "a list"),
-    "recompute_activations": switched("trainer.recompute.granularity", "selective"),
+    "recompute_modules": computed("trainer.recompute.modules", "a list"),
+    "recompute_activations": flag("trainer.recompute.granularity", "selective"),
     "attention_backend": Meaning("trainer.attention", {"local": "unfused"}),
-    "use_flash_attn": switched("trainer.attention", "flash"),
+    "use_flash_attn": flag("trainer.attention", "flash"),
     "attention_dropout": _NO_DROPOUT,
     "hidden_dropout": _NO_DROPOUT,
-    "attention_softmax_in_fp32": needless("it is megatron-core's default"),
+    "attention_softmax_in_fp32": not_needed("this is megatron-core's default"),
     "no_rope_fusion": _FUSED,
     "no_masked_softmax_fusion": _FUSED,
     "no_bias_swiglu_fusion": _FUSED,
     "no_gradient_accumulation_fusion": _FUSED,
-    "cross_entropy_loss_fusion": needless("log-probs are computed in chunks (trainer.logprob_chunk_tokens)"),
-    "bf16": switched("numerics.dtype", "bfloat16"),
+    "cross_entropy_loss_fusion": not_needed("log-probs are computed in chunks (trainer.logprob_chunk_tokens)"),
+    "bf16": flag("numerics.dtype", "bfloat16"),
     "fp16": _PRECISION,
-    "fp8_format": worked_out("trainer.fp8", "blockwise or mxfp8"),
-    "fp8_recipe": worked_out("trainer.fp8", "blockwise or mxfp8"),
+    "fp8_format": computed("trainer.fp8", "blockwise or mxfp8"),
+    "fp8_recipe": computed("trainer.fp8", "blockwise or mxfp8"),
     "accumulate_allreduce_grads_in_fp32": "trainer.grad_reduce_in_fp32",
     "overlap_grad_reduce": "trainer.overlap_grad_reduce",
     "overlap_param_gather": "trainer.overlap_param_gather",
-    "moe_token_dispatcher_type": chosen(
+    "moe_token_dispatcher_type": choice(
         "trainer.moe.dispatcher",
-        {"alltoall": "alltoall", "flex": "flex", "allgather": absent("trainer.moe.dispatcher is alltoall or flex")},
+        {
+            "alltoall": "alltoall",
+            "flex": "flex",
+            "allgather": unsupported("trainer.moe.dispatcher is alltoall or flex"),
+        },
     ),
-    "moe_enable_deepep": switched("trainer.moe.dispatcher", "flex"),
+    "moe_enable_deepep": flag("trainer.moe.dispatcher", "flex"),
     "moe_flex_dispatcher_backend": "trainer.moe.flex_backend",
     "moe_aux_loss_coeff": "trainer.moe.aux_loss_coef",
     "moe_z_loss_coeff": "trainer.moe.z_loss_coef",
     "moe_router_load_balancing_type": Meaning(
-        "trainer.moe.aux_loss_type", {"none": needless("trainer.moe.aux_loss_coef: 0, the default, balances nothing")}
+        "trainer.moe.aux_loss_type",
+        {"none": not_needed("trainer.moe.aux_loss_coef: 0, the default, turns balancing off")},
     ),
     "moe_router_bias_update_rate": "trainer.moe.bias_update_rate",
-    "moe_router_dtype": needless("routers compute in fp32 (numerics.router_dtype)"),
+    "moe_router_dtype": not_needed("routers compute in fp32 (numerics.router_dtype)"),
     "moe_permute_fusion": _FUSED,
-    "moe_grouped_gemm": needless("experts are always computed in grouped products"),
-    "optimizer": chosen(
+    "moe_grouped_gemm": not_needed("experts always use grouped matrix products"),
+    "optimizer": choice(
         "trainer.optimizer.kind",
         {
             **{name: "adam" for name in ("adam", "adamw")},
             **{name: "muon" for name in ("muon", "dist_muon")},
-            "sgd": absent("trainer.optimizer.kind is adam or muon"),
+            "sgd": unsupported("trainer.optimizer.kind is adam or muon"),
         },
     ),
-    "optimizer_cpu_offload": switched("trainer.optimizer.offload_fraction", "1.0"),
+    "optimizer_cpu_offload": flag("trainer.optimizer.offload_fraction", "1.0"),
     "optimizer_offload_fraction": "trainer.optimizer.offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d": needless("trainer.optimizer.offload_fraction alone moves moments to the host"),
-    "use_precision_aware_optimizer": needless("trainer.optimizer.moments_dtype: bfloat16 turns it on"),
+    "overlap_cpu_optimizer_d2h_h2d": not_needed("trainer.optimizer.offload_fraction controls the offload"),
+    "use_precision_aware_optimizer": not_needed("trainer.optimizer.moments_dtype: bfloat16 turns it on"),
     "exp_avg_dtype": Meaning("trainer.optimizer.moments_dtype", {"fp32": "float32", "bf16": "bfloat16"}),
     "exp_avg_sq_dtype": Meaning("trainer.optimizer.moments_dtype", {"fp32": "float32", "bf16": "bfloat16"}),
     "min_lr": "trainer.optimizer.min_lr",
-    "lr_decay_style": chosen(
+    "lr_decay_style": choice(
         "trainer.optimizer.decay",
         {
             **{name: name for name in ("constant", "linear", "cosine")},
-            "wsd": absent("trainer.optimizer.decay is constant, linear or cosine"),
-            "inverse_square_root": absent("trainer.optimizer.decay is constant, linear or cosine"),
-            "inverse-square-root": absent("trainer.optimizer.decay is constant, linear or cosine"),
+            "wsd": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
+            "inverse_square_root": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
+            "inverse-square-root": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
         },
     ),
-    "lr_decay_iters": absent("trainer.optimizer.decay ends with the run"),
+    "lr_decay_iters": unsupported("the decay always ends with the run"),
     "lr_warmup_iters": "trainer.optimizer.warmup_steps",
-    "lr_warmup_fraction": worked_out("trainer.optimizer.warmup_steps", "updates"),
+    "lr_warmup_fraction": computed("trainer.optimizer.warmup_steps", "updates"),
     "adam_beta1": _BETAS,
     "adam_beta2": _BETAS,
     "adam_eps": "trainer.optimizer.eps",
     "muon_momentum": "trainer.optimizer.muon.momentum",
     "muon_num_ns_steps": "trainer.optimizer.muon.steps",
     "muon_extra_scale_factor": "trainer.optimizer.muon.scale",
-    "muon_coefficient_type": chosen(
+    "muon_coefficient_type": choice(
         "",
-        {"quintic": needless("Muon's coefficients are quintic"), "simple": absent("Muon's coefficients are quintic")},
+        {
+            "quintic": not_needed("Muon's coefficients are quintic"),
+            "simple": unsupported("Muon's coefficients are quintic"),
+        },
     ),
     "train_iters": "schedule.steps",
-    "tensorboard_dir": needless("its files are in run.dir/tensorboard"),
-    "distributed_timeout_minutes": worked_out("trainer.deadline", "in seconds"),
+    "tensorboard_dir": not_needed("the files are in run.dir/tensorboard"),
+    "distributed_timeout_minutes": computed("trainer.deadline", "in seconds"),
 }

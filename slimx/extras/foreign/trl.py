@@ -9,17 +9,17 @@ from slimx.extras.foreign.meaning import (
     RANKS,
     Meaning,
     Table,
-    absent,
-    chosen,
-    needless,
-    setting,
-    switched,
-    worked_out,
+    choice,
+    computed,
+    flag,
+    not_needed,
+    settings,
+    unsupported,
 )
 
-_LORA = worked_out("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
-_LOGGED = needless("every step is logged")
-_SERVER = worked_out("rollout.engines.*.urls", "a list of URLs of SGLang servers")
+_LORA = computed("trainer.lora", "{rank: R, alpha: A, targets: [attention, mlp]}")
+_LOGGED = not_needed("every step is logged")
+_SERVER = computed("rollout.engines.*.urls", "a list of URLs of SGLang servers")
 
 TRL: Table = {
     "model_name_or_path": "model.path",
@@ -29,39 +29,41 @@ TRL: Table = {
     "learning_rate": "trainer.optimizer.lr",
     "max_grad_norm": "trainer.optimizer.clip_grad",
     "warmup_steps": "trainer.optimizer.warmup_steps",
-    "warmup_ratio": worked_out("trainer.optimizer.warmup_steps", "this share of schedule.steps * updates_per_step"),
-    "lr_scheduler_type": chosen(
+    "warmup_ratio": computed("trainer.optimizer.warmup_steps", "this fraction of schedule.steps * updates_per_step"),
+    "lr_scheduler_type": choice(
         "trainer.optimizer.decay",
         {
             **{name: name for name in ("constant", "linear", "cosine")},
             "constant_with_warmup": "constant",
             "cosine_with_min_lr": "cosine",
-            "polynomial": absent("trainer.optimizer.decay is constant, linear or cosine"),
+            "polynomial": unsupported("trainer.optimizer.decay is constant, linear or cosine"),
         },
     ),
-    "optim": worked_out("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
+    "optim": computed("trainer.optimizer.kind", "adam (with decoupled decay) or muon"),
     "num_generations": "rollout.group_size",
     "num_generations_eval": "eval.samples",
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_length": worked_out("rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"),
-    "max_seq_length": worked_out(
-        "rollout.sampling.max_new_tokens", "and rollout.max_prompt_tokens, which add up to it"
+    "max_length": computed(
+        "rollout.sampling.max_new_tokens", "together with rollout.max_prompt_tokens: this is their sum"
+    ),
+    "max_seq_length": computed(
+        "rollout.sampling.max_new_tokens", "together with rollout.max_prompt_tokens: this is their sum"
     ),
     "temperature": "rollout.sampling.temperature",
     "top_p": "rollout.sampling.top_p",
     "top_k": "rollout.sampling.top_k",
-    "min_p": absent("rollout.sampling has top_p and top_k, whose kept tokens the trainer knows"),
-    "repetition_penalty": absent("the trainer could not compute with it"),
-    "generation_kwargs": absent("rollout.sampling has all that the trainer can compute with"),
-    "reward_funcs": worked_out("reward.function", "the dotted path of the function; several are reward.parts"),
-    "reward_weights": worked_out("reward.parts.*.weight", "one for each entry"),
-    "scale_rewards": chosen(
+    "min_p": unsupported("the trainer supports top_p and top_k only"),
+    "repetition_penalty": unsupported("the trainer does not support it"),
+    "generation_kwargs": unsupported("rollout.sampling has everything that the trainer supports"),
+    "reward_funcs": computed("reward.function", "the dotted path of the function; reward.parts for several"),
+    "reward_weights": computed("reward.parts.*.weight", "one for each entry"),
+    "scale_rewards": choice(
         "algorithm.advantages.normalize_std",
         {
             **{name: "true" for name in ("group", "true")},
             **{name: "false" for name in ("none", "false")},
-            "batch": setting(algorithm__name="reinforce_pp_baseline"),
+            "batch": settings(algorithm__name="reinforce_pp_baseline"),
         },
     ),
     "delta": "algorithm.loss.dual",
@@ -69,40 +71,40 @@ TRL: Table = {
     "epsilon": "algorithm.loss.low",
     "epsilon_high": "algorithm.loss.high",
     "num_iterations": "schedule.updates_per_step",
-    "steps_per_generation": worked_out("schedule.updates_per_step", "this over gradient_accumulation_steps"),
-    "generation_batch_size": worked_out("rollout.prompts_per_step", "this over rollout.group_size"),
-    "per_device_train_batch_size": worked_out(
-        "rollout.prompts_per_step", "devices * this * gradient_accumulation_steps over rollout.group_size"
+    "steps_per_generation": computed("schedule.updates_per_step", "this divided by gradient_accumulation_steps"),
+    "generation_batch_size": computed("rollout.prompts_per_step", "this divided by rollout.group_size"),
+    "per_device_train_batch_size": computed(
+        "rollout.prompts_per_step", "devices * this * gradient_accumulation_steps / rollout.group_size"
     ),
-    "per_device_eval_batch_size": needless("held-out prompts go to the engines all at once (rollout.concurrency)"),
-    "gradient_accumulation_steps": needless("a rank sums over as many micro-batches as its tokens need"),
-    "loss_type": chosen(
+    "per_device_eval_batch_size": not_needed("evaluation sends all prompts at once (rollout.concurrency)"),
+    "gradient_accumulation_steps": not_needed("the number of micro-batches follows from the tokens"),
+    "loss_type": choice(
         "algorithm.aggregation",
         {
             "grpo": "sample",
             "dapo": "token",
             "bnpo": "token",
             "dr_grpo": "constant",
-            "cispo": setting(algorithm__name="cispo"),
-            "sapo": setting(algorithm__name="sapo"),
-            "sigmoid": setting(algorithm__name="dpo"),
+            "cispo": settings(algorithm__name="cispo"),
+            "sapo": settings(algorithm__name="sapo"),
+            "sigmoid": settings(algorithm__name="dpo"),
         },
     ),
-    "importance_sampling_level": chosen(
-        "algorithm.loss", {"token": "clip", "sequence": setting(algorithm__name="gspo")}
+    "importance_sampling_level": choice(
+        "algorithm.loss", {"token": "clip", "sequence": settings(algorithm__name="gspo")}
     ),
-    "vllm_importance_sampling_correction": setting(
+    "vllm_importance_sampling_correction": settings(
         algorithm__old_logprobs="recompute", algorithm__correction="{kind: icepop, level: sequence, high: 3.0}"
     ),
     "vllm_importance_sampling_cap": "algorithm.correction.high",
     "vllm_importance_sampling_clip_max": "algorithm.correction.high",
-    "mask_truncated_completions": absent("overlong takes reward from answers near the limit"),
-    "sync_ref_model": needless("algorithm.reference_refresh above 0 turns it on"),
+    "mask_truncated_completions": unsupported("the reward `overlong` penalises answers near the limit"),
+    "sync_ref_model": not_needed("algorithm.reference_refresh above 0 turns it on"),
     "ref_model_sync_steps": "algorithm.reference_refresh",
-    "ref_model_mixup_alpha": absent("algorithm.reference_refresh takes the present weights as they are"),
-    "gradient_checkpointing": switched("trainer.recompute.granularity", "full"),
+    "ref_model_mixup_alpha": unsupported("algorithm.reference_refresh copies the current weights"),
+    "gradient_checkpointing": flag("trainer.recompute.granularity", "full"),
     "use_vllm": OF_ENGINES,
-    "vllm_mode": chosen(
+    "vllm_mode": choice(
         "schedule.colocate",
         {"colocate": "true", "server": "false"},
     ),
@@ -116,36 +118,38 @@ TRL: Table = {
     "lora_r": _LORA,
     "lora_rank": _LORA,
     "lora_alpha": _LORA,
-    "lora_dropout": absent("adapters have no dropout"),
-    "lora_target_modules": worked_out("trainer.lora.targets", "of attention, mlp, shared_experts, experts, router"),
-    "load_in_4bit": absent("the trained weights are bfloat16 or float32 (numerics.dtype)"),
-    "torch_dtype": worked_out("numerics.dtype", "bfloat16 or float32"),
-    "dtype": worked_out("numerics.dtype", "bfloat16 or float32"),
-    "attn_implementation": worked_out("trainer.attention", "auto, flash, fused or unfused"),
-    "trust_remote_code": needless("slimx runs no code of a checkpoint; model.family is for a module of your own"),
+    "lora_dropout": unsupported("adapters have no dropout"),
+    "lora_target_modules": computed(
+        "trainer.lora.targets", "a list of attention, mlp, shared_experts, experts, router"
+    ),
+    "load_in_4bit": unsupported("trained weights are bfloat16 or float32 (numerics.dtype)"),
+    "torch_dtype": computed("numerics.dtype", "bfloat16 or float32"),
+    "dtype": computed("numerics.dtype", "bfloat16 or float32"),
+    "attn_implementation": computed("trainer.attention", "auto, flash, fused or unfused"),
+    "trust_remote_code": not_needed("slimx never runs code of a checkpoint; model.family is for your own module"),
     "max_steps": "schedule.steps",
     "num_train_epochs": EPOCHS,
     "save_steps": "checkpoint.every",
-    "save_strategy": worked_out("checkpoint.every", "steps between checkpoints"),
+    "save_strategy": computed("checkpoint.every", "steps between checkpoints"),
     "save_total_limit": "checkpoint.keep",
-    "resume_from_checkpoint": needless("the same command goes on from the newest checkpoint (run.resume)"),
+    "resume_from_checkpoint": not_needed("the same command resumes from the newest checkpoint (run.resume)"),
     "eval_steps": "eval.every",
-    "eval_strategy": worked_out("eval.every", "steps between evaluations; 0: none"),
+    "eval_strategy": computed("eval.every", "steps between evaluations; 0: none"),
     "run_name": "run.name",
-    "report_to": chosen(
+    "report_to": choice(
         "track.wandb",
         {
             "wandb": "true",
             "none": "false",
-            "tensorboard": setting(track__tensorboard="true"),
-            "swanlab": setting(track__swanlab="true"),
-            "mlflow": worked_out("track.mlflow", "the URI of its server"),
+            "tensorboard": settings(track__tensorboard="true"),
+            "swanlab": settings(track__swanlab="true"),
+            "mlflow": computed("track.mlflow", "the URI of its server"),
         },
     ),
     "logging_steps": _LOGGED,
-    "log_completions": needless("rollouts are kept (track.rollouts), and `slimx rollouts RUN` shows them"),
-    "deepspeed": needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
-    "fsdp": needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
+    "log_completions": not_needed("rollouts are saved (track.rollouts), and `slimx rollouts RUN` shows them"),
+    "deepspeed": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
+    "fsdp": not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer"),
     "num_processes": RANKS,
     "num_machines": RANKS,
 }

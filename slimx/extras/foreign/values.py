@@ -1,23 +1,23 @@
-"""Words that other programs and people write for a value of a key, in small letters, and the value here or the reason
+"""Words that users and other programs write for values of keys, in lower case, with the value in slimx or the reason
 why there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS, Meaning, absent
+from slimx.extras.foreign.meaning import ALGORITHMS, KL_KINDS, Meaning, unsupported
 
-_HALF = absent("trainers compute in bfloat16 or float32")
+_HALF = unsupported("trainers compute in bfloat16 or float32")
 _DTYPES: Mapping[str, str | Meaning] = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "float", "single", "torch.float32", "full"), "float32"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), _HALF),
-    "fp8": absent("trainer.fp8 computes matrix products in fp8, and publish.quantise serves fp8"),
+    "fp8": unsupported("trainer.fp8 is for fp8 matrix products, publish.quantise for fp8 engines"),
 }
-_OTHER_GPU = absent("plans know h100, h200 and gb300; for another GPU set cluster.gpu_memory_gib")
+_OTHER_GPU = unsupported("plans support h100, h200 and gb300; for another GPU set cluster.gpu_memory_gib")
 VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
     "cluster.device": dict.fromkeys(("gpu", "nvidia", "cuda:0", "h100", "h200", "gb300"), "cuda")
-    | {"tpu": absent("slimx runs on cuda, and tries a run on cpu"), "rocm": absent("slimx runs on cuda alone")},
+    | {"tpu": unsupported("slimx runs on cuda, and for trials on cpu"), "rocm": unsupported("slimx runs on cuda only")},
     "cluster.gpu": dict.fromkeys(("a100", "a800", "h20", "h800", "b200", "b300", "l40s", "v100", "gh200"), _OTHER_GPU)
     | dict.fromkeys(("h100-80gb", "h100_80gb", "h100-sxm"), "h100"),
     "numerics.dtype": _DTYPES,
@@ -32,10 +32,14 @@ VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
         "sdpa": "auto",
     },
     "trainer.moe.dispatcher": {"deepep": "flex", "deep_ep": "flex", "hybridep": "flex"},
-    "trainer.fp8": {"e4m3": "blockwise", "hybrid": absent("trainer.fp8 is blockwise or mxfp8"), "true": "blockwise"},
+    "trainer.fp8": {
+        "e4m3": "blockwise",
+        "hybrid": unsupported("trainer.fp8 is blockwise or mxfp8"),
+        "true": "blockwise",
+    },
     "trainer.recompute.granularity": {"true": "full", "false": "none"},
     "publish.transport": {"ipc": "cuda_ipc", "cuda": "cuda_ipc", "rdma": "nixl", "file": "disk", "shm": "memory"},
-    "publish.quantise": {"fp8": absent("an engine's fp8 is ieee, triton, te or ue8m0 (docs/publication.md)")},
+    "publish.quantise": {"fp8": unsupported("fp8 of engines is ieee, triton, te or ue8m0 (docs/publication.md)")},
     "algorithm.name": ALGORITHMS
     | {"reinforce": "reinforce_pp", "policy_gradient": "reinforce_pp", "opd": "distillation"}
     | dict.fromkeys(("rm", "reward_model"), "bradley_terry"),

@@ -15,19 +15,19 @@ from slimx.extras.foreign.meaning import (
     REFERENCE_LAYOUT,
     Meaning,
     Table,
-    absent,
-    chosen,
-    needless,
-    setting,
-    switched,
-    worked_out,
+    choice,
+    computed,
+    flag,
+    not_needed,
+    settings,
+    unsupported,
 )
 from slimx.extras.foreign.megatron import MEGATRON
 
-_FSDP = needless("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
-_CHECKPOINTS = needless("Hugging Face and Megatron-LM directories are read by slimx's own tables")
-_OVERLONG = worked_out("reward.parts", "a part with overlong, its options buffer and penalty")
-_REWARD_MODEL = worked_out("rollout.engines", "a frozen group with the reward model, which your reward asks by name")
+_FSDP = not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
+_CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
+_OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options buffer and penalty")
+_REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
 _SIZES = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
@@ -39,7 +39,7 @@ _SIZES = {
 
 
 def _below(section: str, keys: Table) -> Table:
-    """`keys` with the section that they stand in."""
+    """Returns `keys` prefixed with their section."""
     return {f"{section}.{key}": meaning for key, meaning in keys.items()}
 
 
@@ -52,75 +52,79 @@ VERL: Table = {
     "data.image_key": "rollout.fields.images",
     "data.apply_chat_template_kwargs": "rollout.template",
     "data.train_batch_size": "rollout.prompts_per_step",
-    "data.gen_batch_size": worked_out("rollout.over_sampling", "this batch size over rollout.prompts_per_step"),
-    "data.val_batch_size": needless("held-out prompts go to the engines all at once (rollout.concurrency)"),
+    "data.gen_batch_size": computed("rollout.over_sampling", "this batch size divided by rollout.prompts_per_step"),
+    "data.val_batch_size": not_needed("evaluation sends all prompts at once (rollout.concurrency)"),
     "data.max_prompt_length": "rollout.max_prompt_tokens",
     "data.max_response_length": "rollout.sampling.max_new_tokens",
-    "data.truncation": needless("prompts above rollout.max_prompt_tokens are refused before the run"),
-    "data.filter_overlong_prompts": absent("prompts above rollout.max_prompt_tokens are refused before the run"),
-    "data.return_raw_chat": needless("hooks have the prompt's messages"),
-    "data.shuffle": needless("prompts are always shuffled, by run.seed; rollout.source is for another order"),
+    "data.truncation": not_needed("longer prompts than rollout.max_prompt_tokens are refused before the run starts"),
+    "data.filter_overlong_prompts": unsupported(
+        "longer prompts than rollout.max_prompt_tokens are refused before the run starts"
+    ),
+    "data.return_raw_chat": not_needed("hooks get the prompt's messages"),
+    "data.shuffle": not_needed("prompts are always shuffled with run.seed; rollout.source sets another order"),
     "data.seed": "run.seed",
-    "data.trust_remote_code": needless("slimx runs no code of a checkpoint"),
-    "data.custom_cls.path": worked_out("rollout.map", "the dotted path of to_prompt(row)"),
+    "data.trust_remote_code": not_needed("slimx never runs code of a checkpoint"),
+    "data.custom_cls.path": computed("rollout.map", "the dotted path of to_prompt(row)"),
     # Model and actor.
-    "actor_rollout_ref.hybrid_engine": needless("schedule.colocate says whether devices are shared"),
+    "actor_rollout_ref.hybrid_engine": not_needed("schedule.colocate shares the devices"),
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.use_remove_padding": PACKED,
-    "actor_rollout_ref.model.use_fused_kernels": needless("log-probs are computed in chunks"),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": switched("trainer.recompute.granularity", "full"),
-    "actor_rollout_ref.model.trust_remote_code": needless("slimx runs no code of a checkpoint"),
+    "actor_rollout_ref.model.use_fused_kernels": not_needed("log-probs are computed in chunks"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": flag("trainer.recompute.granularity", "full"),
+    "actor_rollout_ref.model.trust_remote_code": not_needed("slimx never runs code of a checkpoint"),
     "actor_rollout_ref.model.lora_rank": "trainer.lora.rank",
     "actor_rollout_ref.model.lora_alpha": "trainer.lora.alpha",
-    "actor_rollout_ref.model.target_modules": worked_out(
-        "trainer.lora.targets", "of attention, mlp, shared_experts, experts, router"
+    "actor_rollout_ref.model.target_modules": computed(
+        "trainer.lora.targets", "a list of attention, mlp, shared_experts, experts, router"
     ),
-    "actor_rollout_ref.model.use_shm": needless("weights are read once, by all ranks together"),
-    "actor_rollout_ref.model.override_config.*": needless("shapes of the model come from config.json in model.path"),
+    "actor_rollout_ref.model.use_shm": not_needed("ranks read the weights together, once"),
+    "actor_rollout_ref.model.override_config.*": not_needed("the model's shapes come from config.json in model.path"),
     **_below(
         "actor_rollout_ref.actor",
         {
-            "strategy": needless("trainers are megatron-core's"),
+            "strategy": not_needed("trainers are megatron-core's"),
             "optim.lr": "trainer.optimizer.lr",
             "optim.min_lr": "trainer.optimizer.min_lr",
             "optim.weight_decay": "trainer.optimizer.weight_decay",
             "optim.betas": "trainer.optimizer.betas",
             "optim.clip_grad": "trainer.optimizer.clip_grad",
             "optim.lr_warmup_steps": "trainer.optimizer.warmup_steps",
-            "optim.lr_warmup_steps_ratio": worked_out(
-                "trainer.optimizer.warmup_steps", "this share of schedule.steps * updates_per_step"
+            "optim.lr_warmup_steps_ratio": computed(
+                "trainer.optimizer.warmup_steps", "this fraction of schedule.steps * updates_per_step"
             ),
             "optim.lr_decay_style": MEGATRON["lr_decay_style"],
             "optim.lr_scheduler_type": MEGATRON["lr_decay_style"],
             "optim.warmup_style": MEGATRON["lr_decay_style"],
             "optim.override_optimizer_config.*": Meaning("{}"),
             "grad_clip": "trainer.optimizer.clip_grad",
-            "ppo_epochs": absent("every rollout is trained once; schedule.updates_per_step divides a step"),
-            "ppo_mini_batch_size": worked_out("schedule.updates_per_step", "rollout.prompts_per_step over this size"),
+            "ppo_epochs": unsupported("every rollout is trained on once; schedule.updates_per_step splits a step"),
+            "ppo_mini_batch_size": computed(
+                "schedule.updates_per_step", "rollout.prompts_per_step divided by this size"
+            ),
             "ppo_micro_batch_size*": PACKED,
             "use_dynamic_bsz": PACKED,
             "ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
-            "use_torch_compile": needless("layers are megatron-core's, with fused kernels where they are installed"),
+            "use_torch_compile": not_needed("layers are megatron-core's, with fused kernels if installed"),
             "use_kl_loss": KL_ON,
             "kl_loss_coef": "algorithm.kl_coef",
             "kl_loss_type": Meaning("algorithm.kl_estimator", KL_KINDS),
             "entropy_coeff": "algorithm.entropy_coef",
-            "clip_ratio": worked_out("algorithm.loss.low", "and algorithm.loss.high, which may differ"),
+            "clip_ratio": computed("algorithm.loss.low", "and algorithm.loss.high, which may be different"),
             "clip_ratio_low": "algorithm.loss.low",
             "clip_ratio_high": "algorithm.loss.high",
             "clip_ratio_c": "algorithm.loss.dual",
-            "loss_agg_mode": chosen(
+            "loss_agg_mode": choice(
                 "algorithm.aggregation",
                 {
                     "token-mean": "token",
                     "seq-mean-token-mean": "sample",
-                    "seq-mean-token-sum": worked_out(
+                    "seq-mean-token-sum": computed(
                         "algorithm.aggregation", "constant, which divides by max_new_tokens"
                     ),
                     "seq-mean-token-sum-norm": "constant",
                 },
             ),
-            "policy_loss.loss_mode": chosen(
+            "policy_loss.loss_mode": choice(
                 "algorithm.name",
                 {
                     "vanilla": "grpo",
@@ -141,24 +145,26 @@ VERL: Table = {
             "megatron.grad_offload": OFFLOADED,
             "megatron.optimizer_offload": OFFLOADED,
             "megatron.override_transformer_config.*": Meaning("{}"),
-            "checkpoint.*": needless("checkpoints hold weights, optimizer and the state of the run"),
-            "profiler.*": absent("RUN/timeline.jsonl and report.html have the seconds of every phase"),
+            "checkpoint.*": not_needed("checkpoints always include weights, optimizer and the state of the run"),
+            "profiler.*": unsupported("RUN/timeline.jsonl and report.html show the seconds of every phase"),
         },
     ),
     # Rollouts and engines.
     **_below(
         "actor_rollout_ref.rollout",
         {
-            "name": needless("engines are SGLang's"),
-            "mode": needless("rollouts are always asynchronous; schedule.max_staleness says how far ahead they run"),
+            "name": not_needed("engines are SGLang's"),
+            "mode": not_needed(
+                "rollouts are always asynchronous; schedule.max_staleness bounds how far ahead they run"
+            ),
             "n": "rollout.group_size",
             "temperature": "rollout.sampling.temperature",
             "top_p": "rollout.sampling.top_p",
             "top_k": "rollout.sampling.top_k",
             "prompt_length": "rollout.max_prompt_tokens",
             "response_length": "rollout.sampling.max_new_tokens",
-            "dtype": needless("engines compute in numerics.dtype"),
-            "ignore_eos": needless("an end token ends a turn"),
+            "dtype": not_needed("engines compute in numerics.dtype"),
+            "ignore_eos": not_needed("an end token always ends a turn"),
             "tensor_model_parallel_size": "rollout.engines.*.tensor",
             "expert_parallel_size": "rollout.engines.*.expert",
             "pipeline_model_parallel_size": "rollout.engines.*.pipeline",
@@ -167,23 +173,23 @@ VERL: Table = {
             "max_num_seqs": Meaning("rollout.engines.*.sglang.max_running_requests"),
             "max_num_batched_tokens": Meaning("rollout.engines.*.sglang.chunked_prefill_size"),
             "max_model_len": Meaning("rollout.engines.*.sglang.context_length"),
-            "enable_chunked_prefill": needless("SGLang splits long prompts by itself (chunked_prefill_size)"),
-            "enforce_eager": switched("rollout.engines.*.sglang.disable_cuda_graph", "true"),
-            "free_cache_engine": needless("with schedule.colocate engines give their memory back by themselves"),
-            "load_format": needless("engines get the weights from the trainers"),
+            "enable_chunked_prefill": not_needed("SGLang always splits long prompts (chunked_prefill_size)"),
+            "enforce_eager": flag("rollout.engines.*.sglang.disable_cuda_graph", "true"),
+            "free_cache_engine": not_needed("with schedule.colocate engines always release their memory"),
+            "load_format": not_needed("engines receive the weights from the trainers"),
             "layered_summon": _FSDP,
-            "calculate_log_probs": needless("engines always return log-probs; the gap is measured in every step"),
+            "calculate_log_probs": not_needed("engines always return log-probs, and every step measures the gap"),
             "log_prob_*": PACKED,
             "engine_kwargs.sglang.*": Meaning("rollout.engines.*.sglang.{}"),
             "engine_kwargs.*": OF_ENGINES,
             "val_kwargs.n": "eval.samples",
             "val_kwargs.temperature": "eval.temperature",
             "val_kwargs.top_p": "eval.top_p",
-            "val_kwargs.top_k": absent("held-out answers are cut by eval.top_p alone"),
-            "val_kwargs.do_sample": needless("eval.temperature above 0 samples"),
-            "multi_turn.*": worked_out("rollout.generate", "tools, or a hook of yours"),
-            "agent.*": worked_out("rollout.generate", "a hook with a loop of yours"),
-            "layer_name_map.*": needless("names of weights are slimx's own tables"),
+            "val_kwargs.top_k": unsupported("evaluation has eval.top_p only"),
+            "val_kwargs.do_sample": not_needed("eval.temperature above 0 samples"),
+            "multi_turn.*": computed("rollout.generate", "tools, or your own hook"),
+            "agent.*": computed("rollout.generate", "a hook with your own loop"),
+            "layer_name_map.*": not_needed("slimx maps names of weights with built-in tables"),
         },
     ),
     # Reference, critic, rewards.
@@ -192,51 +198,55 @@ VERL: Table = {
     "critic.model.path": "critic.load",
     "critic.cliprange_value": "critic.value_clip",
     **{f"critic.megatron.{theirs}": f"critic.layout.{ours}" for theirs, ours in _SIZES.items()},
-    "critic.model.*": needless("the critic is made of model.path, and packed and recomputed as the trainer is"),
+    "critic.model.*": not_needed(
+        "the critic has the architecture of model.path and the trainer's packing and recomputation"
+    ),
     "critic.ppo_*": PACKED,
-    "critic.strategy": needless("trainers are megatron-core's"),
+    "critic.strategy": not_needed("trainers are megatron-core's"),
     "reward_model.enable": _REWARD_MODEL,
     "reward_model.model.*": _REWARD_MODEL,
     "reward_model.rollout.*": _REWARD_MODEL,
-    "reward_model.reward_manager": worked_out("reward.function", "such as math"),
+    "reward_model.reward_manager": computed("reward.function", "such as math"),
     "reward_model.reward_kwargs.*": _OVERLONG,
     "reward_model.overlong_buffer.*": _OVERLONG,
     "reward_model.num_workers": "reward.workers",
-    "reward_model.launch_reward_fn_async": needless("rewards are asked while other rollouts go on"),
-    "reward_model.use_reward_loop": needless("rewards are asked while other rollouts go on"),
-    "custom_reward_function.path": worked_out("reward.function", "the dotted path of reward(ctx, trajectory)"),
-    "custom_reward_function.name": worked_out("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    "reward_model.launch_reward_fn_async": not_needed("rewards are computed while other rollouts continue"),
+    "reward_model.use_reward_loop": not_needed("rewards are computed while other rollouts continue"),
+    "custom_reward_function.path": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
+    "custom_reward_function.name": computed("reward.function", "the dotted path of reward(ctx, trajectory)"),
     "custom_reward_function.reward_kwargs.*": Meaning("reward.options.{}"),
     # Algorithm.
     "algorithm.adv_estimator": Meaning("algorithm.name", ALGORITHMS),
     "algorithm.lam": "algorithm.advantages.lam",
-    "algorithm.use_kl_in_reward": needless("algorithm.kl_reward_coef above 0 turns it on"),
+    "algorithm.use_kl_in_reward": not_needed("algorithm.kl_reward_coef above 0 turns it on"),
     "algorithm.kl_penalty": Meaning("algorithm.kl_reward_estimator", KL_KINDS),
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
-    "algorithm.kl_ctrl.type": needless("algorithm.kl_reward_coef is fixed"),
+    "algorithm.kl_ctrl.type": not_needed("algorithm.kl_reward_coef is fixed"),
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantages.normalize_std",
-    "algorithm.filter_groups.enable": switched("rollout.filter", "examples.varied.keep"),
-    "algorithm.filter_groups.*": needless("rollout.filter drops groups, and others are begun for them"),
-    "algorithm.rollout_is": setting(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}"),
+    "algorithm.filter_groups.enable": flag("rollout.filter", "examples.varied.keep"),
+    "algorithm.filter_groups.*": not_needed("rollout.filter drops groups, and slimx replaces them"),
+    "algorithm.rollout_is": settings(algorithm__old_logprobs="recompute", algorithm__correction="{kind: truncate}"),
     "algorithm.rollout_is_threshold": "algorithm.correction.high",
     # Trainer.
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
     "trainer.total_training_steps": "schedule.steps",
     "trainer.total_epochs": EPOCHS,
-    "trainer.save_freq": Meaning("checkpoint.every", {"-1": needless("checkpoint.every: 0 saves at the end alone")}),
+    "trainer.save_freq": Meaning(
+        "checkpoint.every", {"-1": not_needed("checkpoint.every: 0 saves by time and at the end")}
+    ),
     "trainer.test_freq": Meaning("eval.every", {"-1": "0"}),
-    "trainer.val_before_train": absent("an evaluation before the first step belongs to every run with eval.prompts"),
-    "trainer.val_only": absent("`slimx eval FILE` answers held-out prompts without training"),
+    "trainer.val_before_train": unsupported("a run with eval.prompts always evaluates before the first step"),
+    "trainer.val_only": unsupported("`slimx eval FILE` evaluates without training"),
     "trainer.log_val_generations": "track.samples",
-    "trainer.rollout_data_dir": needless("rollouts are kept in run.dir (track.rollouts)"),
-    "trainer.validation_data_dir": needless("held-out samples are in run.dir/samples.jsonl"),
+    "trainer.rollout_data_dir": not_needed("rollouts are saved in run.dir (track.rollouts)"),
+    "trainer.validation_data_dir": not_needed("held-out samples are in run.dir/samples.jsonl"),
     "trainer.project_name": "track.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",
-    "trainer.default_hdfs_dir": absent("checkpoints are written to run.dir"),
+    "trainer.default_hdfs_dir": unsupported("checkpoints are written to run.dir"),
     "trainer.resume_mode": Meaning(
-        "run.resume", {"disable": "never", "resume_path": worked_out("run.fork", "the checkpoint")}
+        "run.resume", {"disable": "never", "resume_path": computed("run.fork", "the checkpoint")}
     ),
     "trainer.resume_from_path": "run.fork",
     "trainer.critic_warmup": "critic.warmup_steps",
@@ -244,7 +254,7 @@ VERL: Table = {
     "trainer.max_critic_ckpt_to_keep": "checkpoint.keep",
     "trainer.balance_batch": PACKED,
     "trainer.device": Meaning("cluster.device", {"gpu": "cuda"}),
-    "trainer.logger": worked_out("track.wandb", "true or false; track has tensorboard, mlflow and swanlab, too"),
-    "ray_kwargs.*": needless("slimx starts Ray itself; for a cluster that runs, set cluster.ray_address"),
-    "global_profiler.*": absent("RUN/timeline.jsonl and report.html have the seconds of every phase"),
+    "trainer.logger": computed("track.wandb", "true or false; track also has tensorboard, mlflow and swanlab"),
+    "ray_kwargs.*": not_needed("slimx starts Ray; for a running cluster set cluster.ray_address"),
+    "global_profiler.*": unsupported("RUN/timeline.jsonl and report.html show the seconds of every phase"),
 }

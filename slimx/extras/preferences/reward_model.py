@@ -18,7 +18,7 @@ from slimx.runtime.tasks import in_thread
 from slimx.trainer.step.metrics import combine
 
 if TYPE_CHECKING:
-    from slimx.observability.live.table import Column
+    from slimx.observability.live.table import TableColumn
     from slimx.orchestration.batches import Packer
     from slimx.orchestration.ranks.trainers import TrainerGroup
     from slimx.orchestration.run import Run
@@ -29,14 +29,14 @@ class RewardModel:
     """Implementation of `slimx.algorithms.learner.Learner`."""
 
     @property
-    def columns(self) -> tuple[Column, ...]:
-        from slimx.observability.live.table import SFT_COLUMNS, Column
+    def columns(self) -> tuple[TableColumn, ...]:
+        from slimx.observability.live.table import SFT_COLUMNS, TableColumn
 
         return (
-            Column("step", "step", ".0f"),
-            Column("loss", "preference/loss", ".4f"),
-            Column("accuracy", "preference/accuracy", ".3f"),
-            Column("margin", "preference/margin", ".2f"),
+            TableColumn("step", "step", ".0f"),
+            TableColumn("loss", "preference/loss", ".4f"),
+            TableColumn("accuracy", "preference/accuracy", ".3f"),
+            TableColumn("margin", "preference/margin", ".2f"),
             *SFT_COLUMNS[2:],
         )
 

@@ -58,7 +58,7 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
 
 @rule("algorithm.dpo_pairs", "rollout.group_size")
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
-    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.given):
+    if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.configured):
         yield (
             "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
             "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
@@ -88,7 +88,7 @@ def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Pr
     needs = "algorithm.loss=bradley_terry learns from pairs of the prompt file (answer, metadata.rejected)"
     if rollout.engines:
         yield "rollout.engines", f"{needs}, without engines; set it to []"
-    if reward.given:
+    if reward.configured:
         yield "reward.function", f"{needs}, without rewards; set it to null, and reward.parts to []"
     if rollout.group_size != 2:
         yield f"{needs}; set it to 2"

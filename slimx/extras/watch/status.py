@@ -18,7 +18,7 @@ from slimx.extras.watch.events.alerts import without_signal
 from slimx.extras.watch.events.pace import SILENT_S, PhasePace, last_lines, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
-from slimx.observability.live.stacks import stacks, told
+from slimx.observability.live.stacks import stacks, stacks_text
 from slimx.observability.tracking.run_files import check_run, read_config, up_to_date
 
 
@@ -171,4 +171,4 @@ def run_stacks(directory: Path) -> str:
             code="stacks.none",
             about=str(directory),
         )
-    return told(found)
+    return stacks_text(found)

@@ -1,1 +1,1 @@
-"""A run as it goes on: activity, terminal, lock."""
+"""A run in progress: activity, terminal, lock."""

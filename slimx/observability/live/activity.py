@@ -1,6 +1,6 @@
-"""`RUN/activity.json`: what a run does at this moment and since when, for `slimx status`.
+"""`RUN/activity.json`: the current activity of a run and its start time, for `slimx status`.
 
-Written anew every `EVERY_S` seconds, so that a run that hangs can be told from one that waits.
+It is rewritten every `EVERY_S` seconds, which distinguishes a run that hangs from one that waits.
 """
 
 from __future__ import annotations
@@ -10,47 +10,52 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 EVERY_S = 2.0
+"""Seconds between two writes."""
 FILE = "activity.json"
 SHOWN = 8
-"""Late ranks that are named."""
+"""Maximum number of late ranks to list."""
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "start": ("start", "start"),
     "generate": ("wait for rollouts", "generate"),
-    "prepare": ("wait for the driver, which packs the batch", ""),
+    "prepare": ("wait for the driver to pack the batch", ""),
     "values": ("compute values and advantages", ""),
     "train": ("train", ""),
-    "publish": ("send their weights", "take new weights"),
-    "sleep": ("take their memory back", "give their memory to the trainers"),
-    "wake": ("give their memory to the engines", "take their memory back"),
+    "publish": ("send weights", "receive weights"),
+    "sleep": ("take back their memory", "release their memory to the trainers"),
+    "wake": ("release their memory to the engines", "take back their memory"),
     "probe": ("compare log-probs with an engine's", "score rollouts"),
     "eval": ("wait for the evaluation", "answer held-out prompts"),
     "save": ("write a checkpoint", ""),
-    "save_wait": ("wait until the last checkpoint is on disk", ""),
-    "export": ("export their weights", ""),
+    "save_wait": ("wait for the last checkpoint to reach the disk", ""),
+    "export": ("export weights", ""),
 }
-"""Work of trainers and engines in each phase of the loop; "" of engines: what rollouts there are lets them do."""
+"""Work of trainers and engines in each phase of the loop; "" for engines whose work depends on the rollouts."""
 
 
 class Activity:
-    """The file of one run."""
+    """Writes the activity file of one run."""
 
     def __init__(
         self,
         directory: Path,
-        look: Callable[[], dict[str, Any]],
+        look: Callable[[], Json],
         warn: Callable[[str], None],
         *,
-        watch: Callable[[dict[str, Any]], None] = lambda activity: None,
+        watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
-        """`look` says what is to be written; `warn` is told once if it cannot be. `watch` is shown the same."""
-        self._path, self._look, self._warn, self._watch = directory / FILE, look, warn, watch
+        """Takes `look`, which returns the activity, and `watch`, which receives it. `warn` is called once if the file
+        cannot be written."""
+        self._path = directory / FILE
+        self._look = look
+        self._warn = warn
+        self._watch = watch
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Activity:
@@ -65,19 +70,22 @@ class Activity:
     async def _keep(self) -> None:
         while True:
             try:
-                self._watch(activity := self._look())
+                activity = self._look()
+                self._watch(activity)
                 text = json.dumps({"written": time.time(), **activity})
                 write_atomic(self._path, text.encode(), sync=False)
             except OSError as error:
-                self._warn(f"{self._path} cannot be written ({error}); slimx status will not say what the run does")
+                self._warn(f"{self._path} cannot be written ({error}); slimx status will not show the activity")
                 return
             await asyncio.sleep(EVERY_S)
 
 
-def read_activity(directory: Path) -> dict[str, Any] | None:
-    """{written, step: in progress, phase, number: of phases so far, since, rollouts: None or `RolloutManager.status`,
-    awaited: None or {what, since} while no engine serves, late: None or what trainer ranks are asked for and who has
-    not answered}; None before the first."""
+def read_activity(directory: Path) -> Json | None:
+    """Returns the last written activity; None before the first. Its keys:
+
+    written, step (in progress), phase, number (of phases so far), since; rollouts: None or `RolloutManager.status`;
+    awaited: None or {what, since} while no engine serves; late: None or the call in progress and the trainer ranks that
+    have not responded."""
     file = directory / FILE
     if not file.exists():
         return None
@@ -91,44 +99,66 @@ def read_activity(directory: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def activity_lines(activity: dict[str, Any], now: float, usual: float | None) -> list[str]:
-    """The activity as lines of text; `now`: of `time.time()`, `usual`: seconds of the phase at other times."""
-    phase, rollouts = activity["phase"], activity["rollouts"]
+def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]:
+    """Returns the activity as lines of text. `now`: unix seconds; `usual`: usual duration of the phase in seconds."""
+    phase = activity["phase"]
     trainers, engines = PARTS.get(phase, (phase, ""))
     lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]
     if usual is not None:
         lines[0] += f", usually {_seconds(usual)}"
-    if (silent := now - activity["written"]) > 10 * EVERY_S:
-        lines.append(f"         last heard of {_seconds(silent)} ago: the driver is busy, stopped, or lost")
-    if (awaited := activity.get("awaited")) is not None:
-        lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines stand still")
+    silent = now - activity["written"]
+    if silent > 10 * EVERY_S:
+        lines.append(f"         last update {_seconds(silent)} ago: the driver is busy, stopped, or lost")
+    awaited = activity.get("awaited")
+    if awaited is not None:
+        lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines are suspended")
     lines.append(f"trainers {trainers}")
-    if (late := activity.get("late")) is not None and 0 < len(late["ranks"]) < late["of"]:
-        more = f" and {len(late['ranks']) - SHOWN} more" * (len(late["ranks"]) > SHOWN)
-        lines.append(f"late     {', '.join(late['ranks'][:SHOWN])}{more}: the others have answered for {late['what']}")
-        lines += [f"         log {log}" for log in late["logs"][:SHOWN]]
-    if rollouts is None:
-        return lines
-    if not engines:
-        engines = "rest until the next batch is waited for" if rollouts["rests"] else "generate ahead"
-        if not rollouts["generating"] and not rollouts["rests"]:
-            engines = "have nothing to do: all that the staleness bound lets them generate is done"
-    lines.append(f"engines  {engines}; {rollouts['requests']} requests are out")
-    held = f", {rollouts['held']} more wait for the next version" if rollouts["held"] else ""
-    lines.append(
-        f"rollouts {rollouts['open']} groups: {rollouts['generating']} generated, {rollouts['done']} done{held}"
-    )
-    if (oldest := rollouts["oldest"]) is not None:
-        late = f", due at step {oldest['due']}" if oldest["due"] is not None else ""
-        lines.append(
-            f"oldest   group {oldest['group']} of prompt {oldest['prompt']}, for {_seconds(now - oldest['since'])}: "
-            f"{oldest['done']} of {oldest['rollouts']} rollouts done, begun by version {oldest['version']}{late}"
-        )
+    late = activity.get("late")
+    if late is not None and 0 < len(late["ranks"]) < late["of"]:
+        lines += _late_lines(late)
+    if activity["rollouts"] is not None:
+        lines += _rollout_lines(activity["rollouts"], engines, now)
     return lines
 
 
+def _late_lines(late: Json) -> list[str]:
+    ranks = ", ".join(late["ranks"][:SHOWN])
+    if len(late["ranks"]) > SHOWN:
+        ranks += f" and {len(late['ranks']) - SHOWN} more"
+    return [
+        f"late     {ranks}: the others have responded to {late['what']}",
+        *(f"         log {log}" for log in late["logs"][:SHOWN]),
+    ]
+
+
+def _rollout_lines(rollouts: Json, engines: str, now: float) -> list[str]:
+    if not engines:
+        engines = _engine_work(rollouts)
+    groups = f"{rollouts['open']} groups: {rollouts['generating']} generated, {rollouts['done']} done"
+    if rollouts["held"]:
+        groups += f", {rollouts['held']} more wait for the next version"
+    lines = [f"engines  {engines}; {rollouts['requests']} requests in flight", f"rollouts {groups}"]
+    oldest = rollouts["oldest"]
+    if oldest is not None:
+        lines.append(
+            f"oldest   group {oldest['group']} of prompt {oldest['prompt']}, for {_seconds(now - oldest['since'])}: "
+            f"{oldest['done']} of {oldest['rollouts']} rollouts done, begun by version {oldest['version']}"
+        )
+        if oldest["due"] is not None:
+            lines[-1] += f", due at step {oldest['due']}"
+    return lines
+
+
+def _engine_work(rollouts: Json) -> str:
+    if rollouts["rests"]:
+        return "pause until the next step waits for a batch"
+    if rollouts["generating"]:
+        return "generate ahead"
+    return "are idle: everything that the staleness bound allows is generated"
+
+
 def _seconds(seconds: float) -> str:
-    """`12 s`, `3 min 5 s`, `2 h 5 min`."""
+    """Formats a duration: `12 s`, `3 min 5 s`, `2 h 5 min`."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     if minutes < 1:
         return f"{rest} s"

@@ -1,4 +1,4 @@
-"""Lock of a run directory: the process that trains in it holds it, and others can see that without taking it."""
+"""Lock of a run directory, held by the process that trains in it; others can check it without taking it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from slimx.errors import SlimxError
 
 LOCK = "lock"
 _FLOCK = "@hhqqi4x"
-"""struct flock of Linux on 64 bits: type, whence, start, length, process."""
+"""Format of struct flock on 64-bit Linux: type, whence, start, length, process."""
 
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Make `directory` if it is not there, and hold it; the kernel gives it back however this process ends. Raises
-    SlimxError if another process holds it, or nothing can be written there.
+    """Creates `directory` if it is missing, and locks it; the kernel releases the lock when the process ends. Raises
+    SlimxError if another process holds the lock, or the directory is not writable.
 
-    The lock file tells others, on network file systems too; the directory itself is locked as well, where the file
-    system can, so that a removed lock file lets nobody in."""
-    place, lock = _opened(directory)
+    The lock file is visible to others, also on network file systems. The directory itself is locked too if the file
+    system supports it, because the lock file could be removed."""
+    descriptor, lock = _open(directory)
     try:
         with lock as file:
             try:
-                _lock_directory(place)
+                _lock_directory(descriptor)
                 fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             except (BlockingIOError, PermissionError):
                 raise _locked(directory) from None
             yield
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
-def _opened(directory: Path) -> tuple[int, TextIO]:
-    """The directory and its lock file."""
+def _open(directory: Path) -> tuple[int, TextIO]:
+    """Opens the directory and its lock file."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / LOCK).open("w")
@@ -49,48 +49,48 @@ def _opened(directory: Path) -> tuple[int, TextIO]:
 
 
 def check_usable(directory: Path) -> None:
-    """Raise SlimxError as `held` does, and change nothing in the directory."""
-    there = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
+    """Raises SlimxError as `held` does, without changing the directory."""
+    existing = next(folder for folder in (directory, *directory.parents) if os.path.lexists(folder))
     try:
-        TemporaryFile(dir=there).close()
+        TemporaryFile(dir=existing).close()
         locked = is_held(directory)
     except OSError as error:
-        raise _unwritable(directory, error, there) from error
+        raise _unwritable(directory, error, existing) from error
     if locked:
         raise _locked(directory)
 
 
 def _locked(directory: Path) -> SlimxError:
     return SlimxError(
-        f"{directory}: another process is training there; wait for it or choose another run.dir",
+        f"{directory}: another process is training in this directory; wait for it or set another run.dir",
         code="run.locked",
         about=str(directory),
     )
 
 
-def _unwritable(directory: Path, error: OSError, there: Path) -> SlimxError:
+def _unwritable(directory: Path, error: OSError, path: Path) -> SlimxError:
     return SlimxError(
-        f"run.dir: nothing can be written in {directory} ({error.strerror}: {there}); choose another",
+        f"run.dir: {directory} is not writable ({error.strerror}: {path}); set another directory",
         code="run.unwritable",
         about=str(directory),
     )
 
 
 def is_held(directory: Path) -> bool:
-    """True while a process trains in `directory`. Looks only: a process that starts meanwhile is not refused."""
+    """Returns True while a process trains in `directory`. It does not take the lock."""
     try:
         with (directory / LOCK).open("r") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+            request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            lock = fcntl.fcntl(file, fcntl.F_OFD_GETLK, request)
     except FileNotFoundError:
         return False
-    return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
+    return struct.unpack(_FLOCK, lock)[0] != fcntl.F_UNLCK
 
 
-def _lock_directory(place: int) -> None:
-    """Lock a directory where its file system can; NFS, for one, cannot. Raises BlockingIOError if another does."""
+def _lock_directory(descriptor: int) -> None:
+    """Locks a directory if its file system supports it, which NFS does not. Raises BlockingIOError if it is locked."""
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:

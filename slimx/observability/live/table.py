@@ -1,4 +1,4 @@
-"""The run in a terminal: progress, the present phase, and a table of the last steps; one line per step elsewhere."""
+"""Display of a run: progress, current phase and a table of the last steps on a terminal, else one line per step."""
 
 from __future__ import annotations
 
@@ -18,86 +18,89 @@ from slimx.observability.live.safe_text import visible
 
 SHOWN_STEPS = 12
 HEADER_EVERY = 20
-"""Lines between two headers where there is no terminal."""
+"""Lines between two headers without a terminal."""
 ETA_WINDOW_SECONDS = 4 * 3600.0
-"""The time left is estimated from the pace of this long; a step may take many minutes."""
+"""Period from which the remaining time is estimated, in seconds; a step may take many minutes."""
 MISSING = "-"
 
 
 @dataclass(slots=True, frozen=True)
-class Column:
+class TableColumn:
     """One column of the table."""
 
     title: str
     key: str
-    """Metric shown, `section/name`; `step` is the step's number."""
+    """Metric to show, `section/name`; `step` is the step's index."""
     format: str
     """Python format specification of the number, such as `.3f`."""
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """The cell: `-` where the metric is missing, a bare 0 for an exact zero in scientific notation."""
+        """Returns the cell: `-` for a missing metric, a bare 0 for an exact zero in scientific notation."""
         value = metrics.get(self.key)
         if value is None:
             return MISSING
-        return "0" if value == 0 and self.format.endswith("e") else format(float(value), self.format)
+        if value == 0 and self.format.endswith("e"):
+            return "0"
+        return format(float(value), self.format)
 
 
 RL_COLUMNS = (
-    Column("step", "step", ".0f"),
-    Column("reward", "reward/mean", ".3f"),
-    Column("loss", "loss/policy", ".4f"),
-    Column("KL", "kl/reference", ".1e"),
-    Column("gap", "gap/mean", ".1e"),
-    Column("stale", "staleness/max", ".0f"),
-    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
-    Column("generate", "time/generate", ".1f"),
-    Column("train", "time/train", ".1f"),
-    Column("publish", "time/publish", ".1f"),
+    TableColumn("step", "step", ".0f"),
+    TableColumn("reward", "reward/mean", ".3f"),
+    TableColumn("loss", "loss/policy", ".4f"),
+    TableColumn("KL", "kl/reference", ".1e"),
+    TableColumn("gap", "gap/mean", ".1e"),
+    TableColumn("stale", "staleness/max", ".0f"),
+    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
+    TableColumn("generate", "time/generate", ".1f"),
+    TableColumn("train", "time/train", ".1f"),
+    TableColumn("publish", "time/publish", ".1f"),
 )
 
 GENERATE_COLUMNS = (
-    Column("step", "step", ".0f"),
-    Column("reward", "reward/mean", ".3f"),
-    Column("tokens", "response/mean_tokens", ".1f"),
-    Column("truncated", "response/truncated", ".2f"),
-    Column("dropped", "dropped/total", ".0f"),
-    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
-    Column("seconds", "time/step", ".1f"),
+    TableColumn("step", "step", ".0f"),
+    TableColumn("reward", "reward/mean", ".3f"),
+    TableColumn("tokens", "response/mean_tokens", ".1f"),
+    TableColumn("truncated", "response/truncated", ".2f"),
+    TableColumn("dropped", "dropped/total", ".0f"),
+    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
+    TableColumn("seconds", "time/step", ".1f"),
 )
 
 PPO_COLUMNS = (
     *RL_COLUMNS[:3],
-    Column("expl. var", "value/explained_variance", ".3f"),
+    TableColumn("expl. var", "value/explained_variance", ".3f"),
     *RL_COLUMNS[3:],
 )
 
 SFT_COLUMNS = (
-    Column("step", "step", ".0f"),
-    Column("loss", "loss/sft", ".4f"),
-    Column("lr", "optim/lr", ".2e"),
-    Column("grad norm", "optim/grad_norm", ".3f"),
-    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
-    Column("seconds", "time/step", ".1f"),
+    TableColumn("step", "step", ".0f"),
+    TableColumn("loss", "loss/sft", ".4f"),
+    TableColumn("lr", "optim/lr", ".2e"),
+    TableColumn("grad norm", "optim/grad_norm", ".3f"),
+    TableColumn("tokens/s", "perf/tokens_per_second", ",.0f"),
+    TableColumn("seconds", "time/step", ".1f"),
 )
 
 
-def with_policies(columns: Sequence[Column], policies: Sequence[str]) -> tuple[Column, ...]:
-    """`columns` with reward, loss and gap of each further policy behind those of the run's own, which end at `gap`."""
-    end = next((at + 1 for at, column in enumerate(columns) if column.key == "gap/mean"), len(columns))
-    further = [
-        Column(f"{policy} {column.title}", f"policy/{policy}/{column.key}", column.format)
-        for policy in policies
-        for column in columns
-        if column.key in ("reward/mean", "loss/policy", "gap/mean")
-    ]
+def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tuple[TableColumn, ...]:
+    """Returns `columns` with reward, loss and gap of each further policy inserted after the gap of the first policy."""
+    further = []
+    for policy in policies:
+        for column in columns:
+            if column.key in ("reward/mean", "loss/policy", "gap/mean"):
+                title = f"{policy} {column.title}"
+                further.append(TableColumn(title, f"policy/{policy}/{column.key}", column.format))
+    keys = [column.key for column in columns]
+    end = keys.index("gap/mean") + 1 if "gap/mean" in keys else len(keys)
     return (*columns[:end], *further, *columns[end:])
 
 
 class LiveTable:
-    """Shows a run as it goes; use as a context manager.
+    """Shows a run in progress; use as a context manager.
 
-    On a terminal a display is redrawn in place. Elsewhere (a file, sbatch's log) each step is one aligned line.
-    `start_step`: steps done before this process, 0 for a fresh run. `clock`: monotonic seconds.
+    On a terminal the display is redrawn in place. Elsewhere (a file, sbatch's log) each step is one aligned line.
+    `start_step`: steps done before this process, 0 for a new run. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class LiveTable:
         total_steps: int,
         start_step: int,
         console: Console | None = None,
-        columns: Sequence[Column] = RL_COLUMNS,
+        columns: Sequence[TableColumn] = RL_COLUMNS,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -152,14 +155,15 @@ class LiveTable:
             self._live = None
 
     def start(self, line: str, since: float) -> None:
-        """Shows `line` in place of the present step until the first phase, with the seconds `since` then."""
+        """Shows `line` instead of the current step until the first phase, with the seconds since `since`."""
         self._start = (line, since)
 
     def phase(self, name: str) -> None:
-        """Says what the run does from now on; on a terminal its seconds count up in the column `time/NAME`."""
+        """Begins a phase. On a terminal its seconds are counted in the column `time/NAME`."""
         self._end_phase()
         self._start = None
-        self._phase, self._phase_start = name, self._clock()
+        self._phase = name
+        self._phase_start = self._clock()
         self._progress.update(self._task, phase=name)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -176,7 +180,7 @@ class LiveTable:
             self._print_line(self._rows[step])
 
     def note(self, text: str) -> None:
-        """Prints a line of its own, above the display on a terminal."""
+        """Prints a separate line, above the display on a terminal."""
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
     def _end_phase(self) -> None:
@@ -196,24 +200,30 @@ class LiveTable:
     def _aligned(self, cells: Sequence[str]) -> str:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
 
+    def _current_cells(self) -> list[str]:
+        """Returns the row of the step in progress, which has only the seconds of its phases."""
+        seconds = dict(self._phase_seconds)
+        if self._phase is not None:
+            key = f"time/{self._phase}"
+            seconds[key] = seconds.get(key, 0.0) + self._clock() - self._phase_start
+        cells = []
+        for column in self._columns:
+            if column.key == "step":
+                cells.append("now")
+            else:
+                cells.append(column.text(seconds) if column.key in seconds else "")
+        return cells
+
     def _render(self) -> RenderableType:
         table = Table(box=SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, header_style="dim")
         for column in self._columns:
             table.add_column(column.title, justify="right", no_wrap=True)
-        # Whole on a low terminal too: bar, header, rule, present step and the margins take 7 lines.
+        # Bar, header, rule, current step and margins take 7 lines.
         shown = max(1, min(SHOWN_STEPS, self._console.height - 7))
         for metrics in list(self._rows.values())[-shown:]:
             table.add_row(*(_cell(column.text(metrics)) for column in self._columns))
         if self._phase is not None or self._phase_seconds:
-            present = dict(self._phase_seconds)
-            if self._phase is not None:
-                key = f"time/{self._phase}"
-                present[key] = present.get(key, 0.0) + self._clock() - self._phase_start
-            cells = [
-                "now" if column.key == "step" else column.text(present) if column.key in present else ""
-                for column in self._columns
-            ]
-            table.add_row(*cells, style="dim")
+            table.add_row(*self._current_cells(), style="dim")
         if self._start is not None:
             line, since = self._start
             return Group(self._progress, table, Text(f"now  {line}, {self._clock() - since:.0f} s", style="dim"))
@@ -221,11 +231,16 @@ class LiveTable:
 
 
 def _cell(text: str) -> Text:
-    return Text(text, style="bold red" if text.endswith(("nan", "inf")) else "dim" if text == MISSING else "")
+    style = ""
+    if text.endswith(("nan", "inf")):
+        style = "bold red"
+    elif text == MISSING:
+        style = "dim"
+    return Text(text, style=style)
 
 
 def _hours(seconds: float | None) -> str:
-    """`1:02:03` for 3723 seconds; `-` where unknown."""
+    """Formats a duration: `1:02:03` for 3723 seconds, `-` for None."""
     if seconds is None:
         return MISSING
     minutes, second = divmod(int(seconds), 60)

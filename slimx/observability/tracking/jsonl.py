@@ -1,4 +1,4 @@
-"""A file of one JSON object per line that survives a kill and a resume: no torn line, no step twice."""
+"""A file with one JSON object per line that survives a kill and a resume, without torn lines or duplicate steps."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
+from slimx.json_types import Json
 
 
 class JsonlFile:
-    """Appends records to a file; each is in the file when `write` returns (a later power loss may still take it).
+    """Appends records to a file. Each is in the file when `write` returns, although a power loss may still lose it.
 
-    With `resume_step = S` the lines of steps >= S are removed first, so that the resumed run writes them anew; the file
-    is replaced in one rename and is never half-written. Lines without a step stay. `resume_step = None` is a fresh run
-    and refuses a file that holds records already: appending would mix two runs.
+    With `resume_step = S` the lines of steps >= S are removed first, because the resumed run writes them again. The
+    file is replaced by a rename and never half-written. Lines without a step are kept. `resume_step = None` is a new
+    run and refuses a file with records, because appending would mix two runs.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
         self.removed = 0
-        """Lines taken out on resume: those of steps >= S, and those that hold no record."""
+        """Lines removed on resume: those of steps >= S, and those without a valid record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise SlimxError(
-                    f"{path} holds the records of an earlier run; resume it or choose another run directory",
+                    f"{path} has records of an earlier run; resume that run or set another run.dir",
                     code="records.exist",
                     about=str(path),
                 )
             self.removed = _truncate(path, resume_step)
-        # Unbuffered: a failed write leaves nothing behind in Python that a later write would push out in the middle.
+        # Unbuffered, because a buffer would keep the rest of a failed write for the next one.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the object
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one line. Raises SlimxError if the file cannot take it; the part that was written is taken back."""
+    def write(self, record: Mapping[str, object]) -> None:
+        """Appends one line. Raises SlimxError if the write fails, after removing the part that was written."""
         line = memoryview(msgspec.json.encode(record) + b"\n")
         start = os.fstat(self._file.fileno()).st_size
         try:
@@ -54,12 +54,12 @@ class JsonlFile:
             ) from error
 
     def close(self) -> None:
-        """Closes the file; again is allowed."""
+        """Closes the file; repeated calls are allowed."""
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Every line that is not blank: its number from 1, its bytes, its object; None where it holds no JSON object."""
+def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
+    """Yields number (from 1), bytes and object of every line that is not blank; None if it is not a JSON object."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -71,9 +71,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]
             yield number, line, record if isinstance(record, dict) else None
 
 
-def load_records[T](path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[str]]:
-    """Every record of a file, and one sentence per line that holds none, for a reader that must not stop at damage."""
-    records, problems = [], []
+def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], list[str]]:
+    """Returns the records of a file, and a sentence for each damaged line, which a reader skips."""
+    records = []
+    problems = []
     for number, _, record in read_lines(path):
         try:
             if record is None:
@@ -85,9 +86,12 @@ def load_records[T](path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[l
 
 
 def _truncate(path: Path, resume_step: int) -> int:
-    """Removes the lines of steps >= `resume_step` and those that hold no record; returns how many. A write that was cut
-    short leaves one, at the end; with any other the file is damaged, and stays as NAME.damaged."""
-    kept, removed, torn, damaged = [], 0, 0, False
+    """Removes the lines of steps >= `resume_step` and lines without a record; returns their number. An interrupted
+    write leaves one such line at the end; if there are others the file is damaged, and is copied to NAME.damaged."""
+    kept = []
+    removed = 0
+    torn = 0
+    damaged = False
     for _, line, record in read_lines(path):
         damaged |= torn > 0
         if record is None:

@@ -1,4 +1,4 @@
-"""The names of a step's metrics, each with its meaning: docs/metrics.md is made of this table."""
+"""Names of a step's metrics with their meanings; docs/metrics.md is generated from this table."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Metric:
 
     @property
     def section(self) -> str:
-        """The part of the name before the first slash."""
+        """Part of the name before the first slash."""
         return self.name.partition("/")[0]
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the names that this entry describes."""
+        """Pattern of the names that this entry describes."""
         return re.compile("".join(".+" if part[0] == "{" else re.escape(part) for part in _PARTS.findall(self.name)))
 
 
@@ -157,13 +157,13 @@ METRICS = (
 )
 
 LEAVES = ("mean", "min", "max", "count", "nonfinite")
-"""Last parts of the metrics made of what hooks log; a hook's own name may not end in one."""
+"""Last parts of the metrics derived from hooks' values; the name that a hook logs may not end in one."""
 _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
 @lru_cache(4096)  # hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """The entry that describes a metric of this name; an exact one before one with braces."""
+    """Returns the entry that describes a metric; one without braces takes precedence."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 
@@ -171,23 +171,23 @@ _EXACT_FIRST = sorted(METRICS, key=lambda metric: metric.name.count("{"))
 
 
 def check_hook_name(name: str) -> None:
-    """Raise SlimxError for a name that a hook may not log: of another form, or one of slimx's own."""
+    """Raises SlimxError for a name that hooks may not log: a malformed one, or a name of a slimx metric."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
-            f"ctx.log was given the name {name!r}; use letters, digits and _ . - in parts separated by single slashes",
+            f"ctx.log got the name {name!r}; use letters, digits and _ . - in parts separated by single slashes",
             code="metrics.name",
             about=str(name),
         )
     if find(name) is not None:
         raise SlimxError(
-            f"ctx.log was given the name {name}, which is slimx's own metric (docs/metrics.md); choose another name",
+            f"ctx.log got the name {name}, which is a metric of slimx (docs/metrics.md); use another name",
             code="metrics.own_name",
             about=name,
         )
     if name.rpartition("/")[2] in LEAVES:
         raise SlimxError(
-            f"ctx.log was given the name {name}, but slimx adds mean, min, max, count and nonfinite itself; "
-            "leave the last part off",
+            f"ctx.log got the name {name}, but slimx adds mean, min, max, count and nonfinite to names; leave the last "
+            "part out",
             code="metrics.name",
             about=name,
         )

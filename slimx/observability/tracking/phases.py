@@ -1,5 +1,5 @@
-"""Phases of work: timed on concurrent tracks and kept in `RUN/timeline.jsonl`, and the place of each: which lane of its
-track, how deep inside other phases, its time without theirs."""
+"""Phases of work, timed on concurrent tracks and written to `RUN/timeline.jsonl`, and their placement: lane in the
+track, depth inside other phases, time without inner phases."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from slimx.json_types import Json
 from slimx.observability.tracking.guard import Guard, print_warning
 from slimx.observability.tracking.jsonl import JsonlFile
 
-# Unix seconds as floats are good to about 0.2 us: a child may seem to end that much after its parent.
 TOLERANCE_SECONDS = 2e-6
+"""Tolerance of comparisons: unix seconds as floats have a resolution of about 0.2 us."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,9 +25,9 @@ class Phase:
 
     name: str
     step: int | None
-    """Step it works for; None for work outside of steps, such as start-up."""
+    """Step of the work; None for work outside of steps, such as start-up."""
     track: str
-    """Name of what runs by itself, such as `main` or `rollout`. Phases of one track nest; tracks overlap freely."""
+    """Name of an independent activity, such as `main` or `rollout`. Phases of one track nest; tracks may overlap."""
     start: float
     """Unix seconds."""
     seconds: float
@@ -37,21 +37,21 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Placed:
-    """A phase and its place."""
+    """A phase with its placement."""
 
     phase: Phase
     lane: int
-    """0 as long as the phases of a track nest; a phase that overlaps another without nesting moves to the next lane."""
+    """0 while the phases of a track nest; a phase that overlaps another without nesting is in the next lane."""
     depth: int
     """Number of phases of its lane that contain it."""
     self_seconds: float
-    """Its seconds less those of the phases directly inside: over a lane these add up to the time covered."""
+    """Seconds without those of directly inner phases; over a lane they add up to the covered time."""
 
 
 def place(phases: Iterable[Phase]) -> list[Placed]:
     """Places every phase, tracks in the order of their first start, then by start.
 
-    Nesting is read off the times: two phases of one track of which one lies within the other count as nested.
+    Nesting follows from the times: a phase within another phase of the track is nested in it.
     """
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
@@ -60,7 +60,7 @@ def place(phases: Iterable[Phase]) -> list[Placed]:
 
 
 def _place_track(phases: list[Phase]) -> list[Placed]:
-    lanes: list[list[Placed]] = []  # per lane, the phases open at the present one's start, outermost first
+    lanes: list[list[Placed]] = []  # per lane, the phases open at the start of the current one, outermost first
     result = []
     for phase in phases:
         lane = next((lane for lane, open_phases in enumerate(lanes) if _fits(phase, open_phases)), len(lanes))
@@ -77,7 +77,7 @@ def _place_track(phases: list[Phase]) -> list[Placed]:
 
 
 def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
-    """Drops what ended before `phase` starts, then says whether the rest contains it."""
+    """Removes the phases that end before `phase` starts, and returns True if the others contain it."""
     while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
         open_phases.pop()
     return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS
@@ -90,8 +90,8 @@ def _end(phase: Phase) -> float:
 class Timeline:
     """Times phases with the monotonic clock; usable from several threads and asyncio tasks at once.
 
-    A phase is written when it ends, also when it ends by an exception. `resume_step` as in JsonlFile. A file that can
-    no longer be written does not stop the run: it is told once, counted by `close`, and `take` stays right.
+    A phase is written when it ends, also by an exception. `resume_step` is that of JsonlFile. If the file can no longer
+    be written, the run continues: the failure is reported once and counted by `close`, and `take` stays correct.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Timeline:
     ) -> None:
         self._file = JsonlFile(run_dir / "timeline.jsonl", resume_step=resume_step)
         self._guard = Guard("timeline.jsonl", warn)
-        # One anchor for the process: phases keep their order and lengths even if the wall clock is set in between.
+        # One anchor per process keeps order and lengths of phases even if the wall clock is changed.
         self._anchor = time.time() - time.perf_counter()
         self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str, *, step: int | None = None, track: str = "main") -> Iterator[None]:
-        """Times the block. Phases may be nested, on one track or across tracks; each counts its whole length."""
+        """Measures the block as a phase. Phases may nest, on one track or across tracks; each has its full length."""
         start = time.perf_counter()
         try:
             yield
@@ -115,15 +115,15 @@ class Timeline:
             self.add(Phase(name=name, step=step, track=track, start=self._anchor + start, seconds=seconds))
 
     def add(self, phase: Phase) -> None:
-        """Takes in a phase that was timed elsewhere, such as in a trainer's process."""
+        """Adds a phase that was timed elsewhere, such as in a trainer's process."""
         with self._lock:
             if phase.step is not None:
                 self._seconds[phase.step][phase.name] += phase.seconds
             self._guard.call(lambda: self._file.write(_record(phase)))
 
     def take(self, step: int) -> dict[str, float]:
-        """Seconds by phase name of one step of this process, repeated phases added up; empty for a step unknown. It and
-        earlier steps are forgotten."""
+        """Returns the seconds of one step by phase name, summed over repeated phases; {} for an unknown step. It and
+        earlier steps are then discarded."""
         with self._lock:
             taken = dict(self._seconds.get(step, {}))
             for known in [known for known in self._seconds if known <= step]:
@@ -131,11 +131,11 @@ class Timeline:
         return taken
 
     def close(self) -> int:
-        """Closes the file; returns the phases that could not be written to it."""
+        """Closes the file; returns the number of phases that could not be written."""
         self._file.close()
         return self._guard.failures
 
 
-def _record(phase: Phase) -> dict[str, Any]:
-    """A line of the file; most phases have no detail."""
+def _record(phase: Phase) -> Json:
+    """Returns a line of the file, without `detail` if it is empty."""
     return {key: value for key, value in asdict(phase).items() if key != "detail" or value}

@@ -1,4 +1,4 @@
-"""Recorded rollouts (`RUN/samples.jsonl`), and the same prompts through the training."""
+"""Recorded rollouts (`RUN/samples.jsonl`), and comparison of prompts over the training."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSample:
-    """One rollout as text."""
+    """A rollout as text."""
 
     step: int
     """Optimizer step at which it was recorded."""
     prompt: str
     answer: str | None
-    """The answer that the verifier expects; None or empty where there is no such thing."""
+    """Answer that the verifier expects; None or empty without one."""
     response: str
     reward: float
     version: int
     """Weight version that sampled it."""
     evaluation: bool
-    """Held-out evaluation rather than training."""
+    """True for a rollout of an evaluation."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Row:
-    """One prompt through the run."""
+class SampleRow:
+    """One prompt over the run."""
 
     prompt: str
     samples: list[RecordedSample | None]
-    """Its rollout at each of the comparison's steps; None where there is none."""
+    """Rollout at each step of the comparison; None: there is none."""
 
     @property
     def answer(self) -> str:
-        """The expected answer, from whichever step has a rollout."""
-        return next((sample.answer for sample in self.samples if sample is not None), None) or ""
+        """Expected answer, from the first step with a rollout."""
+        for sample in self.samples:
+            if sample is not None:
+                return sample.answer or ""
+        return ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,23 +46,23 @@ class Comparison:
     """The same prompts at several recorded steps."""
 
     steps: list[int]
-    """The first and the last recorded step, and steps between; one where only one step has samples."""
+    """First and last recorded step with steps between them; a single one if only one step has samples."""
     evaluation: bool
-    """True if the rollouts are held-out ones; training rollouts are compared only where there are no others."""
-    rows: list[Row]
-    """Prompts of the first and the last step first, then the others, each in the order of the file."""
+    """True if the rollouts are of evaluations; training rollouts are compared only if there are none."""
+    rows: list[SampleRow]
+    """Prompts of both the first and the last step, then the others, each in the order of the file."""
 
     @property
     def common(self) -> int:
-        """Prompts that have a rollout at the first and at the last step."""
+        """Number of prompts with a rollout at both the first and the last step."""
         return sum(row.samples[0] is not None and row.samples[-1] is not None for row in self.rows)
 
 
 def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison | None:
-    """The rollouts of the first and the last recorded step and of steps between, `columns` at most, by prompt, one per
-    prompt and step; None if there are none.
+    """Compares the rollouts of the first and the last recorded step and of steps between, `columns` steps at most, with
+    one rollout per prompt and step. Returns None without rollouts.
 
-    Held-out rollouts are preferred: their prompts come back at every evaluation, those of training rarely do.
+    Rollouts of evaluations are preferred, because their prompts recur; those of training rarely do.
     """
     chosen = [sample for sample in samples if sample.evaluation] or list(samples)
     if not chosen:
@@ -69,14 +72,14 @@ def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison |
         by_step[sample.step].setdefault(sample.prompt, sample)
     steps = spread(sorted(by_step), columns)
     prompts = {**by_step[steps[0]], **by_step[steps[-1]]}
-    rows = [Row(prompt=prompt, samples=[by_step[step].get(prompt) for step in steps]) for prompt in prompts]
-    # Stable: the file's order within each part.
+    rows = [SampleRow(prompt=prompt, samples=[by_step[step].get(prompt) for step in steps]) for prompt in prompts]
+    # A stable sort keeps the file's order within both parts.
     rows.sort(key=lambda row: row.samples[0] is None or row.samples[-1] is None)
     return Comparison(steps=steps, evaluation=chosen[0].evaluation, rows=rows)
 
 
 def spread[T](values: Sequence[T], most: int) -> list[T]:
-    """At most `most` (2 or more) of `values`, evenly: the first and the last, and some between."""
+    """Returns at most `most` (2 or more) of `values`, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return list(values)
-    return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]

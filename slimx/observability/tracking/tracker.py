@@ -1,7 +1,7 @@
-"""The tracker of a run: each step's numbers and recorded samples go to a JSONL file and to every sink.
+"""Tracker of a run: sends each step's metrics and recorded samples to a JSONL file and to every sink.
 
-Sinks are entry points of the group `slimx.sinks`. Each is named as the key of section `track` that turns it on, and is
-a function of a `TrackedRun` and the value of that key. It returns a `Sink`, or None where the value leaves it off.
+Sinks are entry points of the group `slimx.sinks`, each named after the key of section `track` that turns it on. The
+entry point is a function of a `TrackedRun` and the key's value that returns a `Sink`, or None if the value is off.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
 from slimx import entry_points
+from slimx.json_types import Json
 from slimx.observability.tracking.guard import Guard, print_warning
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.metrics import StepRecord, flatten
@@ -27,11 +29,10 @@ SINKS = "slimx.sinks"
 
 
 class Tracker:
-    """Sends each step's numbers to a JSONL file and to every sink.
+    """Sends each step's metrics to a JSONL file and to every sink.
 
-    The file (`metrics.jsonl`, one StepRecord per line) is the run's record, which the report reads: if it fails, `log`
-    raises. A sink may fail: the failure is counted, its first error is told through `warn`, and `close` tells the
-    count.
+    The file (`metrics.jsonl`, one StepRecord per line) is the run's record, which the report reads: `log` raises if it
+    fails. Failures of a sink are counted; `warn` gets the first error, and `close` reports the count.
     """
 
     def __init__(
@@ -44,23 +45,25 @@ class Tracker:
 
     @property
     def removed(self) -> int:
-        """Lines of metrics.jsonl that were taken out when the run was resumed: later steps, and one that was torn."""
+        """Number of lines removed from metrics.jsonl when the run was resumed: later steps, and a torn line."""
         return self._jsonl.removed
 
-    def log(self, step: int, metrics: Mapping[str, Any], *, version: int | None = None) -> None:
-        """Logs one step, flat or nested `metrics` (see `flatten`); `version` is the weight version in force."""
+    def log(self, step: int, metrics: Mapping[str, object], *, version: int | None = None) -> None:
+        """Logs one step's flat or nested `metrics` (see `flatten`). `version`: the current weight version."""
         record = StepRecord(step=step, version=version, time=time.time(), metrics=flatten(metrics))
         self._jsonl.write(record.to_json())
         for sink, guard in self._others:
-            guard.call(lambda sink=sink: sink.log(record))
+            guard.call(partial(sink.log, record))
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Shows recorded rollouts of one step as text in every sink; they are all held-out ones, or none is."""
-        for sink, guard in self._others if samples else ():
-            guard.call(lambda sink=sink: sink.samples(step, samples))
+        """Sends recorded rollouts of one step to every sink; either all or none of them are of an evaluation."""
+        if not samples:
+            return
+        for sink, guard in self._others:
+            guard.call(partial(sink.samples, step, samples))
 
     def close(self) -> dict[str, int]:
-        """Closes every sink; tells and returns the failures by sink name (0 where all went well). Again is allowed."""
+        """Closes every sink, and reports and returns the number of failures by sink. Repeated calls are allowed."""
         if not self._closed:
             self._closed = True
             for sink, guard in self._others:
@@ -78,24 +81,27 @@ def make_tracker(
     *,
     project: str,
     name: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     resume_step: int | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     warn: Callable[[str], None] = print_warning,
 ) -> Tracker:
-    """The tracker of one run.
+    """Creates the tracker of one run. Raises SlimxError if a sink cannot start.
 
-    `resume_step`: the next step to be done when a run is resumed (0 if it died before its first checkpoint); None for a
-    fresh run, which refuses a directory that holds metrics. `config` is shown in every sink. `settings`: values of the
-    keys of section `track`, of which the sinks read theirs. A sink that cannot start raises SlimxError here.
+    `resume_step`: the next step of a resumed run (0 if it ended before its first checkpoint); None for a new run, which
+    refuses a directory with metrics. `config` is sent to every sink. `settings`: values of the keys of section `track`.
     """
-    with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
-        run, others = TrackedRun(run_dir, project, name, config, resume_step), []
+    with ExitStack() as undo:  # closes earlier sinks if one cannot start
+        run = TrackedRun(run_dir, project, name, config, resume_step)
+        others: list[Sink] = []
         for key in entry_points.find(SINKS):
-            if key in settings and (sink := entry_points.load(SINKS, key)(run, settings[key])) is not None:
+            if key not in settings:
+                continue
+            sink = entry_points.load(SINKS, key)(run, settings[key])
+            if sink is not None:
                 others.append(sink)
                 undo.callback(sink.close)
-        # The last one: it takes out lines, which a refusal of a sink must not do.
+        # Last, because it removes lines, which must not happen if a sink refuses.
         jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.pop_all()
     return Tracker(jsonl, others, warn)
@@ -103,35 +109,35 @@ def make_tracker(
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run as its sinks name it."""
+    """Identity of a run for its sinks."""
 
     directory: Path
     project: str
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     resume_step: int | None = None
-    """The next step of a run that is resumed; None: a fresh one."""
+    """Next step of a resumed run; None: a new run."""
 
     def id_in(self, file: str) -> str:
-        """The id under which a service knows the run, kept in `file` of its directory: a resumed run has the same."""
+        """Returns the run's id at a service, which is stored in `file` of its directory for resumed runs."""
         path = self.directory / file
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text().strip()
 
-    def named(self, file: str) -> dict[str, Any]:
-        """Arguments by which wandb and SwanLab start the run, or go on with the one whose id is in `file`."""
+    def named(self, file: str) -> Json:
+        """Returns the arguments with which wandb and SwanLab start the run, or resume the one whose id is in `file`."""
         id_ = self.id_in(file)
         return {"project": self.project, "name": self.name, "config": dict(self.config), "id": id_, "resume": "allow"}
 
     @property
     def yaml(self) -> str:
-        """The configuration as text."""
+        """Configuration as YAML."""
         return yaml.safe_dump(dict(self.config), sort_keys=False)
 
 
 class Sink(Protocol):
-    """One destination of step records and samples."""
+    """Destination of step records and samples."""
 
     name: str
 

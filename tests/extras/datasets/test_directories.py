@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub import constants
 from pyarrow import parquet
 
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.data.prompts.mapping import RowMapping
 from slimx.data.prompts.read import read_prompts
 from tests.refusals import refused
 
-FIELDS = Fields(prompt="question", answer="answer")
+FIELDS = RowFields(prompt="question", answer="answer")
 REVISION = "a" * 40
 
 
@@ -29,7 +29,7 @@ def written(path: Path, *numbers: int) -> Path:
     return path
 
 
-def answers(path: Path | str, fields: Fields = FIELDS, **chosen: str) -> list[str | None]:
+def answers(path: Path | str, fields: RowFields = FIELDS, **chosen: str) -> list[str | None]:
     return [prompt.answer for prompt in read_prompts(path, RowMapping(fields), **chosen)]
 
 
@@ -54,7 +54,7 @@ def test_files_of_one_table_are_read_one_after_the_other(tmp_path, names):
 def test_folders_of_column_and_value_are_columns(tmp_path):
     for level, number in (("easy", 0), ("not%20easy", 1), ("__HIVE_DEFAULT_PARTITION__", 2)):
         written(tmp_path / "year=2024" / f"level={level}" / f"{number}f2a-0.parquet", number)
-    read = read_prompts(tmp_path, RowMapping(Fields(prompt="question", answer="answer", metadata=("year", "level"))))
+    read = read_prompts(tmp_path, RowMapping(RowFields(prompt="question", answer="answer", metadata=("year", "level"))))
     assert [(prompt.answer, prompt.metadata["year"], prompt.metadata["level"]) for prompt in read] == [
         ("3", "2024", None),
         ("1", "2024", "easy"),

@@ -142,7 +142,7 @@ def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path, monkeypatch, capsys):
-    assert status(tmp_path, monkeypatch, capsys).startswith(f"slimx: {tmp_path} holds no run")
+    assert status(tmp_path, monkeypatch, capsys).startswith(f"slimx: {tmp_path} is not a run directory")
 
 
 def activity_of(stand: Stand, phase: str, since: float) -> dict[str, Any]:
@@ -180,7 +180,7 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))
             text = status(run, monkeypatch, capsys)
             trainers, engines, rollouts = status_lines(text, "trainers", "engines", "rollouts")
-            assert trainers.split()[1:] == ["train"] and "last heard of" in text
+            assert trainers.split()[1:] == ["train"] and "last update" in text
             assert "staleness" in engines and numbers(rollouts) == [8, 0, 8, 4], "the last wait for a version"
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.rollout import Fields, PromptSet, Rollout
+from slimx.config.sections.rollout import PromptSet, Rollout, RowFields
 from slimx.data.prompts.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
@@ -18,7 +18,7 @@ from slimx.orchestration.start.prompts import make_source, source_prompts
 from tests.refusals import invalid, refused
 
 ROWS = [{"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": 4}]
-FIELDS = Fields(prompt="question", answer="answer")
+FIELDS = RowFields(prompt="question", answer="answer")
 
 
 def as_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -121,7 +121,7 @@ def test_fields_reach_nested_columns_and_keep_what_they_name(tmp_path):
         "picture": ["a.png"],
     }
     path = as_jsonl(tmp_path / "raw.jsonl", [row])
-    fields = Fields(
+    fields = RowFields(
         prompt="prompt",
         answer="reward_model.ground_truth",
         id="extra.index",
@@ -141,9 +141,9 @@ def test_fields_reach_nested_columns_and_keep_what_they_name(tmp_path):
     ]
     assert read_prompts(path, RowMapping(fields))[0].source == "sums"
     with refused("prompts.field", about="solution"):
-        read_prompts(path, RowMapping(Fields(prompt="prompt", answer="solution")))
+        read_prompts(path, RowMapping(RowFields(prompt="prompt", answer="solution")))
     with refused("prompts.answer_after", about=f"{path}, line 1"):
-        read_prompts(path, RowMapping(Fields(prompt="prompt", answer="set", answer_after="####")))
+        read_prompts(path, RowMapping(RowFields(prompt="prompt", answer="set", answer_after="####")))
 
 
 def test_a_system_turn_begins_every_prompt_but_those_that_have_one(tmp_path):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slimx.config.sections.rollout import Fields
+from slimx.config.sections.rollout import RowFields
 from slimx.data.prompts.mapping import RowMapping, fitting_fields, make_mapping
 from slimx.data.prompts.read import read_prompts
 from slimx.data.records import Prompt
@@ -19,8 +19,8 @@ from slimx.extras.datasets.known import AIME24
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "1+1="}
-SUMS = RowMapping(Fields(prompt="question", answer="answer"))
-SHAREGPT = RowMapping(Fields(prompt="conversations"))
+SUMS = RowMapping(RowFields(prompt="question", answer="answer"))
+SHAREGPT = RowMapping(RowFields(prompt="conversations"))
 
 
 def as_table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = None) -> Path:
@@ -76,7 +76,7 @@ def test_nulls_of_json_are_the_users_own(tmp_path):
 def test_a_struct_that_is_a_column_keeps_its_null(tmp_path):
     rows = [{"question": "q", "gold": {"answer": "2"}}, {"question": "q", "gold": {"answer": None}}]
     path = as_table(tmp_path / "t.parquet", rows)
-    assert answers(read_prompts(path, RowMapping(Fields(prompt="question", answer="gold.answer")))) == ["2", None]
+    assert answers(read_prompts(path, RowMapping(RowFields(prompt="question", answer="gold.answer")))) == ["2", None]
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()])
@@ -86,7 +86,7 @@ def test_nan_is_a_missing_value_and_whole_numbers_beside_it_are_whole(tmp_path, 
     values = np.array([5, np.nan, 2.5], kind.to_pandas_dtype())
     table = pa.table({"question": ["a", "b", "c"], "answer": pa.array(values), "set": pa.array(values)})
     parquet.write_table(table, tmp_path / "t.parquet")
-    fields = Fields(prompt="question", answer="answer", id="answer", dataset="set")
+    fields = RowFields(prompt="question", answer="answer", id="answer", dataset="set")
     read = read_prompts(tmp_path / "t.parquet", RowMapping(fields), dataset="sums")
     assert answers(read) == ["5", None, "2.5"]
     assert [prompt.id for prompt in read] == ["5", "t:2", "2.5"]
@@ -105,7 +105,7 @@ def test_a_hooks_nan_is_no_answer_and_large_numbers_stay_as_they_are(tmp_path):
 
 def test_rows_without_an_id_are_numbered(tmp_path):
     path = as_lines(tmp_path / "t.jsonl", {"question": "q", "id": None}, {"question": "q", "id": 0})
-    read = read_prompts(path, RowMapping(Fields(prompt="question", id="id")))
+    read = read_prompts(path, RowMapping(RowFields(prompt="question", id="id")))
     assert [prompt.id for prompt in read] == ["t:1", "0"]
     row = {"ID": None, "Problem": "p", "Answer": 33.0}
     assert AIME24.convert(row, "row 1", 0).items() >= {("answer", "33")}

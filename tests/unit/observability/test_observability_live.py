@@ -9,8 +9,8 @@ from slimx.observability.live.table import (
     RL_COLUMNS,
     SFT_COLUMNS,
     SHOWN_STEPS,
-    Column,
     LiveTable,
+    TableColumn,
     with_policies,
 )
 
@@ -86,7 +86,7 @@ def test_a_metric_that_is_missing_shows_as_a_dash():
 
 def test_a_wide_number_keeps_the_columns_apart():
     console = plain()
-    with LiveTable(10, 0, console, [Column(title="a", key="a/a", format=",.0f")] * 2) as table:
+    with LiveTable(10, 0, console, [TableColumn(title="a", key="a/a", format=",.0f")] * 2) as table:
         table.row(0, {"a/a": 1.0})
         table.row(1, {"a/a": 123_456_789_012.0})
     assert console.file.getvalue().splitlines()[2].split()[:2] == ["123,456,789,012"] * 2

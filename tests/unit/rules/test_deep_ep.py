@@ -19,8 +19,8 @@ from slimx.extras.planner.memory.deep_ep import (
 from slimx.extras.planner.plan.report import plan_report
 from slimx.layout.ranks import engine_sizes, sizes_of
 from slimx.models.families import read_model
-from slimx.rules.engines import exchanges
-from slimx.rules.layout import dispatches
+from slimx.rules.engines import has_engine_kernels
+from slimx.rules.layout import has_trainer_kernels
 from tests.unit.config.test_moe_configs import FILES, ROOT
 
 GPT_OSS = ROOT / "configs/moe/gpt-oss-120b.yaml"
@@ -30,7 +30,7 @@ def broken_by(*overrides: str) -> list[tuple[str, str]]:
     config = load_config(GPT_OSS, ["trainer.moe.dispatcher=flex", *overrides])
     spec = read_model(ROOT / config.model.path)
     facts = {"trainer": config.trainer, "sizes": sizes_of(config.trainer), "spec": spec}
-    return [(problem.code, problem.about) for problem in broken([dispatches], facts)]
+    return [(problem.code, problem.about) for problem in broken([has_trainer_kernels], facts)]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def broken_by(*overrides: str) -> list[tuple[str, str]]:
     ],
 )
 def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...], refused: bool) -> None:
-    assert dispatches in all_rules()
+    assert has_trainer_kernels in all_rules()
     assert broken_by(*overrides) == [("layout.deep_ep", "trainer.moe.dispatcher")] * refused
 
 
@@ -63,7 +63,7 @@ def test_sizes_without_kernels_of_deep_ep_are_refused(overrides: tuple[str, ...]
 def test_servers_whose_size_deep_ep_does_not_take_are_refused(
     tensor: int, fields: dict[str, str], refused: bool
 ) -> None:
-    assert exchanges in all_rules()
+    assert has_engine_kernels in all_rules()
     config = load_config(GPT_OSS, [])
     (group,) = config.rollout.engines
     group = group.model_copy(update={"tensor": tensor, "sglang": {"moe_a2a_backend": "deepep", **fields}})
@@ -71,7 +71,7 @@ def test_servers_whose_size_deep_ep_does_not_take_are_refused(
         "rollout": config.rollout.model_copy(update={"engines": (group,)}),
         "spec": read_model(ROOT / config.model.path),
     }
-    found = [(problem.code, problem.about) for problem in broken([exchanges], facts)]
+    found = [(problem.code, problem.about) for problem in broken([has_engine_kernels], facts)]
     assert found == [("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")] * refused
 
 
@@ -81,7 +81,7 @@ def test_shipped_configurations_have_sizes_that_their_dispatcher_takes(file) -> 
     if not (ROOT / config.model.path).exists():
         pytest.skip("the recipe's model is downloaded")
     facts = config.sections | {"sizes": sizes_of(config.trainer), "spec": read_model(ROOT / config.model.path)}
-    assert broken([dispatches, exchanges], facts) == []
+    assert broken([has_trainer_kernels, has_engine_kernels], facts) == []
 
 
 def test_buffers_have_the_bytes_of_deep_eps_formulas() -> None:

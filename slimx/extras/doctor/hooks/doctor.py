@@ -148,7 +148,7 @@ def _judge(
         )
         findings.note("hooks.one_seed", hook, sentence)
     rewards = [trajectory.reward for trajectory in trajectories]
-    if config.reward.given and len(rollouts) > 1 and len(set(rewards)) == 1:
+    if config.reward.configured and len(rollouts) > 1 and len(set(rewards)) == 1:
         sentence = f"the reward is {rewards[0]:g} for every response of the engine"
         findings.note("hooks.constant_reward", "reward", sentence)
     _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), findings)

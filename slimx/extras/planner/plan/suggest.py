@@ -40,9 +40,9 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_trunk
 from slimx.preflight.hardware import OVERHEAD, Machine
 from slimx.rules.flow import feeds_trainers, fits_microbatch, has_positions
-from slimx.rules.layout import dispatches, sizes_divide
+from slimx.rules.layout import has_trainer_kernels, sizes_divide
 
-TRAINED = (sizes_divide, dispatches, has_positions, fits_microbatch, feeds_trainers)
+TRAINED = (sizes_divide, has_trainer_kernels, has_positions, fits_microbatch, feeds_trainers)
 """Rules of layouts that the search checks."""
 MEMORY_RULES = rules_in(memory)
 SUGGESTIONS = 5
