@@ -35,7 +35,16 @@ class Trainers(Protocol):
     plans: Mapping[str, PlannedBuckets]
     """Transfer plans of the weights; "publish": the plan for one engine."""
 
-    async def call(self, method: str, what: str, /, **arguments: object) -> list[Any]: ...
+    async def call(
+        self,
+        method: str,
+        what: str,
+        /,
+        *,
+        per_rank: Sequence[tuple[object, ...]] | None = None,
+        ranks: Sequence[int] | None = None,
+        **arguments: object,
+    ) -> list[Any]: ...
 
     async def stored(self, values: Sequence[object]) -> list[Any]: ...
 

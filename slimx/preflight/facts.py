@@ -6,13 +6,14 @@ from pathlib import Path
 
 from slimx.config.schema import Config
 from slimx.data.routes import RouteShape
+from slimx.json_types import Json
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec, read_trunk
 
 
-def model_facts(config: Config, spec: ModelSpec) -> dict[str, object]:
+def model_facts(config: Config, spec: ModelSpec) -> Json:
     """Returns the facts that follow from the configuration and the model's config.json."""
-    facts = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
+    facts: Json = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
     if config.critic is None:
         return facts | dict.fromkeys(("critic_view", "critic_spec", "critic_sizes"))
     view = config.as_critic().trainer

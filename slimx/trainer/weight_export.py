@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 from slimx.models.files.writer import write_bucket
 from slimx.reshard.pack.gather import Gatherer
 from slimx.reshard.pack.gather_device import DeviceGatherer
-from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.pack.packer import Contribution, Packer
 from slimx.reshard.packed import ON_DEVICE, PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.transports.device import DeviceMemory, fetch
@@ -102,7 +102,7 @@ class WeightExport:
         return self._gatherers[name].open(bucket)
 
     @operation()
-    def fill(self, *, name: str, bucket: int, paths: Sequence[str]) -> Share:
+    def fill(self, *, name: str, bucket: int, paths: Sequence[str]) -> Contribution:
         """Writes this rank's part of a bucket to the memories at `paths`."""
         with self._memory.phase("export" if name == "export" else "publish"):
             self.reload(training=False)

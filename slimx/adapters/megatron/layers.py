@@ -9,7 +9,7 @@ one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -109,7 +109,7 @@ class GroupedLinear(torch.nn.Module):
 
     layer: type[ColumnParallelLinear | RowParallelLinear]
     axis: ClassVar[int]
-    options: ClassVar[dict[str, bool]]
+    options: Mapping[str, object]
     experts: list[ColumnParallelLinear | RowParallelLinear]
 
     def __init__(

@@ -12,7 +12,7 @@ from slimx import entry_points
 from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, reward_of, rloo, standardise
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.objectives import ADVANTAGES, Gdpo
+from slimx.config.sections.objectives import ADVANTAGES, Gdpo, Grpo
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
@@ -73,7 +73,8 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
     rewards = rollout_rewards(rollouts)
     match estimator.kind:
         case "grpo" | "gpg":
-            values = grpo(rewards, normalize_std=estimator.normalize_std, eps=estimator.eps)
+            options = estimator.narrow(Grpo)
+            values = grpo(rewards, normalize_std=options.normalize_std, eps=options.eps)
         case "rloo":
             values = rloo(rewards)
         case "opo":
@@ -87,7 +88,8 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
                 )
             values = remax(rewards, group.baseline)
         case "gdpo":
-            values = gdpo(_parts(rollouts), estimator.weights, eps=estimator.eps)
+            weighted = estimator.narrow(Gdpo)
+            values = gdpo(_parts(rollouts), weighted.weights, eps=weighted.eps)
         case _:
             raise SlimxError(
                 f"algorithm.advantages={estimator} has no estimator, neither built in nor among entry points of "

@@ -101,7 +101,7 @@ async def generate(
             if completion.finish_reason != "stop":
                 ended = "length"
                 break
-            text = ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            text = str(ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
             step = await world.step(text)
             rewards.append(float(step.reward))
             info = step.info

@@ -79,8 +79,8 @@ class RankSenders:
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         """Makes every rank pack its part of a bucket and start writing it to `engines`, each with the transfer whose
         bytes the engine holds (`slimx.extras.direct.ends.sender.DirectSender.send`)."""
-        arguments = {"bucket": bucket, "transfer": transfer, "engines": engines}
-        return await self.trainers.call("direct.send", f"the packing of bucket {bucket} (publish)", **arguments)
+        name = f"the packing of bucket {bucket} (publish)"
+        return await self.trainers.call("direct.send", name, bucket=bucket, transfer=transfer, engines=engines)
 
 
 @dataclass(slots=True)

@@ -73,5 +73,5 @@ class DiskDelivery(Delivery):
         return stored if stored is not None and stored.manifest.version == version else None
 
     async def _call(self, operation: str, name: str, **arguments: object) -> Any:
-        (result,) = await self.trainers.call(f"disk.{operation}", name, ranks=[PUBLISHER], **arguments)
+        (result,) = await self.trainers.call(f"disk.{operation}", name, per_rank=None, ranks=[PUBLISHER], **arguments)
         return result

@@ -26,7 +26,7 @@ class Preferences(Estimator):
     def finish(self, step: Step) -> dict[str, float]:
         policy = step.policy or ()
         reference = step.reference or ()
-        return assign_preferences(self.algorithm.advantages, step.groups, step.rows, policy, reference)
+        return assign_preferences(self.algorithm.advantages.narrow(Dpo), step.groups, step.rows, policy, reference)
 
 
 def assign_preferences(

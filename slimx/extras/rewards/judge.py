@@ -133,4 +133,4 @@ def question(ctx: Context) -> str:
     for message in reversed(ctx.prompt.messages or []):
         if message.get("role") == "user":
             return str(message.get("content", ""))
-    return ctx.tokenizer.decode(ctx.prompt.token_ids or [])
+    return str(ctx.tokenizer.decode(ctx.prompt.token_ids or []))

@@ -17,6 +17,8 @@ class Selection(Estimator):
 
     def finish(self, step: Step) -> dict[str, float]:
         loss = self.algorithm.loss
+        if not isinstance(loss, ClipCov | KlCov):
+            raise TypeError(f"loss {loss.kind} selects no tokens")
         metrics: dict[str, list[float]] = {}
         for index, update in enumerate(step.updates):
             for name, value in select_tokens(loss, update, (*step.seed, index)).items():

@@ -9,7 +9,7 @@ import numpy as np
 
 from slimx.algorithms.advantages.estimate import Estimator, group_advantages
 from slimx.algorithms.advantages.group import grpo, reward_of
-from slimx.config.sections.objectives import Grpo
+from slimx.config.sections.objectives import Gigpo, Grpo
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
@@ -18,13 +18,15 @@ class TurnAdvantages(Estimator):
     """GRPO's advantages plus weighted advantages of turns."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float | np.ndarray]:
-        options = self.algorithm.advantages
-        std = {"normalize_std": options.normalize_std, "eps": options.eps}
-        by_group = self.algorithm.model_copy(update={"advantages": Grpo(kind="grpo", **std)})
+        options = self.algorithm.advantages.narrow(Gigpo)
+        grpo_options = Grpo(kind="grpo", normalize_std=options.normalize_std, eps=options.eps)
+        by_group = self.algorithm.model_copy(update={"advantages": grpo_options})
         out: list[float | np.ndarray] = []
         for group in groups:
             rollouts = group_advantages(by_group, group)
-            turns = step_advantages(group.trajectories, gamma=options.gamma, **std)
+            turns = step_advantages(
+                group.trajectories, gamma=options.gamma, normalize_std=options.normalize_std, eps=options.eps
+            )
             out += [rollout + options.step_coef * turn for rollout, turn in zip(rollouts, turns, strict=True)]
         return out
 

@@ -17,7 +17,7 @@ from slimx.algorithms.advantages.estimate import Estimator, Step, by_rollout, ro
 from slimx.algorithms.advantages.group import mean, reward_of
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
-from slimx.config.sections.objectives import Gae
+from slimx.config.sections.objectives import Gae, TokenRewards
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 
@@ -115,8 +115,8 @@ def assign_advantages(
         kl = estimate(_padded([row.rollout_logprobs for row in rows]), _padded(reference))
     rewards = token_rewards(torch.tensor(scores, dtype=torch.float64), mask, kl=kl, kl_coef=algorithm.kl_reward_coef)
     value = torch.zeros(mask.shape, dtype=torch.float64) if values is None else _padded(values)
-    estimator = algorithm.advantages
-    lam = 1.0 if values is None else estimator.lam
+    estimator = algorithm.advantages.narrow(TokenRewards)
+    lam = 1.0 if values is None else estimator.narrow(Gae).lam
     advantages, returns = gae(rewards, value, mask, gamma=estimator.gamma, lam=lam)
     metrics = {
         "return/mean": returns[mask].mean().item(),

@@ -12,6 +12,7 @@ from slimx.extras.planner.memory.state import FP32
 from slimx.extras.planner.memory.trainer import holdings
 from slimx.extras.planner.memory_record import DiskBytes, HostMemory, TrainerMemory
 from slimx.extras.planner.record import BatchPlan, PublicationFigures
+from slimx.extras.recovery.section import Recovery
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
@@ -57,7 +58,7 @@ def host_memory(
             # Every trainer rank and every server registers its memory.
             buckets = ranks * figures.publisher_bytes + servers * figures.landing_bytes
             last = ranks * figures.kept_bytes + servers * figures.received_bytes
-    mirrored = rank[0].host_checkpoint if config.sections["recovery"].mirror_every else 0
+    mirrored = rank[0].host_checkpoint if config.section(Recovery).mirror_every else 0
     sizes = {
         "moments": ranks * sum(record.host_optimizer for record in rank),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in rank),
@@ -79,7 +80,7 @@ def host_memory(
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
     """Returns the maximum bytes of batches that the driver keeps for replacements of trainers: those of the steps
     between two checkpoints, and the same again while the second checkpoint is being written."""
-    if not config.sections["recovery"].trainers:
+    if not config.section(Recovery).trainers:
         return 0
     step = batch.tokens_per_step * _TRAINED_TOKEN
     if spec.experts and config.route_stride:
