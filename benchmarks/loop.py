@@ -53,7 +53,7 @@ from slimx.errors import SlimxError
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.lifetime.garbage import frozen_heap
-from slimx.orchestration.recovery import Recovery
+from slimx.orchestration.recovery import RankLossHandler
 from slimx.orchestration.run import Run
 from slimx.orchestration.start.prepare import check_run
 from slimx.orchestration.state.saves import Saves
@@ -225,7 +225,7 @@ async def measure(config: Config) -> Figures:
         await stack.enter_async_context(session)
         saves = Saves(directory / "checkpoints", keep=1)
         run = MeasuredRun(
-            service, prepared, {ACTOR: trainers}, records, saves, Recovery(trainers), bare=BareParts(session)
+            service, prepared, {ACTOR: trainers}, records, saves, RankLossHandler(trainers), bare=BareParts(session)
         )
         stack.push_async_callback(run.rollouts.stop)
         stack.enter_context(frozen_heap())  # as the session does

@@ -37,7 +37,7 @@ from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
 
 PER_STEP = 625
@@ -83,7 +83,7 @@ class SlimxPath:
     def __init__(self, config: Config, answers: Answers):
         self.config = config
         hooks, tokenizer = load_hooks(config), load_tokenizer(config.model.path)
-        self.maker = GroupMaker(config, hooks, {ACTOR: Speaker(Instant(answers), tokenizer)})
+        self.maker = GroupMaker(config, hooks, {ACTOR: PolicyClient(Instant(answers), tokenizer)})
         self.manager = RolloutManager(config, InOrder(make_prompts(answers), 1), self.maker)
         self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0}
 

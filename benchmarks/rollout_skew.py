@@ -26,7 +26,7 @@ from slimx.orchestration import loop
 from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.recovery import Recovery
+from slimx.orchestration.recovery import RankLossHandler
 from slimx.orchestration.run import Run, StepRows
 from slimx.orchestration.start.prepare import Prepared, check_run
 from slimx.orchestration.state.saves import Saves
@@ -96,7 +96,7 @@ class Turns:
             service = copy(self.service)  # its engines, under the configuration of this turn
             service.config = config
             saves = Saves(directory / "checkpoints", keep=1)
-            run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, saves, Recovery(self.trainers))
+            run = TimedRun(service, prepared, {ACTOR: self.trainers}, records, saves, RankLossHandler(self.trainers))
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
             stack.enter_context(frozen_heap())  # as the session does

@@ -46,7 +46,7 @@ from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
 
@@ -127,7 +127,7 @@ class Stand:
         self.late: list[float] = []
         """Seconds after its deadline, of each rollout that was ended."""
         self.maker = GroupMaker(
-            config, Hooks(self._timed, None, None), {ACTOR: Speaker(self.client, tokenizer)}, proxy=self.proxy
+            config, Hooks(self._timed, None, None), {ACTOR: PolicyClient(self.client, tokenizer)}, proxy=self.proxy
         )
         text = "q" * (prompt - 10)  # the template adds so many
         prompts = [Prompt(id=f"p{n}", messages=[{"role": "user", "content": text}]) for n in range(10_000)]

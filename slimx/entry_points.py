@@ -25,7 +25,7 @@
     slimx.optimizer_states    optimizers that keep another one's state elsewhere: `ExternalState`, the name `host`
     slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
     slimx.prompt_sources      orders of prompts from several files: `DataSource`, the name `mixed`
-    slimx.recoveries          answers to the loss of trainers: `Recovery`, or None
+    slimx.recoveries          answers to the loss of trainers: `RankLossHandler`, or None
     slimx.reports             reports of finished runs
     slimx.rewards             reward hooks: `reward.function`
     slimx.roles               roles of a trainer rank

@@ -127,7 +127,7 @@ class CoreConfig(Section):
         return [ACTOR, *(name for name, policy in self.policies.items() if policy.shares is None)]
 
     @property
-    def served_beside(self) -> list[str]:
+    def served_by_actor(self) -> list[str]:
         """Names of the other policies for which the engines of `actor` generate."""
         return [name for name, policy in self.policies.items() if policy.engines_of is not None]
 

@@ -43,7 +43,7 @@ class Outage:
             self._began = _now()
             self._served.clear()
             for clock, stack in self._clocks.items():
-                stack.enter_context(clock.standing())
+                stack.enter_context(clock.paused())
 
     def end(self) -> None:
         """Marks the end of an outage: an engine serves. Idempotent."""
@@ -72,7 +72,7 @@ class Outage:
         """Stops the running `clock` during outages within this block."""
         with ExitStack() as stack:
             if self.lasts:
-                stack.enter_context(clock.standing())
+                stack.enter_context(clock.paused())
             self._clocks[clock] = stack
             try:
                 yield
@@ -99,7 +99,7 @@ class Outages:
             yield
 
 
-class Elsewhere:
+class RemoteOutage:
     """An outage as seen from other event loops."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
@@ -115,7 +115,7 @@ class Elsewhere:
             await asyncio.sleep(LOOK_S)
 
 
-Absence = Outage | Elsewhere
+AnyOutage = Outage | RemoteOutage
 """An outage as seen by a request that needs the engines."""
 
 

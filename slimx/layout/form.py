@@ -34,7 +34,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 """Tensors by parameter name."""
 
 
-class Made:
+class DerivedTensors:
     """Tensors that a rank derives when it packs a bucket and that replace parameters; none in this form."""
 
     def places(self, bucket: int) -> Tensors:
@@ -56,12 +56,12 @@ class AttachedForm:
         """Returns the additional parameters, by a description for messages."""
         return {}
 
-    def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, Made]:
+    def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
         """Returns the tensors that `rank` packs according to `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those
         that it derives.
 
         `name`: "publish", "adapters" or "export"; `weights`: those of the rank."""
-        return weights, Made()
+        return weights, DerivedTensors()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -131,8 +131,8 @@ class NumberFormat:
         """Returns True if tensor `name` of a weight table is stored in this format."""
         return False
 
-    def tensors(self, files: TensorFiles, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
-        """Returns the tensors that store tensor `name`, whose shape in a weight table is `shape`. `turned`: it is a
+    def tensors(self, files: TensorFiles, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
+        """Returns the tensors that store tensor `name`, whose shape in a weight table is `shape`. `transposed`: it is a
         stack of transposed matrices."""
         raise NotImplementedError
 

@@ -170,14 +170,14 @@ class Table:
             self._shapes.update(out)
         return MappingProxyType(self._shapes)
 
-    def turned(self) -> frozenset[str]:
+    def transposed(self) -> frozenset[str]:
         """Returns the checkpoint's stacks of transposed matrices."""
         transposed: set[str] = set()
         for entry in self.entries():
             # Checked first by row: `stored` is slow, and most rows have no stacks.
             if any(name.endswith(".T") for name, _ in entry.row.sources):
                 tensors = [stored(source) for source in entry.sources]
-                transposed.update(tensor.name for tensor in tensors if tensor.turned)
+                transposed.update(tensor.name for tensor in tensors if tensor.transposed)
         return frozenset(transposed)
 
     def sources(self) -> Mapping[str, tuple[int, ...]]:
@@ -245,14 +245,14 @@ class Stored:
     """Name of the checkpoint's tensor."""
     index: int | None = None
     """Index in the stack; None: the tensor is the source itself."""
-    turned: bool = False
+    transposed: bool = False
     """True if the stack holds it transposed."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
         """Returns the shape of the checkpoint's tensor for a source of shape `source`; a stack has `count` items."""
         if self.index is None:
             return tuple(source)
-        matrix_shape = reversed(source) if self.turned else source
+        matrix_shape = reversed(source) if self.transposed else source
         return (count, *matrix_shape)
 
 

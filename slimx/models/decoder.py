@@ -64,7 +64,7 @@ def scaled_otherwise(hf: HfConfig, *kinds: str) -> str | None:
     return f"{field} of type {kind}"
 
 
-def rotary_share(hf: HfConfig, *, default: float) -> float:
+def rotary_fraction(hf: HfConfig, *, default: float) -> float:
     """Returns the rotated fraction of each head (`partial_rotary_factor`)."""
     fraction = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     return default if fraction is None else fraction
@@ -75,14 +75,14 @@ def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
     (`rotary_dim`); 1.0 by default. `head`: dimension of a head."""
     dimensions = hf.get("rotary_dim")
     if dimensions is None:
-        return rotary_share(hf, default=1.0)
+        return rotary_fraction(hf, default=1.0)
     return dimensions / head
 
 
 def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
     """Returns a description of `partial_rotary_factor` and `rotary_dim` if they disagree, else None."""
     by_dimensions = rotary_dim_fraction(hf, head)
-    fraction = rotary_share(hf, default=by_dimensions)
+    fraction = rotary_fraction(hf, default=by_dimensions)
     if fraction != by_dimensions:
         return f"partial_rotary_factor {fraction} and rotary_dim {hf['rotary_dim']}"
     return None

@@ -91,7 +91,7 @@ def moe(
     def stacked(name: str, kinds: tuple[str, ...], shape: tuple[int, int], **options: Unpack[RowOptions]) -> Row:
         routed = [(f"mlp.experts.{{expert}}.{kind}_proj", shape) for kind in kinds]
         if fused:
-            module = f"{decoder_layer.there}mlp.shared_experts"
+            module = f"{decoder_layer.source_prefix}mlp.shared_experts"
             sources: Sources = tuple((f"{module}.{kind}_proj.weight", shape) for kind in kinds)
             options["appended"] = (sources,)
         options["quantised"] = True

@@ -66,7 +66,7 @@ def without_quantisation(hf: HfConfig) -> Json:
     return plain
 
 
-class Fields(dict[str, Any]):
+class TrackedFields(dict[str, Any]):
     """A JSON object that records which of its fields are read; nested objects do as well. A null field counts as
     missing.
 
@@ -76,7 +76,7 @@ class Fields(dict[str, Any]):
         super().__init__()
         for key, value in content.items():
             if value is not None or key in _MAY_BE_NULL:
-                self[key] = Fields(value) if isinstance(value, dict) else value
+                self[key] = TrackedFields(value) if isinstance(value, dict) else value
         self._read: set[str] = set()
 
     @override
@@ -98,7 +98,7 @@ class Fields(dict[str, Any]):
             if key not in self._read:
                 if not self._neutral(key, value):
                     yield key
-            elif isinstance(value, Fields) and key not in _READ_ELSEWHERE:
+            elif isinstance(value, TrackedFields) and key not in _READ_ELSEWHERE:
                 yield from (f"{key}.{inner}" for inner in value.unread())
 
     def _neutral(self, key: str, value: object) -> bool:

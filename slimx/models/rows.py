@@ -79,8 +79,8 @@ class Attention:
 class Layer:
     """Creates the rows of one kind of layer, with its prefixes and pipeline stage."""
 
-    here: str = "decoder.layers.{layer}."
-    there: str = "model.layers.{layer}."
+    prefix: str = "decoder.layers.{layer}."
+    source_prefix: str = "model.layers.{layer}."
     stage: Stage = "layer"
     layers: Collection[int] | None = None
     """Layers that have the rows; None: all."""
@@ -88,8 +88,8 @@ class Layer:
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
         """Returns a row `name` whose sources are the tensors `kind` of the modules named in `sources`. `options`:
         fields of `Row`."""
-        full = tuple((f"{self.there}{source}.{kind}", shape) for source, shape in sources)
-        return Row(self.here + name, full, stage=self.stage, layers=self.layers, **options)
+        full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)
+        return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 
     def norm(self, name: str, source: str, size: int) -> Row:
         """Returns the row of a vector that every rank holds in full."""

@@ -20,7 +20,7 @@ Replan = Callable[[Sizes], Mapping[str, Plan]]
 """Returns the plans by which weights leave ranks of other sizes."""
 
 
-class Recovery:
+class RankLossHandler:
     """Handler of the loss of a rank of `trainers`: by default the run ends."""
 
     def __init__(self, trainers: TrainerGroup):
@@ -59,10 +59,10 @@ class Recovery:
         """Ends processes that keep states; does not raise."""
 
 
-def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> Recovery:
+def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
     """Returns the configured recovery: the first that an entry point of `slimx.recoveries` creates."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:
             return recovery
-    return Recovery(trainers)
+    return RankLossHandler(trainers)

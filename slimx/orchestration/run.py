@@ -27,7 +27,7 @@ from slimx.orchestration.publications import EnginePublications, Publications
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.recovery import Recovery
+from slimx.orchestration.recovery import RankLossHandler
 from slimx.orchestration.start.prepare import Prepared, PreparedPolicy
 from slimx.orchestration.start.prompts import make_source
 from slimx.orchestration.state.checkpoints import Checkpointer
@@ -55,7 +55,7 @@ class Run:
         trainers: Mapping[str, TrainerGroup],
         records: Records,
         saves: Saves,
-        recovery: Recovery,
+        recovery: RankLossHandler,
         *,
         critic: CriticGroup | None = None,
         leaving: asyncio.Event | None = None,
@@ -72,8 +72,8 @@ class Run:
         self.maker = service.make_maker()
         self.rollouts = self._make_rollouts(prepared, self.maker, service.groups)
         shared = None
-        if config.served_beside:
-            shared = SharedEngines(service.groups[ACTOR].members, [ACTOR, *config.served_beside])
+        if config.served_by_actor:
+            shared = SharedEngines(service.groups[ACTOR].members, [ACTOR, *config.served_by_actor])
         self.policies: dict[str, TrainedPolicy] = {}
         """Trained policies, the actor first."""
         for name, policy in prepared.policies.items():

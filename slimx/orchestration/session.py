@@ -308,7 +308,7 @@ async def start_parts(
     for name, engines in service.place(shared).items():
         starting.append(partial(check_reach, trainers[name], engines))
         starting.append(partial(timed, prefix_of(name) + "engines", engines.start))
-    for name in config.served_beside:
+    for name in config.served_by_actor:
         shared_engines = service.engines_of(name)
         if shared_engines is not None:
             starting.append(partial(check_reach, trainers[name], shared_engines))

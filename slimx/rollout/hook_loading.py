@@ -229,7 +229,7 @@ def name_of(hook: object) -> str:
     return path
 
 
-def described(hook: object) -> str:
+def name_with_source(hook: object) -> str:
     """Returns the name of a hook in error messages, with file and line for a user's hook."""
     name = name_of(hook)
     while isinstance(hook, partial):

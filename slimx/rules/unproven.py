@@ -145,7 +145,7 @@ def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
     return {key_of(entry).partition(".")[0] for entry in entries}
 
 
-def found_in(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
+def table_problems(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
     """Yields the refusals by a table such as `UNPROVEN`, which an extra may have too."""
     for feature, entries in table.items():
         if is_set(feature, sections):
@@ -154,7 +154,7 @@ def found_in(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems
 
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
 def unproven(**sections: object) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:

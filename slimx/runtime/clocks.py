@@ -46,7 +46,7 @@ class Clock:
         await self._deadline.__aexit__(kind, error, trace)
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Pauses the clock within the block. Tasks left over by a hook may outlive the clock."""
         due = self._deadline.when()
         if self._waiting == 0 and self._movable and due is not None:

@@ -54,7 +54,7 @@ async def all_tried(*work: Awaitable[object]) -> None:
             raise result
 
 
-class Pace:
+class Ticker:
     """Pace of a loop whose rounds start `seconds` apart, or back to back if they take longer."""
 
     def __init__(self, seconds: float):

@@ -214,7 +214,7 @@ def stacked(sources: Weights) -> Weights:
         if place.index is None:
             out[name] = tensor
         else:
-            stacks.setdefault(place.name, {})[place.index] = tensor.T if place.turned else tensor
+            stacks.setdefault(place.name, {})[place.index] = tensor.T if place.transposed else tensor
     return out | {name: torch.stack([each[k] for k in range(len(each))]) for name, each in stacks.items()}
 
 

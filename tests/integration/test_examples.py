@@ -24,7 +24,7 @@ from slimx.extras.agents import tools as mcp_tools
 from slimx.extras.served_models.client import FrozenEngine
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from slimx.runtime.ports import free_port
@@ -170,7 +170,7 @@ async def test_hooks_of_slimes_form_bring_what_the_engine_sampled(
             "track": {"rollouts": {"routes": True}},  # of all rollouts
         }
     )
-    maker = GroupMaker(config, load_hooks(config), {"actor": Speaker(client, load_tokenizer(tiny_model))})
+    maker = GroupMaker(config, load_hooks(config), {"actor": PolicyClient(client, load_tokenizer(tiny_model))})
     maker.version = 1  # of the engine's weights
     outcome = await maker.make(PROMPT, group_id="3", number=3)
     maker.close()

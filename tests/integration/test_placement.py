@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from slimx.cluster.place import Placement, place_of
-from slimx.engines.fleet.group import share_of
+from slimx.engines.fleet.group import placement_of
 from slimx.errors import DeadlineError
 from slimx.orchestration.ranks.group import PackedGpus
 from tests.refusals import numbers
@@ -48,7 +48,7 @@ def test_neighbours_in_rank_share_a_machine_and_engines_the_gpus_of_their_ranks(
     places = ray.get([actor.__ray_call__.remote(place_of) for actor in actors], timeout=600)
     assert places[0].node == places[1].node != places[2].node == places[3].node
     assert sorted(place.gpus for place in places) == [("0",), ("0",), ("1",), ("1",)]
-    shared = share_of(places[2:], "actor")
+    shared = placement_of(places[2:], "actor")
     assert shared == Placement(places[2].node, ("0", "1"))
     engine = ray.remote(Actor).options(**shared.options(cpus=0.1)).remote()
     where = ray.get(engine.__ray_call__.remote(place_of), timeout=600)

@@ -22,7 +22,7 @@ GROUP = "slimx.advantages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepData:
     """A step before its first update."""
 
     groups: Sequence[Group]
@@ -52,7 +52,7 @@ class Estimator:
         initial values if they depend on the full step (`finish`)."""
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
-    def finish(self, step: Step) -> dict[str, float]:
+    def finish(self, step: StepData) -> dict[str, float]:
         """Fills columns of the step's rows that depend on all of them; returns metrics of the step."""
         return {}
 
@@ -124,7 +124,7 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
     return [normal[rollout] for rollout in rollouts]
 
 
-def finish_advantages(algorithm: Algorithm, step: Step) -> dict[str, float]:
+def finish_advantages(algorithm: Algorithm, step: StepData) -> dict[str, float]:
     """Fills the columns of a step's rows that depend on all of them: advantages token by token or from pairs, and
     columns that the loss computes from advantages; returns metrics of the step."""
     metrics: dict[str, float] = {}

@@ -133,7 +133,7 @@ class EngineGroup:
             return [Placement(owned=per_node)] * group.nodes
         ranks = self._shared[: group.ranks]
         self._shared = self._shared[group.ranks :]
-        return [share_of(ranks[start : start + per_node], group.name) for start in range(0, group.ranks, per_node)]
+        return [placement_of(ranks[start : start + per_node], group.name) for start in range(0, group.ranks, per_node)]
 
     async def start(self) -> None:
         """Starts servers and router concurrently. An engine joins the router only after its first publication."""
@@ -179,14 +179,14 @@ class EngineGroup:
         await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
 
-def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
+def note_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
     """Notes at the end of a run the restarts in it with their reasons."""
     for group in groups:
         for restart in group.members.history():
             note(str(restart))
 
 
-def share_of(ranks: Sequence[Placement], name: str) -> Placement:
+def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
     """Returns the placement of a server's part on the GPUs of trainer `ranks`, one each. Raises SlimxError if they are
     on several nodes."""
     nodes = {place.node for place in ranks}

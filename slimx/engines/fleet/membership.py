@@ -27,7 +27,7 @@ from slimx.engines.server.server import ANSWER_S
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.json_types import Json
 from slimx.reshard.parties import ReceiverLost
-from slimx.runtime.tasks import Pace, cancelled
+from slimx.runtime.tasks import Ticker, cancelled
 
 
 async def _nothing(error: SlimxError) -> None: ...
@@ -280,7 +280,7 @@ class Membership:
 
     async def _watch(self, engine: EngineHandle) -> None:
         failures = 0
-        pace = Pace(self.health.interval)
+        pace = Ticker(self.health.interval)
         while True:
             await pace.round()
             if engine not in self.candidates():

@@ -16,7 +16,7 @@ from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.server.router import Router
 from slimx.errors import PartLost, SlimxError
-from slimx.runtime.tasks import Pace
+from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0
 """Deadline of a healthy router's response, in seconds: it computes nothing."""
@@ -78,7 +78,7 @@ class RouterKeeper:
         """Checks the router every `health.interval` seconds. Restarts it if it has ended or failed `health.threshold`
         checks in a row."""
         failures = 0
-        pace = Pace(self.membership.health.interval)
+        pace = Ticker(self.membership.health.interval)
         while True:
             await pace.round()
             if await self.look():

@@ -77,7 +77,7 @@ def stamp(versions: Mapping[str, int]) -> str:
     return ",".join(f"{policy}={version}" for policy, version in versions.items())
 
 
-def stamped(text: str, policy: str | None) -> str:
+def version_in(text: str, policy: str | None) -> str:
     """Returns the version of `policy` in the version text of several policies, "" if it was not published. If `policy`
     is None, `text` is the version of a single policy and is returned unchanged."""
     if policy is None:

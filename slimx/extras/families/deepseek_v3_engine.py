@@ -18,14 +18,14 @@ def engine_table(
     *,
     fused_shared_experts: bool = False,
     gate_dtype: str | None = None,
-    beside: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
+    more_attention: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
 ) -> Table:
     """Returns the layout of the target model.
 
     `fused_shared_experts`: the shared expert follows the routed ones in the same tensors; `gate_dtype`: the router
-    weight's dtype if it is not the model's; `beside`: further attention rows of every layer."""
+    weight's dtype if it is not the model's; `more_attention`: further attention rows of every layer."""
     layer = engine_rows.layer()
-    attention = (*_attention(hf, layer), *beside(layer))
+    attention = (*_attention(hf, layer), *more_attention(layer))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 

@@ -28,7 +28,7 @@ def transformer_config(hf: HfConfig) -> Json:
 
 def gpt_arguments(hf: HfConfig) -> Json:
     """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
-    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.5)}
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.5)}
 
 
 def unsupported(hf: HfConfig) -> str | None:

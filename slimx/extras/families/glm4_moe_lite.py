@@ -7,7 +7,7 @@ from slimx.extras.families.deepseek_v3 import gpt_arguments as gpt_arguments
 from slimx.extras.families.deepseek_v3 import mtp_layers as mtp_layers
 from slimx.extras.families.deepseek_v3 import transformer_config as transformer_config
 from slimx.extras.families.deepseek_v3 import weight_table as weight_table
-from slimx.extras.families.sigmoid_router import unsupported_places
+from slimx.extras.families.sigmoid_router import unsupported_layers
 from slimx.layout.table import Table
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.fields import HfConfig
@@ -19,7 +19,7 @@ FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
 
 def unsupported(hf: HfConfig) -> str | None:
     """Returns the part of config.json `hf` that cannot be built; None if everything can."""
-    return unsupported_places(hf) or deepseek_v3.unsupported(hf)
+    return unsupported_layers(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:

@@ -57,7 +57,7 @@ def table_with_prediction(
 def _rows(hf: HfConfig, layer: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Returns rows of the projection of (embedding, hidden state), a decoder layer and a norm."""
     hidden = hf["hidden_size"]
-    inside = Layer(layer.here + "mtp_model_layer.", layer.there, stage=layer.stage)
+    inside = Layer(layer.prefix + "mtp_model_layer.", layer.source_prefix, stage=layer.stage)
     return (
         layer.norm("enorm.weight", "enorm", hidden),
         layer.norm("hnorm.weight", "hnorm", hidden),

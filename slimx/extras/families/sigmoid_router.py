@@ -83,7 +83,7 @@ def engine_draft_rows(
     a draft model, which shares the target's embedding and output layer. `fused`, `gate_dtype`: as in
     `engine_moe_table`."""
     layer = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
-    inside = Layer(f"{layer.here}decoder.", layer.there, stage=layer.stage)
+    inside = Layer(f"{layer.prefix}decoder.", layer.source_prefix, stage=layer.stage)
     hidden = hf["hidden_size"]
     return (
         engine_rows.same(layer, "enorm", hidden),
@@ -124,7 +124,7 @@ def unsupported_router(hf: HfConfig) -> str | None:
     return None
 
 
-def unsupported_places(hf: HfConfig) -> str | None:
+def unsupported_layers(hf: HfConfig) -> str | None:
     """Returns a description of `mlp_layer_types` if it contradicts `first_k_dense_replace`, else None. transformers
     builds MoE layers by the former, SGLang by the latter."""
     layers = hf["num_hidden_layers"]

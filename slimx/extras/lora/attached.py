@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from slimx.extras.lora.room import ALIGN, merged_room
-from slimx.layout.form import AttachedForm, Made, Tensors
+from slimx.extras.lora.room import ALIGN, merging_buffer_bytes
+from slimx.layout.form import AttachedForm, DerivedTensors, Tensors
 from slimx.reshard.plan.copy_plan import Plan
 
 if TYPE_CHECKING:
     from slimx.extras.lora.adapters.megatron import Adapter
 
 
-class MergingBuffer(Made):
+class MergingBuffer(DerivedTensors):
     """Buffer for the merged weights of one bucket at a time, with the size that the largest bucket needs."""
 
     def __init__(
@@ -35,7 +35,7 @@ class MergingBuffer(Made):
         self._plan = plan
         self._rank = rank
         self._places: dict[int, dict[str, torch.Tensor]] = {}
-        self.nbytes = merged_room(plan, merging.__contains__).get(rank, 0) if merging else 0
+        self.nbytes = merging_buffer_bytes(plan, merging.__contains__).get(rank, 0) if merging else 0
         """Size of the buffer, in bytes. It is allocated for the first bucket: many runs never export."""
 
     @cached_property
@@ -93,7 +93,7 @@ class AttachedAdapters(AttachedForm):
                 parameters[f"{letter} of the adapter of {adapter.sources}"] = parameter
         return parameters
 
-    def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, Made]:
+    def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
         """Returns weights to be merged, or weights plus A and B by the names of
         `slimx.extras.lora.targets.adapter_parts`."""
         if name == "export" or not self._alone:
@@ -102,7 +102,7 @@ class AttachedAdapters(AttachedForm):
         for weight, adapter in self.adapters.items():
             path = weight.rpartition(".")[0]
             unmerged |= zip((f"{path}.lora_a", f"{path}.lora_b"), adapter.parameters, strict=True)
-        return unmerged, Made()
+        return unmerged, DerivedTensors()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -123,8 +123,8 @@ class LoraForm(WeightForm):
         if not config.serves_adapters:
             return ServedForm()
         alphas = {ACTOR: self._lora.alpha}
-        policies = config.by_policy if config.served_beside else {}
-        for name in config.served_beside:
+        policies = config.by_policy if config.served_by_actor else {}
+        for name in config.served_by_actor:
             lora = policies[name].trainer.lora
             if lora is not None:
                 alphas[name] = lora.alpha

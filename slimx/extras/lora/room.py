@@ -13,7 +13,7 @@ ALIGN = 64
 """Alignment of each weight in the buffer, in bytes."""
 
 
-def merged_room(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
+def merging_buffer_bytes(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
     """Returns the buffer size by trainer rank, in bytes, that the largest bucket needs. `merges`: returns True for the
     name of a parameter that is read merged."""
     padded = []

@@ -11,7 +11,7 @@ from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.rules.unproven import found_in, other_architectures, sections_in
+from slimx.rules.unproven import other_architectures, sections_in, table_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ ARCHITECTURES = {
 
 @rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 @rule("unproven.architecture", "model.path")
@@ -71,7 +71,7 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
     shape."""
     actor = configs[ACTOR]
     adapters = actor.trainer.lora
-    for name in actor.served_beside:
+    for name in actor.served_by_actor:
         if adapters is None or not actor.serves_adapters:
             yield (
                 "trainer.lora" if adapters is None else "publish.adapters",

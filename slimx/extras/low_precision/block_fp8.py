@@ -89,7 +89,7 @@ class BlockFp8(NumberFormat):
         view = files.view(name)
         return view.get_dtype() == CODES and len(view.get_shape()) == 2
 
-    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
         scales = scales_shape(files.shape(name), self._block(files))
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 

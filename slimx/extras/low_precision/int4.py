@@ -106,7 +106,7 @@ class Int4(NumberFormat):
     def holds(self, files: Any, name: str) -> bool:
         return name not in files.names and name + CODES in files.names
 
-    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
         if len(shape) != 2:
             return {name: (shape, ())}
         return {name + suffix: (packed, DTYPES[suffix]) for suffix, packed in packed_shapes(shape).items()}

@@ -49,8 +49,8 @@ class Mxfp4(NumberFormat):
     def holds(self, files: Any, name: str) -> bool:
         return name not in files.names and name + BLOCKS in files.names
 
-    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
-        if not turned:
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
+        if not transposed:
             return {name: (shape, ())}
         count, rows, cols = shape
         return {name + suffix: (packed, ("U8",)) for suffix, packed in packed_shapes((count, cols, rows)).items()}

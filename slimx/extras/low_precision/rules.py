@@ -12,7 +12,7 @@ from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.trainer import Trainer
-from slimx.rules.unproven import found_in, other_architectures, sections_in
+from slimx.rules.unproven import other_architectures, sections_in, table_problems
 
 if TYPE_CHECKING:
     from slimx.layout.maps import Rect, Shape
@@ -61,7 +61,7 @@ LEAST = 16
 
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 @rule("unproven.architecture", "model.path")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimx.algorithms.advantages.estimate import Estimator, Step
+from slimx.algorithms.advantages.estimate import Estimator, StepData
 from slimx.algorithms.advantages.group import mean
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
@@ -23,7 +23,7 @@ from slimx.extras.preferences.objectives import Dpo
 class Preferences(Estimator):
     """Advantages of DPO, initially 0."""
 
-    def finish(self, step: Step) -> dict[str, float]:
+    def finish(self, step: StepData) -> dict[str, float]:
         policy = step.policy or ()
         reference = step.reference or ()
         return assign_preferences(self.algorithm.advantages.narrow(Dpo), step.groups, step.rows, policy, reference)

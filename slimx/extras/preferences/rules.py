@@ -10,7 +10,7 @@ from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval, Rollout
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.rules.unproven import found_in, sections_in
+from slimx.rules.unproven import sections_in, table_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ UNPROVEN = {
 
 @rule("unproven", "algorithm.loss", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 @rule("algorithm.dpo_reference", "algorithm.reference")

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slimx.orchestration.ranks.trainers import TrainerGroup
-    from slimx.orchestration.recovery import Recovery, Replan
+    from slimx.orchestration.recovery import RankLossHandler, Replan
     from slimx.orchestration.state.recording import Records
 
 
-def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> Recovery | None:
+def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler | None:
     """Returns the configured recovery; None if lost trainers are not replaced (an entry point of
     `slimx.recoveries`)."""
     if not recovery_of(trainers.config).trainers:

@@ -10,7 +10,7 @@ from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Checkpoint
 from slimx.config.sections.schedule import Schedule
 from slimx.extras.recovery.section import Recovery
-from slimx.rules.unproven import found_in, sections_in
+from slimx.rules.unproven import sections_in, table_problems
 
 if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
@@ -29,7 +29,7 @@ UNPROVEN = {
 
 @rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))
 def unproven(**sections: Any) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 @rule("recovery.unbounded", "checkpoint.every")

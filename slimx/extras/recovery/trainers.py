@@ -36,14 +36,14 @@ from slimx.layout.ranks import fewer
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import local_pids, watch_ranks
-from slimx.orchestration.recovery import Recovery, Replan
+from slimx.orchestration.recovery import RankLossHandler, Replan
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.step.reference import reference_path, reference_step
 from slimx.runtime.tasks import in_thread, race
 
 
-class TrainerRecovery(Recovery):
+class TrainerRecovery(RankLossHandler):
     """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
@@ -288,10 +288,10 @@ class TrainerRecovery(Recovery):
         """Loads the newest state on new ranks; returns its step and its description. A mirror newer than a save that
         must be written again is not used: new ranks would not pass the save's step."""
         base = self.ledger.base
-        unwritten = self.checkpoints.unwritten
+        write_error = self.checkpoints.write_error
         mirrored = self.mirrors.step
         same = new.sizes == self.trainers.sizes
-        if same and mirrored is not None and mirrored > base.step and (unwritten is None or mirrored <= unwritten):
+        if same and mirrored is not None and mirrored > base.step and (write_error is None or mirrored <= write_error):
             try:
                 await self.mirrors.restore(new)
                 self.from_mirrors += 1

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
 from slimx.layout.maps import Cut
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind, LayerParts, mlps
 
 FP32 = 4
@@ -169,6 +169,6 @@ class DeltaNets(LayerKind):
         return decoder_spec(transformer, chunk)
 
 
-def layer_kind(hf: Fields) -> LayerKind:
+def layer_kind(hf: HfConfig) -> LayerKind:
     """Returns the layer kind of models with Qwen3-Next's architecture."""
     return DeltaNets()

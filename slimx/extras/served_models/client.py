@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 
 from slimx.data.whole import as_ids
-from slimx.engines.outage import Elsewhere, Outage
+from slimx.engines.outage import Outage, RemoteOutage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import SlimxError
@@ -54,7 +54,7 @@ class FrozenEngine:
         self._failure = failure
         self._key = api_key
         self._loop = asyncio.get_running_loop() if look is not None else None
-        self._absence = None if outage is None else Elsewhere(outage, lambda: failure() is not None)
+        self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
         """Returns a copy without connection to the run, for pickling."""

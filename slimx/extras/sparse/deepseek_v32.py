@@ -15,12 +15,12 @@ from slimx.extras.families import deepseek_v3, deepseek_v3_engine
 from slimx.extras.families.deepseek_v3 import gpt_arguments as gpt_arguments
 from slimx.extras.families.prediction import mtp_layers as mtp_layers
 from slimx.extras.families.prediction import table_with_prediction
-from slimx.extras.families.sigmoid_router import unsupported_places
+from slimx.extras.families.sigmoid_router import unsupported_layers
 from slimx.extras.sparse.layers import indexers, period, sharing_field
 from slimx.extras.sparse.layers import layer_kind as layer_kind
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
@@ -29,7 +29,7 @@ UNTRAINED = ("*.core_attention.indexer.*",)
 """Parameters that no loss reaches: they have no gradient and no optimizer state."""
 
 
-def transformer_config(hf: Fields, *, interleaved: bool = False) -> dict[str, Any]:
+def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, Any]:
     """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype).
     `interleaved`: the indexer rotates pairs."""
     interval, offset = period(indexers(hf)) or (1, 0)
@@ -52,7 +52,7 @@ def transformer_config(hf: Fields, *, interleaved: bool = False) -> dict[str, An
     }
 
 
-def unsupported(hf: Fields) -> str | None:
+def unsupported(hf: HfConfig) -> str | None:
     """Returns the unsupported part of config.json `hf`; None if all are supported."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
@@ -61,7 +61,7 @@ def unsupported(hf: Fields) -> str | None:
     return unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
-def unsupported_sparse(hf: Fields) -> str | None:
+def unsupported_sparse(hf: HfConfig) -> str | None:
     """Returns the unsupported part of the sparse attention; None if all are supported."""
     if hf["q_lora_rank"] is None:
         return "q_lora_rank null, although the indexer's queries are computed from that latent,"
@@ -76,16 +76,16 @@ def unsupported_sparse(hf: Fields) -> str | None:
         # megatron-core would apply the period to them, from layer 1 on.
         return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share a choice of tokens"
     hf.get("index_share_for_mtp_iteration")  # read and ignored: affects an engine's draft iterations only
-    return unsupported_places(hf)
+    return unsupported_layers(hf)
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
     prediction."""
     return table_with_prediction(hf, partial(_attention, hf), mtp=mtp)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.deepseek_v2`)."""
 
     def indexer(layer: Layer) -> tuple[Row, ...]:
@@ -98,10 +98,10 @@ def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
             engine_rows.same(layer, "self_attn.indexer.weights_proj", heads, hidden, dtype="bfloat16"),
         )
 
-    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)
+    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, more_attention=indexer)
 
 
-def engine_indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     """Returns the part of an indexer that is the same in SGLang for all models, complete on every rank."""
     head = hf["index_head_dim"]
     norm = [("self_attn.indexer.k_norm", (head,))]
@@ -114,13 +114,13 @@ def engine_indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
     )
 
 
-def _attention(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     """Returns latent attention and its indexer, which is complete on every tensor-parallel rank. The norms are separate
     modules, because the indexer reads the normed query latent."""
     return *deepseek_v3.attention(hf, layer, fused=False), *_indexer(hf, with_indexers(hf, layer))
 
 
-def with_indexers(hf: Fields, layer: Layer) -> Layer:
+def with_indexers(hf: HfConfig, layer: Layer) -> Layer:
     """Returns the layers of `layer` that have an indexer; all layers of multi-token prediction have one."""
     if layer.stage == "mtp" or all(indexers(hf)):
         return layer
@@ -129,7 +129,7 @@ def with_indexers(hf: Fields, layer: Layer) -> Layer:
     return replace(layer, layers=tuple(index for index in every if with_indexer[index]))
 
 
-def _indexer(hf: Fields, layer: Layer) -> tuple[Row, ...]:
+def _indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     hidden = hf["hidden_size"]
     heads = hf["index_n_heads"]
     head = hf["index_head_dim"]

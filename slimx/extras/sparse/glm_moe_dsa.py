@@ -15,25 +15,25 @@ from slimx.extras.sparse.deepseek_v32 import weight_table as weight_table
 from slimx.extras.sparse.layers import layer_kind as layer_kind
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 
-def unsupported(hf: Fields) -> str | None:
+def unsupported(hf: HfConfig) -> str | None:
     """Returns the unsupported part of config.json `hf`; None if all are supported."""
     if not hf.get("indexer_rope_interleave", True):
         return "indexer_rope_interleave false"
     return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), which fuses two
     projections of an indexer that rotates pairs. Raises SlimxError if config.json lacks the field that SGLang decides
     by."""
@@ -54,4 +54,4 @@ def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
         fused = with_indexer.row("self_attn.indexer.wk_weights_proj.weight", sources, map=Concat(), dtype="bfloat16")
         return *deepseek_v32.engine_indexer(hf, with_indexer), fused
 
-    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, beside=indexer)
+    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, more_attention=indexer)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from slimx.config.sections.trainer import Trainer
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind, LayerParts, Packing, SequenceFlops
 
 FP32 = INT32 = 4
@@ -139,7 +139,7 @@ class SparseAttention(LayerKind):
         return lambda: partial(SparseSequences, chosen={})
 
 
-def indexers(hf: Fields) -> tuple[bool, ...]:
+def indexers(hf: HfConfig) -> tuple[bool, ...]:
     """Returns True for each layer with an indexer, as transformers and SGLang read config.json: from `indexer_types`,
     else from `index_topk_pattern`, else every `index_topk_freq` layers after the first `index_skip_topk_offset` (2)."""
     layers = hf["num_hidden_layers"]
@@ -161,7 +161,7 @@ def _periodic(layers: int, interval: int, offset: int) -> tuple[bool, ...]:
     return tuple(max(layer - offset + 1, 0) % interval == 0 for layer in range(layers))
 
 
-def sharing_field(hf: Fields) -> str:
+def sharing_field(hf: HfConfig) -> str:
     """Returns the field of config.json that `indexers` reads."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
@@ -177,6 +177,6 @@ def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
     return None
 
 
-def layer_kind(hf: Fields) -> LayerKind:
+def layer_kind(hf: HfConfig) -> LayerKind:
     """Returns the layer kind of models with DeepSeek-V3.2's architecture."""
     return SparseAttention(indexers(hf))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimx.algorithms.advantages.estimate import Estimator, Step
+from slimx.algorithms.advantages.estimate import Estimator, StepData
 from slimx.config.sections.objectives import ClipCov, KlCov
 from slimx.data.batch import TrainingRow
 
@@ -15,7 +15,7 @@ from slimx.data.batch import TrainingRow
 class Selection(Estimator):
     """Tokens that a loss treats differently, selected by their advantages."""
 
-    def finish(self, step: Step) -> dict[str, float]:
+    def finish(self, step: StepData) -> dict[str, float]:
         loss = self.algorithm.loss
         if not isinstance(loss, ClipCov | KlCov):
             raise TypeError(f"loss {loss.kind} selects no tokens")

@@ -13,7 +13,7 @@ from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.rules.flow import UPDATE, update_rows
 from slimx.rules.layout import split_problems
-from slimx.rules.unproven import found_in, sections_in
+from slimx.rules.unproven import sections_in, table_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ UNPROVEN = {"critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype"
 
 @rule("unproven", "critic", facts=sections_in(UNPROVEN))
 def unproven(**sections: object) -> Problems:
-    yield from found_in(UNPROVEN, sections)
+    yield from table_problems(UNPROVEN, sections)
 
 
 @rule("algorithm.critic", "critic")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from slimx.algorithms.advantages.estimate import Estimator, Step, by_rollout, rollout_rewards
+from slimx.algorithms.advantages.estimate import Estimator, StepData, by_rollout, rollout_rewards
 from slimx.algorithms.advantages.group import mean, reward_of
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
@@ -36,7 +36,7 @@ class TokenAdvantages(Estimator):
             out += [reward_of(trajectory) - baseline for trajectory in group.trajectories]
         return out
 
-    def finish(self, step: Step) -> dict[str, float]:
+    def finish(self, step: StepData) -> dict[str, float]:
         scores = [float(row.advantages[0]) for row in step.rows]
         values = step.values if isinstance(self.algorithm.advantages, Gae) else None
         return assign_advantages(self.algorithm, step.rows, scores, values, step.reference)

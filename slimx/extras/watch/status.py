@@ -17,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.watch.events.alerts import without_signal
 from slimx.extras.watch.events.pace import SILENT_S, PhasePace, last_lines, phase_pace
 from slimx.observability.live.activity import activity_lines, read_activity
-from slimx.observability.live.run_lock import is_held
+from slimx.observability.live.run_lock import is_locked
 from slimx.observability.live.stacks import stacks, stacks_text
 from slimx.observability.tracking.run_files import check_run, read_config, up_to_date
 
@@ -58,7 +58,7 @@ def run_status(directory: Path) -> dict[str, Any]:
         now = time.time()
         pace = phase_pace(directory, activity, now, factor=stall.factor, at_least=stall.at_least)
         silent = now - activity["written"]
-    running = is_held(directory)
+    running = is_locked(directory)
     finished = not running and up_to_date(directory, "summary.json")
     return {
         "name": config["run"]["name"],

@@ -17,7 +17,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.patterns import Sources, select
 from slimx.layout.table import Row, Table
-from slimx.models.fields import Fields, HfConfig
+from slimx.models.fields import HfConfig, TrackedFields
 from slimx.models.files.index import check_downloaded, read_object
 from slimx.models.layer_kind import LayerKind
 from slimx.models.schema import check_fields
@@ -279,7 +279,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
 def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: int) -> ModelSpec:
     """Returns the model of a config.json. Raises SlimxError for unsupported and unread fields."""
     file = Path(path) / "config.json"
-    fields = Fields(hf)
+    fields = TrackedFields(hf)
     problem = family.unsupported(fields)
     if problem:
         raise SlimxError(

@@ -128,12 +128,12 @@ class CheckpointReader:
 
         `quantised`: also accept formats that trainers do not start from (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
-        transposed = table.turned()
+        transposed = table.transposed()
         optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)
         expected: StoredTensors = {}
         for name, shape in {**shapes, **optional}.items():
             if name in shapes or name in self._weight_map:
-                expected |= self._expected(name, shape, turned=name in transposed, quantised=quantised)
+                expected |= self._expected(name, shape, transposed=name in transposed, quantised=quantised)
         for name, (shape, dtypes) in expected.items():
             if name not in self._weight_map:
                 raise self._wrong(name, "missing", "is missing; the checkpoint does not fit its config.json")
@@ -151,12 +151,12 @@ class CheckpointReader:
                     number_format.refuse(self.path, unknown)
             raise self._wrong(unknown[0], "unknown", f"is not in the model ({len(unknown)} such tensors)")
 
-    def _expected(self, name: str, shape: tuple[int, ...], *, turned: bool, quantised: bool) -> StoredTensors:
+    def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantised: bool) -> StoredTensors:
         """Returns the checkpoint's tensors that store tensor `name` of a table."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantised):
             return {name: (shape, _DTYPES)}
-        return number_format.tensors(self, name, shape, turned=turned)
+        return number_format.tensors(self, name, shape, transposed=transposed)
 
     def check_copies(self, table: Table) -> None:
         """Compares each tensor that should repeat another (a tied output layer, those of multi-token prediction layers)
@@ -232,7 +232,7 @@ class CheckpointReader:
             item = slice(source.index, source.index + 1)
             if len(shape) == 2:
                 return view[item, rows].T
-            return view[item, cols, rows][0].T if source.turned else view[item, rows, cols][0]
+            return view[item, cols, rows][0].T if source.transposed else view[item, rows, cols][0]
         if len(shape) == 1:
             return view[rows].unsqueeze(1)
         if len(shape) == 3 and shape[1] == 1:

@@ -53,7 +53,7 @@ class Packed(Protocol):
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
     """Writes the tensors of `packed`, some of `table`'s, to the safetensors file `path`. Returns their names."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
-    transposed = table.turned()
+    transposed = table.transposed()
     tensors = {}
     for t in packed.tensors:
         tensor = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)

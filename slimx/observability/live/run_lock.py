@@ -19,7 +19,7 @@ _FLOCK = "@hhqqi4x"
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Creates `directory` if it is missing, and locks it; the kernel releases the lock when the process ends. Raises
     SlimxError if another process holds the lock, or the directory is not writable.
 
@@ -49,11 +49,11 @@ def _open(directory: Path) -> tuple[int, TextIO]:
 
 
 def check_usable(directory: Path) -> None:
-    """Raises SlimxError as `held` does, without changing the directory."""
+    """Raises SlimxError as `locked` does, without changing the directory."""
     existing = next(folder for folder in (directory, *directory.parents) if os.path.lexists(folder))
     try:
         TemporaryFile(dir=existing).close()
-        locked = is_held(directory)
+        locked = is_locked(directory)
     except OSError as error:
         raise _unwritable(directory, error, existing) from error
     if locked:
@@ -76,7 +76,7 @@ def _unwritable(directory: Path, error: OSError, path: Path) -> SlimxError:
     )
 
 
-def is_held(directory: Path) -> bool:
+def is_locked(directory: Path) -> bool:
     """Returns True while a process trains in `directory`. It does not take the lock."""
     try:
         with (directory / LOCK).open("r") as file:

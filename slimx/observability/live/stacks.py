@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from slimx.observability.live.run_lock import LOCK, is_held
+from slimx.observability.live.run_lock import LOCK, is_locked
 
 DIRECTORY = "stacks"
 DUMP_S = 10.0
@@ -56,7 +56,7 @@ def members(directory: Path) -> list[Member]:
     named: dict[int, Member] = {}
     for process in psutil.process_iter():
         files = _files(process.pid)
-        if lock in files and is_held(directory):
+        if lock in files and is_locked(directory):
             named[process.pid] = Member(DRIVER, process.pid)
             continue
         log = next((file for file in files if file.parent == logs), None)

@@ -25,7 +25,7 @@ from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.config.sections.rollout import Proxy
-from slimx.engines.fleet.group import EngineGroup, follow, tell_restarts
+from slimx.engines.fleet.group import EngineGroup, follow, note_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
 from slimx.errors import SlimxError
@@ -36,7 +36,7 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.packed import PUBLISHER
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.rollouts import GroupMaker, Score, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient, Score
 from slimx.rollout.hooks import AgentServer
 from slimx.runtime.tasks import while_served
 
@@ -129,7 +129,7 @@ class EngineService:
 
     def engines_of(self, policy: str) -> EngineGroup | None:
         """Returns the engines that generate for `policy`, possibly another policy's; None if nothing is sampled."""
-        if policy in self.config.served_beside:
+        if policy in self.config.served_by_actor:
             policy = ACTOR
         return self.groups.get(policy)
 
@@ -138,7 +138,7 @@ class EngineService:
 
         `shared`: placements of the actor's trainer ranks for colocated engines, see `EngineGroup`."""
         for name, policy in self.sources.policies.items():
-            if policy.config.rollout.policy_engines and name not in self.config.served_beside:
+            if policy.config.rollout.policy_engines and name not in self.config.served_by_actor:
                 group = EngineGroup(
                     policy.config,
                     self.device,
@@ -159,7 +159,7 @@ class EngineService:
         Raises SlimxError for an unusable frozen model."""
         await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
         groups = [*self.groups.values(), *self.frozen.groups.values()]
-        self._stack.callback(tell_restarts, groups, self.note)
+        self._stack.callback(note_restarts, groups, self.note)
         follow(groups, self.directory / "engines.json")
         for group in groups:
             group.members.on_lost = self._lost
@@ -179,7 +179,7 @@ class EngineService:
                 on_lost=engines.members.look,
                 outage=engines.members.outage,
                 api_key=engines.keys.api_key,
-                adapters=name if self.config.served_beside else None,
+                adapters=name if self.config.served_by_actor else None,
             )
             self.clients[name] = client
             await self._stack.enter_async_context(client)
@@ -191,7 +191,7 @@ class EngineService:
         """Returns a maker of groups that uses these engines; the caller closes it."""
         speakers = {}
         for name, policy in self.sources.policies.items():
-            speakers[name] = Speaker(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
+            speakers[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
         return GroupMaker(
             self.config,

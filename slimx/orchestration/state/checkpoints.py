@@ -105,7 +105,7 @@ class Checkpointer:
         try:
             return await in_thread(self.saves.begin, step, list(self._parts))
         except OSError as error:
-            raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
+            raise files.write_error(self.saves.directory, "the driver", str(error)) from error
 
     def _await_files(self, partial: Path, step: int, driver_files: dict[str, bytes]) -> None:
         self._unwritten = step, driver_files
@@ -113,7 +113,7 @@ class Checkpointer:
         self._writing.add_done_callback(self._written)
 
     @property
-    def unwritten(self) -> int | None:
+    def write_error(self) -> int | None:
         """Step of a save that is not complete."""
         return None if self._unwritten is None else self._unwritten[0]
 
@@ -186,7 +186,7 @@ class Checkpointer:
                 self._committing = True
                 path = await in_thread(self._commit, partial, driver_files)
             except OSError as error:
-                raise files.unwritten(partial, "the driver", str(error)) from error
+                raise files.write_error(partial, "the driver", str(error)) from error
             finally:
                 self._committing = False
         self.on_saved(step, path)

@@ -14,7 +14,7 @@ from slimx.data.saved.step_files import TOKENIZER
 from slimx.durable import replace_synced
 from slimx.errors import REFUSED, SlimxError
 from slimx.observability.live.activity import FILE
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
@@ -140,9 +140,9 @@ def write_config(config: Config, directory: Path) -> None:
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
     """Locks the directory of a starting run. If the start is refused before any part has logged, restores the previous
-    contents. Raises SlimxError as `held` does."""
+    contents. Raises SlimxError as `locked` does."""
     before = _DirectoryContents.of(directory)
-    with held(directory):
+    with locked(directory):
         try:
             yield
         except SlimxError as error:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from slimx.algorithms.advantages.estimate import Step, finish_advantages
+from slimx.algorithms.advantages.estimate import StepData, finish_advantages
 from slimx.algorithms.learner import learner_of
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import TrainBatch, TrainingRow
@@ -97,7 +97,7 @@ async def estimate_advantages(
         reference = await _logprobs(run, rows, "reference")
     if run.critic is not None:
         values = await run.critic.values(rows)
-    step = Step(
+    step = StepData(
         groups=groups,
         updates=updates,
         policy=policy,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
-from slimx.layout.form import Made
+from slimx.layout.form import DerivedTensors
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
@@ -39,7 +39,7 @@ class Packer:
         rank: int,
         parameters: Mapping[str, torch.Tensor],
         *,
-        made: Made | None = None,
+        made: DerivedTensors | None = None,
         apart: bool = False,
         portion: int = PORTION,
     ):
@@ -52,7 +52,7 @@ class Packer:
         self.rank = rank
         self.parameters = parameters
         self.portion = portion
-        self._made = Made() if made is None else made
+        self._made = DerivedTensors() if made is None else made
         self.parts = plan.targets if apart else 1
         """Number of memories of a bucket."""
         self.form = PlannedBuckets(plan, apart=apart).form

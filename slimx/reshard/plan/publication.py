@@ -72,9 +72,9 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         )
     _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
-    if encoding == "hf" and spec.table.turned():
+    if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
-            f"{note}, but {min(spec.table.turned())} of {spec.path} stores experts transposed, which can be published "
+            f"{note}, but {min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published "
             "only in the engines' own layout; set publish.encoding=local and remove what prevents it",
             code="publish.transposed",
             about="publish.encoding",

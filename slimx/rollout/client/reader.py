@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from slimx.data.support import Support
-from slimx.engines.server.wire import stamped
+from slimx.engines.server.wire import version_in
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan
@@ -77,7 +77,7 @@ class Reader:
     def version(self, version: str) -> int:
         """Parses the weight version that a server attached to its tokens."""
         try:
-            return int(stamped(version, self.adapters))
+            return int(version_in(version, self.adapters))
         except ValueError:
             raise SlimxError(
                 f"{self.url} sampled with weights of version {version!r}: no weights were published to that server; "

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from slimx.data.whole import as_ids
-from slimx.engines.outage import Absence
+from slimx.engines.outage import AnyOutage
 from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
@@ -123,7 +123,7 @@ class Resending:
     """Seconds during which a request without any engine is repeated, outages excluded."""
     on_lost: Callable[[], Awaitable[None]]
     """Awaited before a lost request is repeated."""
-    absence: Absence | None
+    absence: AnyOutage | None
     """While it lasts, requests wait and deadlines are suspended."""
 
 
@@ -144,7 +144,7 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
             while True:
                 if absence is not None and absence.lasts:
                     began = loop.time()
-                    with clock.standing():
+                    with clock.paused():
                         await absence.over()
                     give_up_at += loop.time() - began
                     pause = 0.1

@@ -129,7 +129,7 @@ class Interruptible:
 
     async def _opened(self) -> None:
         if not self._gate.is_open:
-            with self._clock.standing():
+            with self._clock.paused():
                 await self._gate.opened()
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
-from slimx.rollout.hook_loading import described, name_of
+from slimx.rollout.hook_loading import name_of, name_with_source
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
@@ -191,7 +191,7 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
-            f"reward hook {described(hook)} returned {safe_repr(value)} for a group of {len(judged.trajectories)}; "
+            f"reward hook {name_with_source(hook)} returned {safe_repr(value)} for a group of {len(judged.trajectories)}; "
             "return a list with the reward of each trajectory (reward.scope is group)",
             code="reward.returned",
             about=name_of(hook),
@@ -207,7 +207,7 @@ def checked(value: object, hook: Reward) -> Verdict:
     if not floats or not math.isfinite(sum(floats.values())):
         shown = "an empty dict" if not floats else f"{safe_repr(value)}, whose sum is not finite"
         raise SlimxError(
-            f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
+            f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of them",
             code="reward.returned",
             about=name_of(hook),
         )
@@ -225,7 +225,7 @@ def _finite(key: object, part: object, value: object, hook: Reward) -> float:
         pass
     shown = f"{safe_repr(part)} for {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
     raise SlimxError(
-        f"reward hook {described(hook)} returned {shown}; return a finite number or a dict of them",
+        f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of them",
         code="reward.returned",
         about=key if isinstance(key, str) else safe_repr(key),
     )

@@ -73,17 +73,17 @@ class GroupOutcome:
 
     @property
     def failed(self) -> bool:
-        """True if it failed; see `broke`."""
-        return self.reason is not None and broke(self.reason)
+        """True if it failed; see `is_failure`."""
+        return self.reason is not None and is_failure(self.reason)
 
 
-def broke(reason: str) -> bool:
+def is_failure(reason: str) -> bool:
     """Returns True if the reason is a failure, rather than a filter's refusal or a group that was only slow."""
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class PolicyClient:
     """A trained policy from the viewpoint of rollouts."""
 
     client: Generator | None
@@ -101,7 +101,7 @@ class GroupMaker:
         self,
         config: Config,
         hooks: Hooks,
-        speakers: Mapping[str, Speaker],
+        speakers: Mapping[str, PolicyClient],
         engines: Mapping[str, Any] | None = None,
         proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,

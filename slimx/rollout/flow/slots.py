@@ -32,7 +32,7 @@ class Slots:
         if self._free:  # then there are no waiters: a released slot goes to the next waiter
             self._free -= 1
         else:
-            with clock.standing() if clock is not None else nullcontext():
+            with clock.paused() if clock is not None else nullcontext():
                 await self._turn(self._first if first else self._others)
         try:
             yield

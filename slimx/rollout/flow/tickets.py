@@ -26,7 +26,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.schedule import batches_in_flight
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
-from slimx.rollout.flow.rollouts import GroupOutcome, broke
+from slimx.rollout.flow.rollouts import GroupOutcome, is_failure
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ class Dropped:
 
     @property
     def failed(self) -> bool:
-        """True if it failed; see `broke`."""
-        return broke(self.reason)
+        """True if it failed; see `is_failure`."""
+        return is_failure(self.reason)
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:

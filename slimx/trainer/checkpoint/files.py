@@ -101,11 +101,11 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
         if name.endswith(".failed"):
             reason = (directory / REPORTS / name).read_bytes().decode(errors="replace").strip()
             rank = int(name.removeprefix("rank-").removesuffix(".failed"))
-            raise unwritten(directory, f"{holder} rank {rank}", reason)
+            raise write_error(directory, f"{holder} rank {rank}", reason)
     return [rank for rank in ranks if _report(directory, rank).name not in present]
 
 
-def unwritten(directory: Path, holder: str, reason: str) -> SlimxError:
+def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
     """Builds the error that ends a run when `holder` could not write its part of a checkpoint."""
     return SlimxError(
         f"{directory}: {holder} could not write its part of the checkpoint ({reason}); free space or fix the disk, "

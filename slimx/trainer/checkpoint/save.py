@@ -135,7 +135,7 @@ class Saver:
             try:
                 files.write_failure(directory, self.rank, reason)
             except OSError:
-                self.failure = files.unwritten(directory, f"{self.holder} rank {self.rank}", reason)
+                self.failure = files.write_error(directory, f"{self.holder} rank {self.rank}", reason)
 
     def _write_shards(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]) -> files.Report:
         # No copy-ahead: the content is already on the host.

@@ -79,7 +79,7 @@ def test_an_export_puts_every_stack_together_again(whole, sizes):
     (found,) = carry_out_columns(plan, held(parts, sources(whole), sizes.world))
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
-        made = found[name].transpose(-2, -1) if name in TABLE.turned() else found[name]
+        made = found[name].transpose(-2, -1) if name in TABLE.transposed() else found[name]
         assert torch.equal(made, tensor), name
 
 

@@ -26,7 +26,7 @@ def packed(tensors: Tensors) -> Tensors:
     """The same checkpoint with random codes in the place of its experts' matrices."""
     random, out = torch.Generator().manual_seed(0), {}
     for name, tensor in tensors.items():
-        if name not in TABLE.turned():
+        if name not in TABLE.transposed():
             out[name] = tensor
             continue
         count, rows, cols = tensor.shape
@@ -52,7 +52,7 @@ def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
     save_file(tensors, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path)
     reader.check(spec.table)
-    for name in spec.table.turned():
+    for name in spec.table.transposed():
         plain[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
     wanted = sources(plain)
     for part in MegatronLayout(spec.table, sizes).parts():
@@ -89,7 +89,7 @@ def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path:
     tensors = packed(wanted) if quantised else wanted
     save_file(tensors, source / "model.safetensors")
     if quantised:
-        for name in TABLE.turned():
+        for name in TABLE.transposed():
             wanted[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     convert(run.hf_to_megatron(source, layout="tensor=2,expert=2,expert_tensor=1"), megatron, threads=1, verify=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimx.extras.lora.attached import MergingBuffer
-from slimx.extras.lora.room import merged_room
+from slimx.extras.lora.room import merging_buffer_bytes
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
@@ -65,7 +65,7 @@ def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
 
 
 def test_the_room_is_that_of_the_fullest_bucket(plan):
-    rooms = merged_room(plan, adapted)
+    rooms = merging_buffer_bytes(plan, adapted)
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
         weights = VALUES.dress(tensors, torch.bfloat16)
         room = MergingBuffer(plan, rank, weights, merging(weights, [1.0]))

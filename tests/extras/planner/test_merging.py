@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.extras.lora.room import merged_room
+from slimx.extras.lora.room import merging_buffer_bytes
 from slimx.extras.lora.targets import adapts
 from slimx.extras.planner.memory.publication import merging_memory
 from slimx.extras.planner.plan.publication import _dealt
@@ -48,7 +48,7 @@ def test_ranks_that_share_a_publication_merge_what_they_send(model):
     dealt = _dealt(found.published.plan, report.engines, on_gpus=False).plan
 
     def most(plan: Any) -> int:
-        return max(merged_room(plan, lambda name: adapts(None, name)).values())
+        return max(merging_buffer_bytes(plan, lambda name: adapts(None, name)).values())
 
     assert report.publication.merging_bytes == most(dealt) != most(found.published.plan)
     alone, _ = planned(model, trainer=TRAINER | {"lora": None})
@@ -65,7 +65,7 @@ def test_an_export_has_memory_of_its_own(model):
     config, plain = planned(model)
     exporting, found = planned(model, checkpoint={"export_hf": True})
     sizes = plain.report.trainer
-    room = max(merged_room(export_plan(exporting, spec, sizes), lambda name: adapts(None, name)).values())
+    room = max(merging_buffer_bytes(export_plan(exporting, spec, sizes), lambda name: adapts(None, name)).values())
     assert merging_memory(config, spec, sizes, None).exported == 0
     assert merging_memory(exporting, spec, sizes, None).exported == room > 0
     assert {a.weights - b.weights for a, b in paired(found.report, plain.report)} == {room}

@@ -25,7 +25,7 @@ from slimx.extras.served_models.client import FrozenEngine
 from slimx.extras.served_models.teacher import Teacher, check_taught, check_vocabulary, make_scorer
 from slimx.rollout import single_turn
 from slimx.rollout.client.sending import input_top_logprobs
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
 from tests.refusals import invalid, numbers, refused
@@ -58,7 +58,7 @@ class FakeTeacher:
 
 def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
     config = config_of(**{**SERVED, "reward__function": None, **changes})
-    speakers, score = {"actor": Speaker(FakeEngine(), the_tokenizer())}, make_scorer(config, {"wise": teacher})
+    speakers, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, {"wise": teacher})
     return GroupMaker(config, Hooks(generate, one, None), speakers, score=score)
 
 
@@ -239,7 +239,7 @@ async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_oth
     engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
     changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
     config = config_of(**{**changes, "engines": engines, "reward__function": None})
-    speakers, score = {"actor": Speaker(FakeEngine(), the_tokenizer())}, make_scorer(config, teachers)
+    speakers, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, teachers)
     make = GroupMaker(config, Hooks(single_turn.generate, one, None), speakers, score=score).make
     for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
         outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)

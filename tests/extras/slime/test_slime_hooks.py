@@ -14,7 +14,7 @@ from slimx.extras.slime.arguments import Arguments
 from slimx.extras.slime.grading import compute_score, grade
 from slimx.extras.slime.recognition import NotServed
 from slimx.extras.slime.sample import Sample
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.extras.slime.slime_stand import END, PROMPT, Scripted, context, ids_of, load, spans
@@ -88,7 +88,7 @@ async def test_a_whole_group_is_made_by_hooks_of_slime():
         reward__options={"reward_key": "score"},
         routed_experts=False,
     )
-    maker = GroupMaker(config, load_hooks(config), {"actor": Speaker(Scripted("46", "47"), the_tokenizer())})
+    maker = GroupMaker(config, load_hooks(config), {"actor": PolicyClient(Scripted("46", "47"), the_tokenizer())})
     maker.version = 7  # of the tokens that it says
     outcome = await maker.make(PROMPT, group_id="4", number=4)
     maker.close()

@@ -18,7 +18,7 @@ from slimx.config.load import load_config
 from slimx.data.records import Prompt, Trajectory
 from slimx.extras.watch.status import run_status
 from slimx.observability.live import activity
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 from slimx.orchestration.session import finish
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RolloutContext
@@ -92,7 +92,7 @@ def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, m
 
 
 def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
-    with held(run):
+    with locked(run):
         text = status(run, monkeypatch, capsys)
     head, *lines = text.splitlines()
     assert head.split()[:3] == ["run", "r:", "running,"] and numbers(head)[:2] == [3, 9] and head.split()[-1] == "train"
@@ -115,7 +115,7 @@ def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_ro
     awaited = {"what": "an engine (actor-0), which is started again", "since": since}
     doing = {"written": time.time(), "step": 4, "phase": "generate", "since": time.time(), "rollouts": None}
     (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
-    with held(run):
+    with locked(run):
         lines = status(run, monkeypatch, capsys).splitlines()
     (waiting,) = (line for line in lines if awaited["what"] in line)
     minutes, seconds = numbers(waiting.partition(awaited["what"])[2])[:2]
@@ -164,7 +164,7 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             await asyncio.sleep(0.001)
         ticket = stand.manager.tickets[1]
         ticket.since -= 65
-        with held(run):
+        with locked(run):
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
             text = status(run, monkeypatch, capsys)
             now, trainers, engines, rollouts, oldest = status_lines(
@@ -203,7 +203,7 @@ def test_a_run_that_was_summed_up_is_finished_until_it_goes_on(run):
     assert not run_status(run)["finished"]
     (run / "summary.json").write_text("{}")
     assert run_status(run)["finished"]
-    with held(run):
+    with locked(run):
         assert not run_status(run)["finished"]
     later = (run / "summary.json").stat().st_mtime_ns + 1
     os.utime(run / "metrics.jsonl", ns=(later, later))
@@ -227,7 +227,7 @@ def test_a_finished_run_is_summed_up_once(run, tmp_path):
 def test_a_directory_in_which_nothing_can_be_written_is_refused_by_name(tmp_path):
     (tmp_path / "file").touch()
     for directory in (Path("/proc/x"), tmp_path / "file", tmp_path / "file" / "run"):
-        with refused("run.unwritable", about=str(directory)), held(directory):
+        with refused("run.unwritable", about=str(directory)), locked(directory):
             pytest.fail("held")
 
 
@@ -251,7 +251,7 @@ def test_a_phase_is_stalled_by_its_usual_time_and_a_driver_by_its_silence(
     other = {"name": "publish", "track": "main", "seconds": 9.0}
     phases = [other, *({"name": "train", "track": "main", "seconds": seconds} for seconds in times), other]
     (run / "timeline.jsonl").write_text("".join(json.dumps(phase) + "\n" for phase in phases))
-    with held(run):
+    with locked(run):
         assert run_status(run)["state"] == state
         assert checked(run, monkeypatch) == {"running": 0, "stalled": 4}[state]
     assert run_status(run)["usual_seconds"] == (sorted(times)[len(times) // 2] if times else None)
@@ -274,7 +274,7 @@ def test_ranks_that_have_not_answered_when_others_have_are_named_with_their_logs
     late = {"what": "the training step", "ranks": ["trainers rank 3"], "logs": ["RUN/logs/trainers-3.log"], "of": 4}
     values = {"written": now, "step": 4, "phase": "train", "since": now - 30, "rollouts": None, "late": late}
     (run / activity.FILE).write_text(json.dumps(values))
-    with held(run):
+    with locked(run):
         text = status(run, monkeypatch, capsys)
         assert "trainers rank 3" in text and "RUN/logs/trainers-3.log" in text
         late["ranks"] = [f"trainers rank {rank}" for rank in range(4)]

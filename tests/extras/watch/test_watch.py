@@ -29,7 +29,7 @@ from slimx.extras.watch.page import server
 from slimx.extras.watch.page.content import CHARACTERS, Content, Growing, cut
 from slimx.extras.watch.page.server import listen, serve
 from slimx.extras.watch.rollouts import Choice, show_rollouts
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 from slimx.observability.tracking.run_files import read_config
 from slimx.orchestration.state.directory import write_config
 from tests.refusals import numbers, refused
@@ -171,7 +171,7 @@ def test_connections_that_ask_nothing_are_ended_and_bounded(run, monkeypatch):
 
 def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     assert page.get("/api/status").json()["state"] == "dead"
-    with held(run):
+    with locked(run):
         assert page.get("/api/status").json()["state"] == "running"
     found = page.get("/api/charts").json()
     (reward,) = (chart for chart in found["charts"] if chart["title"].startswith("Reward and"))
@@ -337,7 +337,7 @@ class Live(Content):
 @pytest.mark.needs("chromium")
 def test_a_browser_follows_a_run(run, tmp_path):
     content = Live(run)
-    with served(content) as page, held(run):
+    with served(content) as page, locked(run):
         found = drawn(f"{page.address}/?token=secret#curves", tmp_path)
     assert content.requests >= 2 and "step 77 of" in found and 'class="state running"' in found
     charts = re.split(r'class="chart js-plotly-plot"', found)[1:]

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages, group_advantages
+from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import ClipCov, KlCov
@@ -105,7 +105,7 @@ def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
     def run(groups: list[Group]) -> dict[str, list[float]]:
         members = [t for g in groups for t in g.trajectories]
         rows = rows_of(algorithm, groups)
-        finish_advantages(algorithm, Step(groups=groups, updates=[rows], seed=(1, 2)))
+        finish_advantages(algorithm, StepData(groups=groups, updates=[rows], seed=(1, 2)))
         return {t.id: row.advantages[1:].tolist() for t, row in zip(members, rows, strict=True)}
 
     found = run(groups)
@@ -160,7 +160,7 @@ def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
         name=name, reference=True, kl_reward_coef=0.2, kl_reward_estimator=estimator, advantages={"gamma": 0.9}
     )
     rows = rows_of(algorithm, groups)
-    step = Step(groups=groups, updates=[rows[:3], rows[3:]], reference=reference, seed=(0, 0))
+    step = StepData(groups=groups, updates=[rows[:3], rows[3:]], reference=reference, seed=(0, 0))
     metrics = finish_advantages(algorithm, step)
     rewards = [1.0, 0.0, 0.5, 2.0, 1.5]
     if name == "reinforce_pp_baseline":
@@ -263,7 +263,7 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     algorithm = Algorithm(name="dpo", advantages={"beta": 0.3})
     rows = rows_of(algorithm, groups, "sum")
     policy, reference = ([-2 * random.random(len(row)) for row in rows] for _ in range(2))
-    step = Step(groups=groups, updates=[rows], policy=policy, reference=reference, seed=(0, 0))
+    step = StepData(groups=groups, updates=[rows], policy=policy, reference=reference, seed=(0, 0))
     metrics = finish_advantages(algorithm, step)
     leaves = [torch.tensor(each, requires_grad=True) for each in policy]
     loss = torch.zeros((), dtype=torch.float64)

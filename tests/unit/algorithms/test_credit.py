@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples import influence
-from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages
+from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages
 from slimx.algorithms.credit import credited, load_credit
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.records import Group, Prompt, Span, Trajectory
@@ -72,7 +72,7 @@ def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
         config_of(), of_policy(credited([group()], "shared"), "actor"), lambda groups: all_advantages(algorithm, groups)
     )
     values = [np.zeros(len(row), np.float32) for row in rows]
-    finish_advantages(algorithm, Step(groups=given, updates=[rows], values=values, seed=(0,)))
+    finish_advantages(algorithm, StepData(groups=given, updates=[rows], values=values, seed=(0,)))
     assert [row.advantages[row.weight > 0].tolist() for row in rows] == [
         pytest.approx([reward] * 2) for reward in (0.5, 2 / 3)
     ]

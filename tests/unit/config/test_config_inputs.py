@@ -23,7 +23,7 @@ from slimx.config.sections.rollout import Eval, PromptSet, Rollout
 from slimx.config.sections.run import Model, RunSection
 from slimx.config.sections.trainer import Lora, Trainer
 from slimx.errors import SlimxError
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 from tests.refusals import numbers, refused
 from tests.unit.config.command_stand import PROMPT, Started
 
@@ -180,7 +180,7 @@ def test_load_config_raises_the_one_error_that_users_read(file):
 
 def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tmp_path):
     (tmp_path / "old").mkdir()
-    with held(tmp_path / "old"):
+    with locked(tmp_path / "old"):
         command.refuses(file, f"run.dir={tmp_path}/old", code="run.locked", about=f"{tmp_path}/old")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old")

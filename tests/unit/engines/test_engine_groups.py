@@ -20,7 +20,7 @@ import pytest
 from slimx.cluster.place import Placement
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.engines.fleet.group import EngineGroup, share_of
+from slimx.engines.fleet.group import EngineGroup, placement_of
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.router import Router
@@ -249,9 +249,9 @@ def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
 
 def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
     ranks = [Placement("n0", ("0",)), Placement("n0", ("1",)), Placement("n1", ("0",))]
-    assert share_of(ranks[:2], "actor") == Placement("n0", ("0", "1"))
+    assert placement_of(ranks[:2], "actor") == Placement("n0", ("0", "1"))
     with refused("engines.shared_gpus", about="actor"):
-        share_of(ranks[1:], "actor")
+        placement_of(ranks[1:], "actor")
 
 
 # The router and hooks -------------------------------------------------------------------------------------------------

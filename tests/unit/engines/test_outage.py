@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slimx.engines.outage import Elsewhere, Outage
+from slimx.engines.outage import Outage, RemoteOutage
 from slimx.errors import DeadlineError
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.clocks import Clock
@@ -101,7 +101,7 @@ async def test_a_clock_stands_still_in_outages_that_began_before_it_and_after_it
 
 async def test_an_outage_seen_from_elsewhere_ends_with_it_or_with_all_hope():
     outage, hopeless = Outage(), False
-    elsewhere = Elsewhere(outage, lambda: hopeless)
+    elsewhere = RemoteOutage(outage, lambda: hopeless)
     assert not elsewhere.lasts
     outage.begin()
     waiting = asyncio.create_task(elsewhere.over())

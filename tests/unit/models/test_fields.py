@@ -11,7 +11,7 @@ import pytest
 
 from slimx import entry_points
 from slimx.models.families import GROUP, Family, load_family, read_model
-from slimx.models.fields import Fields
+from slimx.models.fields import TrackedFields
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.families.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.extras.families.test_gpt_oss import HF as GPT_OSS
@@ -168,7 +168,7 @@ def test_the_published_configurations_are_read(directory: Path):
 
 def test_a_copy_of_the_fields_counts_as_unread():
     """A family that reads a copy is refused more than it must be, and never less."""
-    fields = Fields({"logit_scale": 2.0, "within": {"a": 1, "b": 2}})
+    fields = TrackedFields({"logit_scale": 2.0, "within": {"a": 1, "b": 2}})
     assert {**fields}["logit_scale"] == 2.0 and fields["within"]["a"] == 1
     assert [*fields.unread()] == ["logit_scale", "within.b"]
 

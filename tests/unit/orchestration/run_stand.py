@@ -20,7 +20,7 @@ from slimx.layout.ranks import Sizes
 from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.engines.service import EngineService
-from slimx.orchestration.recovery import Recovery
+from slimx.orchestration.recovery import RankLossHandler
 from slimx.orchestration.run import Run
 from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.recording import Records
@@ -202,7 +202,7 @@ def run_of(
     prepared = SimpleNamespace(by_source=service.sources.by_source, eval_prompts={}, critic=None, policies=policies)
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer(), Events())
     saves = Saves(directory / "checkpoints", keep=2)
-    return Run(service, prepared, each, records, saves, Recovery(parts), leaving=leaving)
+    return Run(service, prepared, each, records, saves, RankLossHandler(parts), leaving=leaving)
 
 
 async def stopped(run: Run) -> None:

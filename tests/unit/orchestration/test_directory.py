@@ -8,7 +8,7 @@ import pytest
 
 from slimx.errors import PartLost, SlimxError
 from slimx.observability.live.activity import FILE
-from slimx.observability.live.run_lock import is_held
+from slimx.observability.live.run_lock import is_locked
 from slimx.orchestration.state.directory import begun
 from tests.refusals import refused
 
@@ -18,7 +18,7 @@ REFUSAL = SlimxError("no GPUs", code="cluster.resources")
 def start(directory: Path, error: Exception | None, *, log: bool = False) -> None:
     """As a run begins, up to `error`."""
     with begun(directory):
-        assert is_held(directory)
+        assert is_locked(directory)
         (directory / FILE).unlink(missing_ok=True)
         (directory / "config.yaml").write_text("new")
         (directory / "logs").mkdir(exist_ok=True)

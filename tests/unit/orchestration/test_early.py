@@ -14,7 +14,7 @@ import yaml
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 from slimx.orchestration.start import checks
 from slimx.orchestration.start.prompts import make_source, source_prompts
 from slimx.orchestration.state.resume import trainer_state
@@ -173,7 +173,7 @@ def test_a_directory_that_another_process_has_or_nobody_can_write_is_refused(fil
         for check in (*commands, lambda config: checks.evaluation_config(config, None)):
             with refused("run.unwritable", about=None):
                 check(load_config(file, [f"run.dir={place}"]))
-    with held(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         before = contents(tmp_path / "run")
         for check in commands:
             with refused("run.locked", about=str(tmp_path / "run")):

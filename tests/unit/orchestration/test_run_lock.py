@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 from slimx.errors import SlimxError
-from slimx.observability.live.run_lock import LOCK, held, is_held
+from slimx.observability.live.run_lock import LOCK, is_locked, locked
 
 
 def refused(directory: Path) -> bool:
     try:
-        with held(directory):
+        with locked(directory):
             return False
     except SlimxError as error:
         assert error.code == "run.locked" and error.about == str(directory)
@@ -19,13 +19,13 @@ def refused(directory: Path) -> bool:
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
-    with held(tmp_path):
+    with locked(tmp_path):
         assert refused(tmp_path)
     assert not refused(tmp_path)
 
 
 def test_a_removed_lock_file_lets_nobody_in(tmp_path):
-    with held(tmp_path):
+    with locked(tmp_path):
         (tmp_path / LOCK).unlink()
         assert refused(tmp_path)
 
@@ -36,7 +36,7 @@ def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
 
     def look() -> None:
         while not over.is_set():
-            looks.append(is_held(tmp_path))
+            looks.append(is_locked(tmp_path))
 
     watchers = [threading.Thread(target=look) for _ in range(2)]
     for watcher in watchers:
@@ -52,16 +52,16 @@ def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
 
 
 def test_held_is_seen_and_neither_a_lock_file_nor_its_absence_is_taken_for_it(tmp_path):
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
     (tmp_path / LOCK).touch()
-    assert not is_held(tmp_path)
-    with held(tmp_path):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
+    with locked(tmp_path):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 def test_a_directory_that_does_not_exist_is_made_and_locked(tmp_path):
     directory = tmp_path / "absent" / "run"
-    assert not is_held(directory)
-    with held(directory):
-        assert is_held(directory)
+    assert not is_locked(directory)
+    with locked(directory):
+        assert is_locked(directory)

@@ -15,7 +15,7 @@ from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.observability.live.run_lock import is_held
+from slimx.observability.live.run_lock import is_locked
 from slimx.orchestration import session
 from slimx.orchestration.state.resume import trainer_state
 from slimx.orchestration.state.saves import RunState, Saves
@@ -66,7 +66,7 @@ class Started:
         monkeypatch.setattr(session, "run_with_ray", lambda config, device, work: asyncio.run(work(None)))
 
     def _resume_point(self, config: Config, directory: Path, saves: Saves) -> Path | None:
-        assert is_held(self.directory), "another run could write one meanwhile"
+        assert is_locked(self.directory), "another run could write one meanwhile"
         return self.resume_point(config, directory, saves)
 
     async def _session(self, config: Any, prepared: Any, saves: Any, resume_from: Path | None, *_: Any) -> None:

@@ -14,7 +14,7 @@ from slimx.data.saved.codec import decode, encode
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.flow.tickets import Dropped, SavedTicket
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext, seed_of
@@ -105,7 +105,7 @@ class Flow:
 
     def __init__(self, config: Config, random: np.random.Generator, prompts: list[Prompt]) -> None:
         self.engine = Engine(random)
-        self.maker = GroupMaker(config, Hooks(two_turns, None, keep), {"actor": Speaker(self.engine, None)})
+        self.maker = GroupMaker(config, Hooks(two_turns, None, keep), {"actor": PolicyClient(self.engine, None)})
         self.dropped: list[Dropped] = []
         source = PromptSource(prompts, 1)
         self.manager = RolloutManager(config, source, self.maker, self.dropped.append, self.engine.abort)

@@ -18,7 +18,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
@@ -81,7 +81,7 @@ class Stand:
     ) -> None:
         self.engine = engine or FakeEngine()
         tokenizer = tokenizer or the_tokenizer()
-        speaker = Speaker(self.engine, tokenizer, len(the_tokenizer()))
+        speaker = PolicyClient(self.engine, tokenizer, len(the_tokenizer()))
         self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": speaker})
         self.dropped: list[Dropped] = []
         self.outcomes: dict[str, GroupOutcome] = {}

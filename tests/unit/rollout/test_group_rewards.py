@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slimx.data.records import Group
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.refusals import invalid, numbers, refused
@@ -35,7 +35,7 @@ async def slimes(args: Any, samples: list[Any]) -> list[float]:
 
 async def make(**reward: Any) -> GroupOutcome:
     config = config_of(group_size=4, **{f"reward__{key}": value for key, value in reward.items()})
-    maker = GroupMaker(config, load_hooks(config), {"actor": Speaker(FakeEngine(), the_tokenizer())})
+    maker = GroupMaker(config, load_hooks(config), {"actor": PolicyClient(FakeEngine(), the_tokenizer())})
     try:
         return await maker.make(prompts()[0], group_id="0", number=0)
     finally:

@@ -10,7 +10,7 @@ from slimx.data.saved.codec import decode, encode
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.progress import GroupProgress, Journal, Recorded
-from slimx.rollout.flow.rollouts import GroupMaker, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, the_tokenizer
@@ -23,7 +23,7 @@ def maker_of(generate: Generate) -> tuple[GroupMaker, FakeEngine, FakeEngine]:
     maker = GroupMaker(
         config_of(policies__judge={}, policies__solver={"shares": "actor"}),
         Hooks(generate, one, None),
-        {"actor": Speaker(actor, the_tokenizer()), "judge": Speaker(judge, the_tokenizer())},
+        {"actor": PolicyClient(actor, the_tokenizer()), "judge": PolicyClient(judge, the_tokenizer())},
     )
     return maker, actor, judge
 
@@ -148,7 +148,7 @@ async def test_a_role_that_shares_weights_gives_the_groups_of_one_policy_to_the_
     made = []
     for config, hook in ((config_of(policies__solver={"shares": "actor"}), by_roles), (config_of(), alone)):
         assert config.trained == ["actor"]
-        maker = GroupMaker(config, Hooks(hook, one, None), {"actor": Speaker(FakeEngine(), the_tokenizer())})
+        maker = GroupMaker(config, Hooks(hook, one, None), {"actor": PolicyClient(FakeEngine(), the_tokenizer())})
         made.append(encode((await maker.make(PROMPT, group_id="g0", number=0)).group))
         maker.close()
     assert made[0] == made[1]

@@ -112,7 +112,7 @@ async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves(
     clock, loop = Clock(0.3), asyncio.get_running_loop()
 
     async def wait(seconds: float) -> None:
-        with clock.standing():
+        with clock.paused():
             await asyncio.sleep(seconds)
 
     began = loop.time()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages
+from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages
 from slimx.data.batch import TrainBatch
 from slimx.data.packing import pack, zigzag
 from slimx.data.records import Prompt, Trajectory, Turn
@@ -192,7 +192,7 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     policy, reference = ([sign * row.labels for row in rows] for sign in (-0.01, -0.02))
     (wanted,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
     given = {"policy": policy, "reference": reference if asked else None}
-    step = Step(groups=groups, updates=[wanted], **given, seed=(config.run.seed, 3))
+    step = StepData(groups=groups, updates=[wanted], **given, seed=(config.run.seed, 3))
     expected = finish_advantages(config.algorithm, step)
     assert metrics == pytest.approx(expected)
     for row, other in zip(rows, wanted, strict=True):

@@ -85,7 +85,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:
             for rect in row_blocks(shape[1:], dtype.itemsize):
-                if stored(source).turned:
+                if stored(source).transposed:
                     rect = Rect(0, rect.col, rect.row, rect.cols, rect.rows, 0, 0)
                     part = reading.read(source, rect).T
                 else:
@@ -94,7 +94,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
 
     def compare(source: Reading, written: Reading, advance: Advance) -> None:
         for member in sources:
-            single = shape[:0:-1] if stored(member).turned else shape[1:]
+            single = shape[:0:-1] if stored(member).transposed else shape[1:]
             compare_copied(member, single, dtype, source, written, advance)
 
     return Unit((Tensor(name, dtype, shape),), blocks, compare)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slimx.algorithms.advantages.estimate import Step, all_advantages, finish_advantages
+from slimx.algorithms.advantages.estimate import StepData, all_advantages, finish_advantages
 from slimx.algorithms.inputs import LossInputs, TopLogprobs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.config.schema import Config
@@ -183,7 +183,7 @@ def _rows(config: Config, probe: Probe) -> list[TrainingRow]:
 
 
 def _finish(config: Config, probe: Probe, rows: list[TrainingRow]) -> None:
-    step = Step(
+    step = StepData(
         groups=probe.groups,
         updates=[rows],
         policy=probe.begin,

@@ -21,7 +21,7 @@ from slimx.models.families import ModelSpec
 from slimx.orchestration.engines.service import make_agent_server
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, Speaker
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.hook_loading import Hooks
 
 LIMIT_S = 60.0
@@ -115,7 +115,7 @@ class HookTrial:
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
             # The stand-in serves every policy, with the actor's tokenizer.
-            speaker = Speaker(client if sampled else None, self.tokenizer, self.spec.vocab_size)
+            speaker = PolicyClient(client if sampled else None, self.tokenizer, self.spec.vocab_size)
             speakers = dict.fromkeys(self.config.trained, speaker)
             maker = GroupMaker(self.config, hooks, speakers, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION

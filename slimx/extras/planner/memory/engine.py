@@ -140,7 +140,7 @@ def adapter_slots(config: Config, spec: ModelSpec) -> int:
     if lora is None or not config.serves_adapters:
         return 0
     parts = adapter_targets(spec.table, lora.targets, lora.rank)
-    slots = 2 + len(config.served_beside)
+    slots = 2 + len(config.served_by_actor)
     return slots * ITEMSIZE[config.numerics.dtype] * sum(math.prod(part.shape) for part in parts)
 
 

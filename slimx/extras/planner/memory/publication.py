@@ -12,7 +12,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.extras.direct import SLOTS
 from slimx.extras.direct.wire import move_bytes, summed
-from slimx.extras.lora.room import merged_room
+from slimx.extras.lora.room import merging_buffer_bytes
 from slimx.extras.lora.targets import adapts
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes
@@ -47,11 +47,11 @@ def merging_memory(config: Config, spec: ModelSpec, sizes: Sizes, published: Pla
     exporting = 0
     work = 0
     if published is not None and not config.serves_adapters:  # otherwise engines get the parameters unmerged
-        publishing = max(merged_room(published, merges).values(), default=0)
+        publishing = max(merging_buffer_bytes(published, merges).values(), default=0)
         work = merging_work(published, merges)
     if exports(config):
         exported = export_plan(config, spec, sizes)
-        exporting = max(merged_room(exported, merges).values(), default=0)
+        exporting = max(merging_buffer_bytes(exported, merges).values(), default=0)
         work = max(work, merging_work(exported, merges))
     return MergingBytes(publishing, exporting, work)
 

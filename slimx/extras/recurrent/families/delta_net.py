@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from slimx.errors import SlimxError
 from slimx.extras.recurrent.delta_nets import SIZES, DeltaNet
+from slimx.json_types import Json
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Group, Row, Table
 from slimx.models import decoder, engine_rows
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 _DELTA_NET = "linear_attention"
@@ -99,12 +100,12 @@ def merged(net: DeltaNet) -> dict[str, Projections]:
     }
 
 
-def attention_of(hf: Fields) -> Attention:
+def attention_of(hf: HfConfig) -> Attention:
     """Returns the sizes of the attention layers."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
-def layers_of(hf: Fields, kind: str) -> tuple[int, ...]:
+def layers_of(hf: HfConfig, kind: str) -> tuple[int, ...]:
     """Returns the indices of the layers of one kind, "linear_attention" or "full_attention"."""
     count = hf["num_hidden_layers"]
     interval = hf.get("full_attention_interval") or 4
@@ -117,11 +118,11 @@ def layers_of(hf: Fields, kind: str) -> tuple[int, ...]:
     return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind)
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's TransformerConfig that define a model without experts."""
     linear = layers_of(hf, _DELTA_NET)
     # The config.json of a model with experts in all layers may omit intermediate_size.
-    fields = ChainMap(hf, {"intermediate_size": hf.get("moe_intermediate_size")})
+    fields = ChainMap(cast(Json, hf), {"intermediate_size": hf.get("moe_intermediate_size")})
     return {
         **decoder.decoder_fields(fields, attention_of(hf)),
         "layernorm_zero_centered_gamma": True,
@@ -131,7 +132,7 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
     }
 
 
-def moe_fields(hf: Fields) -> dict[str, Any]:
+def moe_fields(hf: HfConfig) -> dict[str, Any]:
     """Returns the additional fields of a model with experts."""
     return {
         "num_moe_experts": hf["num_experts"],
@@ -146,12 +147,12 @@ def moe_fields(hf: Fields) -> dict[str, Any]:
     }
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
+def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
     """Returns the arguments of megatron-core's GPTModel except its TransformerConfig and layer spec."""
-    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.25)}
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.25)}
 
 
-def unsupported(hf: Fields) -> str | None:
+def unsupported(hf: HfConfig) -> str | None:
     """Returns the unsupported part of config.json `hf`; None if all are supported."""
     scaled = decoder.scaled_otherwise(hf, "default")
     if scaled:
@@ -178,7 +179,7 @@ def unsupported(hf: Fields) -> str | None:
     )
 
 
-def weight_table(hf: Fields, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
+def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
     """Returns the trainer's layout of every checkpoint tensor."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
@@ -233,13 +234,13 @@ def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) 
     """Returns decays and time biases: one element per value head, with the same names everywhere."""
 
     def row(name: str) -> Row:
-        source = f"{layer.there}{source_prefix}{name}", (net.values,)
-        return Row(f"{layer.here}{prefix}{name}", (source,), axis=0, layers=layer.layers)
+        source = f"{layer.source_prefix}{source_prefix}{name}", (net.values,)
+        return Row(f"{layer.prefix}{prefix}{name}", (source,), axis=0, layers=layer.layers)
 
     return row("A_log"), row("dt_bias")
 
 
-def _experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
     """Returns the norm before the experts, a router, experts, and a gated shared expert."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
@@ -256,7 +257,7 @@ def _unquantised(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(row, quantised=False) for row in rows)
 
 
-def prediction_tensors(hf: Fields) -> Mapping[str, tuple[int, ...]]:
+def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
     """Returns names and shapes of the multi-token prediction layer, a layer of gated attention.
 
     Published checkpoints contain it; config.json need not declare it."""
@@ -274,7 +275,7 @@ def prediction_tensors(hf: Fields) -> Mapping[str, tuple[int, ...]]:
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
 
 
-def check_served(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> None:
+def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> None:
     """Raises SlimxError if SGLang 0.5.23 would build a different model, for every family of this architecture."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
@@ -307,7 +308,7 @@ def unserved(architecture: str, key: str, problem: str) -> SlimxError:
     return SlimxError(f"{architecture}: {key} {problem}", code="model.served_field", about=key)
 
 
-def engine_table(hf: Fields, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
+def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the group of ranks that share the word
     embedding; `tied`: it is also the output layer."""
     layers = hf["num_hidden_layers"]
@@ -331,7 +332,7 @@ def _without_attention_module(row: Row) -> Row:
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
-def _served_experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
     """Returns a router, experts, and a gated shared expert (`Qwen2MoeSparseMoeBlock`)."""
     hidden = hf["hidden_size"]
     return (

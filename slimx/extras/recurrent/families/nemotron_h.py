@@ -15,7 +15,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.decoder import unusual
 from slimx.models.engine_rows import no_engine
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -50,7 +50,7 @@ _EXPERT_FIELDS = (
 """Fields without effect in a model without experts."""
 
 
-def unsupported(hf: Fields) -> str | None:
+def unsupported(hf: HfConfig) -> str | None:
     """Returns the unsupported part of config.json `hf`; None if all are supported."""
     pattern = _pattern(hf)
     for name in _WITHOUT_EFFECT:
@@ -97,13 +97,13 @@ def unsupported(hf: Fields) -> str | None:
     )
 
 
-def _pattern(hf: Fields) -> str:
+def _pattern(hf: HfConfig) -> str:
     """Returns one character per layer, from the published config.json or the one written by transformers."""
     names = hf.get("layers_block_type")
-    pattern = hf.get("hybrid_override_pattern")
-    if names is None and pattern is None:
-        return hf["hybrid_override_pattern"]
-    if names is not None:
+    pattern: str | None = hf.get("hybrid_override_pattern")
+    if names is None:
+        pattern = hf["hybrid_override_pattern"]
+    else:
         named = "".join(_NAMES.get(name, "?") for name in names)
         if pattern not in (None, named):
             raise ValueError(f"layers_block_type is {named} but hybrid_override_pattern {pattern}")
@@ -114,11 +114,11 @@ def _pattern(hf: Fields) -> str:
     return pattern
 
 
-def _layers(hf: Fields, kind: Kind) -> tuple[int, ...]:
+def _layers(hf: HfConfig, kind: Kind) -> tuple[int, ...]:
     return tuple(layer for layer, layer_kind in enumerate(_pattern(hf)) if layer_kind == kind)
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     attention = Attention.of(hf)
     pattern = _pattern(hf)
@@ -150,12 +150,12 @@ def transformer_config(hf: Fields) -> dict[str, Any]:
     }
 
 
-def layer_kind(hf: Fields) -> LayerKind:
+def layer_kind(hf: HfConfig) -> LayerKind:
     """Returns the layer kind of the model's pattern."""
     return HybridLayers(_pattern(hf))
 
 
-def gpt_arguments(hf: Fields) -> dict[str, Any]:
+def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
     """Returns the arguments of megatron-core's HybridModel except its TransformerConfig, layer spec and pattern."""
     return {
         "vocab_size": hf["vocab_size"],
@@ -165,7 +165,7 @@ def gpt_arguments(hf: Fields) -> dict[str, Any]:
     }
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's layout of every checkpoint tensor."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"] if "E" in _pattern(hf) else 0
@@ -189,7 +189,7 @@ def weight_table(hf: Fields, mtp: int = 0) -> Table:
     return Table(tuple(replace(row, quantised=False) for row in rows), layers=len(_pattern(hf)), experts=experts)
 
 
-def _layer(hf: Fields, kind: Kind) -> Layer:
+def _layer(hf: HfConfig, kind: Kind) -> Layer:
     return Layer("decoder.layers.{layer}.", "backbone.layers.{layer}.", layers=_layers(hf, kind))
 
 
@@ -203,8 +203,8 @@ def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
     convolution = {kind: kinds[kind] for kind in ("x", "B", "C")}
     vectors = [
         Row(
-            f"{layer.here}mixer.{name}",
-            ((f"{layer.there}mixer.{name}", (sizes.heads,)),),
+            f"{layer.prefix}mixer.{name}",
+            ((f"{layer.source_prefix}mixer.{name}", (sizes.heads,)),),
             axis=0,
             layers=layer.layers,
             dtype=dtype,
@@ -270,7 +270,7 @@ def _mlp(layer: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
     )
 
 
-def _experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
+def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
     """Returns the norm before the experts, a router with a bias for the choice only, experts and a shared one."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"]
@@ -286,6 +286,6 @@ def _experts(layer: Layer, hf: Fields) -> tuple[Row, ...]:
     )
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: only the trainer has the model."""
     raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication needs it")

@@ -10,12 +10,12 @@ from slimx.extras.recurrent.families.qwen3_5_text import unsupported as unsuppor
 from slimx.extras.recurrent.families.qwen3_5_text import weight_table as weight_table
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
     model."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -11,17 +11,17 @@ from slimx.extras.recurrent.families.qwen3_5_text import unsupported as unsuppor
 from slimx.extras.recurrent.families.qwen3_5_text import weight_table as weight_table
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
     model."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -6,29 +6,29 @@ from __future__ import annotations
 from slimx.extras.recurrent.families import delta_net
 from slimx.layout.table import Table
 from slimx.models import decoder
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 
-def unsupported(hf: Fields) -> str | None:
+def unsupported(hf: HfConfig) -> str | None:
     """Returns the unsupported part of config.json `hf`; None if all are supported."""
     for key in ("mrope_section", "mrope_interleaved"):
         decoder.rotary(hf)[1].get(key)  # read and ignored: text uses only one of the axes of image positions
     return delta_net.unsupported(hf)
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
 
 
-def engine_table(hf: Fields, architecture: str, *, fused_shared_experts: bool) -> Table:
+def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_5_text`).
 
     Raises SlimxError if SGLang would build a different model.
     """
     delta_net.check_served(hf, architecture, fused_shared_experts=fused_shared_experts)
     factor = hf.get("partial_rotary_factor", 0.25)
-    expected = decoder.rotary_share(hf, default=0.25)
+    expected = decoder.rotary_fraction(hf, default=0.25)
     if factor != expected:
         raise delta_net.unserved(
             architecture,

@@ -11,22 +11,22 @@ from slimx.extras.recurrent.families.delta_net import gpt_arguments as gpt_argum
 from slimx.extras.recurrent.families.delta_net import unsupported as unsupported
 from slimx.layout.table import Table
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.fields import Fields
+from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 
 
-def transformer_config(hf: Fields) -> dict[str, Any]:
+def transformer_config(hf: HfConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
-def weight_table(hf: Fields, mtp: int = 0) -> Table:
+def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's layout of every checkpoint tensor."""
     return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
 
 
-def engine_table(hf: Fields, *, fused_shared_experts: bool = False) -> Table:
+def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
 
     Raises SlimxError if SGLang would build a different model, or if config.json lacks a field of the published ones for
