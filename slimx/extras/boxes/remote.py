@@ -17,19 +17,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import quote
 
-import requests
+import aiohttp
 
 from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.programs.enclosure import MIB, ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxBusy, BoxLost, BoxRefusal, Either, names_of, too_large
+from slimx.extras.http.blocking import Response, fetch
 from slimx.json_types import Json
 
 PROTOCOL = 1
@@ -49,8 +50,6 @@ POLL_S = 1.0
 """Long-poll duration when waiting for the end of a program, in seconds."""
 MAX_FILE = 64 * MIB
 """Maximum size of a file that is read or written, in bytes."""
-MAX_REFUSAL = 2**16
-"""Maximum size of an error response, in bytes."""
 MAX_JSON = 16 * MIB
 """Maximum size of a response that is not a file, in bytes."""
 
@@ -76,8 +75,8 @@ class RemoteServer:
         seconds: float = ANSWER_S,
         again: bool = True,
         to: IO[bytes] | None = None,
-    ) -> tuple[int, bytes, dict[str, str]]:
-        """Sends a request and returns status, content of up to `most` bytes and headers of the response. `again`:
+    ) -> Response:
+        """Sends a request and returns the response, with up to `most` bytes of content. `again`:
         retries it if the response was lost. `to`: file that receives the content instead. Raises BoxLost without a
         response, BoxRefusal if the server refuses the request."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -86,29 +85,21 @@ class RemoteServer:
             until += self.again_s
         while True:
             try:
-                if data is not None and not isinstance(data, bytes):
-                    data.seek(0)
                 if to is not None:
                     to.seek(0)
                     to.truncate()
-                with closing(
-                    requests.request(
-                        method,
-                        f"{self.url}/v1/{path}",
-                        json=body,
-                        data=data,
-                        headers=headers,
-                        timeout=(CONNECT_S, seconds),
-                        stream=True,
-                        allow_redirects=False,
-                    )
-                ) as response:
-                    if response.status_code == 200:
-                        content = _read(response, most, to)
-                    else:
-                        content = _read(response, MAX_REFUSAL, None)
-                    return self._checked(response.status_code, content, path), content, dict(response.headers)
-            except requests.RequestException as error:
+                response = fetch(
+                    method,
+                    f"{self.url}/v1/{path}",
+                    json=body,
+                    data=data,
+                    headers=headers,
+                    connect_s=CONNECT_S,
+                    read_s=seconds,
+                    most=most,
+                    to=to,
+                )
+            except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > until:
                     raise BoxLost(
                         f"the server of boxes at {self.url} does not answer {method} {path} ({type(error).__name__}: "
@@ -116,13 +107,16 @@ class RemoteServer:
                         about=self.url,
                     ) from error
                 time.sleep(min(1.0, self.again_s / 10))
+                continue
+            self._check(response, path)
+            return response
 
     def check(self) -> None:
         """Raises BoxLost or BoxRefusal for a server that is down, has another protocol version, or refuses the
         token."""
-        _, content, _ = self.request("GET", "", again=False)
+        response = self.request("GET", "", again=False)
         try:
-            version = json.loads(content)["protocol"]
+            version = json.loads(response.content)["protocol"]
         except (ValueError, KeyError, TypeError):
             version = None
         if version != PROTOCOL:
@@ -134,24 +128,24 @@ class RemoteServer:
             raise BoxRefusal(f"the server of boxes at {self.url} has no image {name}", code="source", about=name)
 
     def has_image(self, name: str) -> bool:
-        return self.request("GET", f"images/{quote(name, safe='')}")[0] == 200
+        return self.request("GET", f"images/{quote(name, safe='')}").status == 200
 
-    def _checked(self, status: int, content: bytes, path: str) -> int:
-        """Returns the status of a response. Raises BoxRefusal or BoxLost for an error response."""
-        if status in (200, 201, 202, 204, 404, 503):
-            return status
+    def _check(self, response: Response, path: str) -> None:
+        """Raises BoxRefusal or BoxLost for an error response."""
+        if response.status in (200, 201, 202, 204, 404, 503):
+            return
         try:
-            message = json.loads(content)
+            message = json.loads(response.content)
             code = str(message["code"])
             text = str(message["error"])
             about = str(message["about"])
         except (ValueError, KeyError, TypeError):
             code = "box.lost"
-            text = content[:300].decode(errors="replace")
+            text = response.content[:300].decode(errors="replace")
             about = ""
         text = f"the server of boxes at {self.url}: {text}"
         if not code.startswith("box.") or code == "box.lost":
-            raise BoxLost(f"{text} (status {status} of {path})", about=self.url)
+            raise BoxLost(f"{text} (status {response.status} of {path})", about=self.url)
         raise BoxRefusal(text, code=code.removeprefix("box."), about=about)
 
 
@@ -196,9 +190,9 @@ class RemoteBox(Box):
                 if stopping.is_set() and not stopped:
                     self._request("DELETE", run)
                     stopped = True
-                status, content, _ = self._request("GET", f"{run}?wait={POLL_S}")
-                if status == 200:
-                    return ProgramResult(**json.loads(content))
+                response = self._request("GET", f"{run}?wait={POLL_S}")
+                if response.status == 200:
+                    return ProgramResult(**json.loads(response.content))
             raise BoxLost(
                 f"the server of boxes at {self._server.url} has not ended a program {END_S:g} s after its time limit",
                 about=self._server.url,
@@ -213,7 +207,7 @@ class RemoteBox(Box):
         names_of(path)
         with self._living():
             query = f"path={quote(path, safe='')}&most={most}"
-            content = self._request("GET", f"{self._path}/file?{query}", most=most + 1)[1]
+            content = self._request("GET", f"{self._path}/file?{query}", most=most + 1).content
         if len(content) > most:
             raise too_large(path, f"more than {most}", most)
         return content
@@ -235,15 +229,17 @@ class RemoteBox(Box):
         sent = 1
         until = time.monotonic() + patience
         while True:
-            status, content, headers = self._server.request("PUT", self._path, body=body, seconds=MAKE_S)
-            if status in (200, 201):
-                return float(json.loads(content)["lease_s"])
-            if status == 404 and archive is not None and sent < SEND_TRIES:  # removed in favor of other uploads
+            response = self._server.request("PUT", self._path, body=body, seconds=MAKE_S)
+            if response.status in (200, 201):
+                return float(json.loads(response.content)["lease_s"])
+            if (
+                response.status == 404 and archive is not None and sent < SEND_TRIES
+            ):  # removed in favor of other uploads
                 self._send(name, archive)
                 sent += 1
                 until = time.monotonic() + patience
                 continue
-            if status == 404:
+            if response.status == 404:
                 raise BoxRefusal(
                     f"the server of boxes at {self._server.url} has no image {name}", code="source", about=name
                 )
@@ -254,7 +250,7 @@ class RemoteBox(Box):
                     about=self._server.url,
                 )
             try:
-                wait_s = float(headers.get("Retry-After", 1.0))
+                wait_s = float(response.headers.get("Retry-After", 1.0))
             except ValueError:
                 wait_s = 1.0
             time.sleep(max(0.1, min(wait_s, 10.0)))
@@ -262,9 +258,9 @@ class RemoteBox(Box):
     def _send(self, name: str, archive: IO[bytes]) -> None:
         self._server.request("PUT", f"images/{name}", data=archive, seconds=SEND_S)
 
-    def _request(self, method: str, path: str, **options: Any) -> tuple[int, bytes, dict[str, str]]:
+    def _request(self, method: str, path: str, **options: Any) -> Response:
         response = self._server.request(method, path, **options)
-        if response[0] in (404, 503):
+        if response.status in (404, 503):
             raise BoxLost(
                 f"the server of boxes at {self._server.url} no longer has this box: its lease has expired, or the "
                 "server was restarted",
@@ -278,21 +274,6 @@ class RemoteBox(Box):
                 self._server.request("POST", f"{self._path}/lease", again=False)
             except (BoxLost, BoxRefusal):
                 continue  # the rollout's next call raises it
-
-
-def _read(response: requests.Response, most: int, to: IO[bytes] | None) -> bytes:
-    """Returns the content of a response, up to `most` bytes, or writes it to `to`."""
-    content = bytearray()
-    size = 0
-    for piece in response.iter_content(2**16):
-        size += len(piece)
-        if to is not None:
-            to.write(piece)
-        else:
-            content += piece
-        if size > most:
-            break
-    return bytes(content[:most])
 
 
 @contextmanager

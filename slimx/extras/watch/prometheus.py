@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import requests
+import aiohttp
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from slimx.errors import SlimxError
+from slimx.extras.http.blocking import fetch
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 
@@ -143,13 +144,13 @@ def prometheus_name(key: str) -> str:
 
 def _fetch(url: str) -> str | None:
     """Returns the text that an engine serves; None if it does not respond. Ignores the proxy settings of the site."""
-    with requests.Session() as session:
-        session.trust_env = False
-        try:
-            response = session.get(f"{url}/metrics/", timeout=FETCH_S)
-        except requests.RequestException:
-            return None
-    return response.text if response.ok else None
+    try:
+        response = fetch("GET", f"{url}/metrics/", connect_s=FETCH_S, read_s=FETCH_S, proxies=False)
+    except (aiohttp.ClientError, TimeoutError):
+        return None
+    if response.status != 200:
+        return None
+    return response.content.decode(errors="replace")
 
 
 def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:

@@ -157,7 +157,7 @@ def test_a_call_that_is_made_again_is_not_done_again(server, box):
     body = {"command": ["sh", "-c", "echo x >> /work/count"], "stdin": "", "cwd": "/"}
     for _ in range(3):
         server.request("PUT", run, body=body)
-        while server.request("GET", f"{run}?wait=5")[0] != 200:
+        while server.request("GET", f"{run}?wait=5").status != 200:
             pass
         server.request("PUT", box._path, body={"image": "base.tar", "limits": {}})
     assert box.get("/work/count", 100) == b"x\n" and state(server)["held"] == 1

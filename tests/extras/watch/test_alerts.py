@@ -77,21 +77,21 @@ def test_what_ends_a_run_early_is_told_and_raised(server, alerts, error, kind, a
 def test_a_server_that_fails_for_a_moment_gets_the_event_and_one_that_goes_on_failing_is_counted(
     server, alerts, notes, monkeypatch
 ):
-    monkeypatch.setattr(webhook.Retry, "get_backoff_time", lambda self: 0.0)
+    monkeypatch.setattr(webhook, "PAUSES_S", (0.0, 0.0))
     with alerting(alerts, server.url):
         server.statuses = [503, 500]
         alerts.tell("restarted", "it is back")
         server.until(lambda: server.events)
-        server.statuses = [503] * webhook.ATTEMPTS
+        server.statuses = [503] * 3
         alerts.tell("engine_lost", "gone")
     assert [event["event"] for event in server.events] == ["restarted"]
-    assert server.posts == 2 * webhook.ATTEMPTS
+    assert server.posts == 2 * 3
     (note,) = notes
     assert "engine_lost" in note and "KEY" not in note
 
 
 def test_a_url_that_nobody_answers_costs_an_event_but_not_the_run(alerts, notes, monkeypatch):
-    monkeypatch.setattr(webhook.Retry, "get_backoff_time", lambda self: 0.0)
+    monkeypatch.setattr(webhook, "PAUSES_S", (0.0, 0.0))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with alerting(alerts, f"http://127.0.0.1:{closed.getsockname()[1]}/KEY"):

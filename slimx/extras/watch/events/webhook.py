@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import asdict
 from functools import partial
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util.retry import Retry
+import aiohttp
 
 from slimx.errors import SlimxError
+from slimx.extras.http.blocking import fetch
 from slimx.extras.watch.background import InOrder
 from slimx.extras.watch.events.event import Event
 
 TIMEOUT_S = 10.0
 """Deadline of one attempt to connect, and of one response, in seconds."""
-ATTEMPTS = 3
-"""Number of attempts to post an event, with pauses of 1 s and 2 s."""
+PAUSES_S = (1.0, 2.0)
+"""Seconds before the second and the third attempt to post an event."""
+RETRIED = (429, 500, 502, 503, 504)
+"""Statuses after which an event is posted again."""
 CLOSE_S = 60.0
 """Seconds for the last events at the end of a run."""
 
@@ -31,15 +33,6 @@ class Webhook:
         self._url = url
         self._lock = threading.Lock()
         self._calls = InOrder("track.webhook", close_s=close_s)
-        self._session = requests.Session()
-        retry = Retry(
-            total=ATTEMPTS - 1,
-            backoff_factor=1.0,
-            status_forcelist=(429, 500, 502, 503, 504),
-            allowed_methods=("POST",),
-        )
-        for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=retry))
 
     def send(self, event: Event) -> None:
         """Posts `event` after all earlier ones."""
@@ -57,17 +50,20 @@ class Webhook:
             if not sent.is_set():
                 with self._lock:
                     self.lost.append("those that still waited")
-        self._session.close()
         return self.lost
 
     def _post(self, event: Event) -> None:
-        try:
-            response = self._session.post(self._url, json=asdict(event), timeout=TIMEOUT_S)
-            delivered = response.ok
-        except requests.RequestException:
-            delivered = False  # the error's text contains the URL, which may contain a secret
-        if not delivered:
-            self._lose(event)
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(pause_s)
+            try:
+                response = fetch("POST", self._url, json=asdict(event), connect_s=TIMEOUT_S, read_s=TIMEOUT_S)
+            except (aiohttp.ClientError, TimeoutError):
+                continue  # the error's text contains the URL, which may contain a secret
+            if response.status < 300:
+                return
+            if response.status not in RETRIED:
+                break
+        self._lose(event)
 
     def _lose(self, event: Event) -> None:
         with self._lock:
