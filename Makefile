@@ -118,9 +118,11 @@ test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BAS
 	$(BIN)/python -m tools.changed $(if $(BASE),--base $(BASE)) $(if $(LIST),--list) -- -rfEs $(ARGS)
 
 .PHONY: lint
-lint: $(LIBRARY) ## style of Python and C++, and who imports whom
+lint: $(LIBRARY) ## style of Python and C++, types, words, and import contracts
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/python -m tools.words
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror csrc/*
 
@@ -183,5 +185,5 @@ gpu-wheels: $(STAMP) ## collect into build/gpu-wheels what trainer and engine ne
 
 .PHONY: clean
 clean: ## remove what was built; .venv and runs/ stay
-	rm -rf build dist slimx/_lib *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf build dist slimx/_lib *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find slimx tools tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
