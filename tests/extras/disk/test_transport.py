@@ -24,7 +24,7 @@ class Trainers:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    async def call(self, method: str, what: str, /, *, ranks: list[int], **arguments: Any) -> list[Any]:
+    async def call(self, method: str, what: str, /, *, per_rank: None, ranks: list[int], **arguments: Any) -> list[Any]:
         assert ranks == [0]
         self.calls.append((method, *(value for name, value in arguments.items() if name != "packed")))
         return [WRITTEN if method == "disk.write" else None]

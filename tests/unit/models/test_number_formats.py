@@ -27,7 +27,7 @@ class Quarters(NumberFormat):
     def holds(self, files: Any, name: str) -> bool:
         return f"{name}_quarters" in files.names
 
-    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, turned: bool) -> StoredTensors:
+    def tensors(self, files: Any, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
         return {f"{name}_quarters": (shape, ("U8",))}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
