@@ -24,13 +24,13 @@ from tests.refusals import refused
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 
 def waits_for_the_rank(rank):
     print("up", flush=True)
     rank.wait()
 
-with held(Path("run")):
+with locked(Path("run")):
     log = open("run/logs/trainer-0.log", "ab")
     waits_for_the_rank(subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=log, stderr=log))
 """
