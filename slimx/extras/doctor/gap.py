@@ -47,7 +47,9 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
     await run.publish()
     batch = await run.watched(run.rollouts.next_batch())
     groups = run.policies[ACTOR].select(batch.groups)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     async with run.trainers_turn(publish=False):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import slimx
+from slimx.extras.doctor.requirements import fits, split_requirement
 from slimx.runtime.logs import how_ended
 from slimx.runtime.toolkit import cuda_home, link_error, python_header
 
@@ -75,7 +76,7 @@ def examine(say: Say) -> bool:
             say(f"  {finding.name:<16} {finding.text}", _style(finding))
             if finding.problem:
                 problems.append(finding)
-    missing = [finding for finding in problems if finding.needed]
+    missing = any(finding.needed for finding in problems)
     say("Problems" if problems else "Nothing is missing.", "bold")
     for finding in problems:
         kind = "missing" if finding.needed else "note"
@@ -144,7 +145,9 @@ def devices() -> Iterator[Finding]:
         yield Finding("torch", f"cannot be imported: {error}", "it is needed; run `make venv`")
     else:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-        gpus = f"sees {torch.cuda.device_count()} GPUs: cuda" if torch.cuda.is_available() else "sees no GPU: cpu"
+        gpus = "sees no GPU: cpu"
+        if torch.cuda.is_available():
+            gpus = f"sees {torch.cuda.device_count()} GPUs: cuda"
         yield Finding("torch", f"{build} build, {gpus} is the device of a run with cluster.device=auto")
     yield from _gpus()
 
@@ -157,7 +160,7 @@ def packages() -> Iterator[Finding]:
         yield Finding("slimx", "not installed", "slimx is not installed in this Python; run `make build`")
         requirements = list(MAIN)
     lock, pins = lock_of()
-    ranges = dict(_split(line) for line in requirements if "extra ==" not in line)
+    ranges = dict(split_requirement(line) for line in requirements if "extra ==" not in line)
     ok = 0
     for name, needed in ranges.items():
         installed = _version(name)
@@ -167,7 +170,7 @@ def packages() -> Iterator[Finding]:
             text += f" {lock} {pinned}"
         if installed is None:
             yield Finding(name, text, "not installed; run `make venv`")
-        elif not _fits(installed, needed):
+        elif not fits(installed, needed):
             yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
         elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
             problem = f"{installed} is not the {pinned} of {lock}, with which slimx is tested"
@@ -195,7 +198,9 @@ def adapters() -> Iterator[Finding]:
         yield Finding("megatron_layers", f"in force: {why}", problem, needed=False)
     absent = [name for name in STAND_INS if not _is_installed(name)]
     if cuda:
-        problem = f"SGLang needs {', '.join(absent)} on a GPU; run `make venv LOCK=cu130`" if absent else None
+        problem = None
+        if absent:
+            problem = f"SGLang needs {', '.join(absent)} on a GPU; run `make venv LOCK=cu130`"
         yield Finding("sglang_absent", "not in force: torch sees a GPU", problem)
         yield Finding("sglang_cpu", "not in force: torch sees a GPU")
     else:
@@ -220,10 +225,13 @@ def kernels() -> Iterator[Finding]:
     ):
         try:
             kernel = importlib.import_module(module)
-            yield Finding(name, f"{', '.join(isa for isa in kernel.isas() if isa != 'best')} at {kernel.LIBRARY}")
+            isas = [isa for isa in kernel.isas() if isa != "best"]
+            yield Finding(name, f"{', '.join(isas)} at {kernel.LIBRARY}")
         except Exception as error:
             compiler = shutil.which(os.environ.get("CXX", "g++"))
-            problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
+            problem = str(error)
+            if "make build" not in problem:
+                problem = f"cannot be loaded ({error}); run `make venv build`"
             if not compiler:
                 problem += "; there is no C++ compiler either: apt-get install g++"
             yield Finding(name, "not usable", problem)
@@ -241,7 +249,9 @@ def toolchain() -> Iterator[Finding]:
         yield Finding("nvcc", f"none{unneeded}", problem, needed=cuda)
     else:
         error = link_error(home, driver=cuda)
-        problem = f"the CUDA toolkit in {home} builds no kernel ({error}); {remedy}" if error else None
+        problem = None
+        if error:
+            problem = f"the CUDA toolkit in {home} builds no kernel ({error}); {remedy}"
         yield Finding("nvcc", f"{home}/bin/nvcc", problem, needed=cuda)
     if header:
         yield Finding("Python.h", f"{header}")
@@ -301,7 +311,9 @@ def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
     if completed.returncode == 0:
         return None
     lines = completed.stderr.strip().splitlines()
-    return lines[-1] if lines else how_ended(completed.returncode)
+    if not lines:
+        return how_ended(completed.returncode)
+    return lines[-1]
 
 
 def _gpus() -> Iterator[Finding]:
@@ -336,7 +348,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _string(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)  # older releases of nvidia-ml-py return bytes
+    if isinstance(value, bytes):  # older releases of nvidia-ml-py
+        return value.decode()
+    return value
 
 
 def _memory() -> tuple[float, float]:
@@ -371,21 +385,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _split(requirement: str) -> tuple[str, str]:
-    """Splits a requirement into name and version range: `ray[default]>=2.50` -> ("ray", ">=2.50")."""
-    match = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*([^;]*?)\s*(?:;.*)?", requirement)
-    assert match is not None
-    return match[1], match[3]
-
-
-def _fits(version: str, needed: str) -> bool:
-    try:
-        from packaging.specifiers import SpecifierSet
-    except ImportError:
-        return True  # `packaging` itself is in the lock, so its absence is reported
-    return SpecifierSet(needed).contains(version, prereleases=True)
 
 
 def lock_of() -> tuple[str, dict[str, str]]:

@@ -99,7 +99,12 @@ def all_gpus() -> list[NvmlGpu]:
         raise SlimxError(
             f"NVML does not answer ({error}); look at the NVIDIA driver",
         ) from error
-    return [NvmlGpu(uuid.decode() if isinstance(uuid, bytes) else uuid) for uuid in uuids]
+    gpus = []
+    for uuid in uuids:
+        if isinstance(uuid, bytes):
+            uuid = uuid.decode()
+        gpus.append(NvmlGpu(uuid))
+    return gpus
 
 
 def _clock(required: NodeRequirements, places: Places) -> Iterator[str]:
@@ -144,7 +149,10 @@ def _ibgda(places: Places) -> Iterator[str]:
     if not places.driver.exists() or not (places.infiniband.is_dir() and os.listdir(places.infiniband)):
         return
     params = places.driver.read_text()
-    missing = [option for option, line in IBGDA.items() if not re.search(line, params, re.MULTILINE)]
+    missing = []
+    for option, line in IBGDA.items():
+        if not re.search(line, params, re.MULTILINE):
+            missing.append(option)
     if missing:
         yield (
             f"the NVIDIA driver runs without {' and '.join(missing)}, which DeepEP needs between nodes "

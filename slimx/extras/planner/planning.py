@@ -49,7 +49,9 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
         placement = reports[name].rank_map
         if placement is not None:
             first += placement.gpus
-    sums = sum_over_policies([*reports.values()]) if len(reports) > 1 else None
+    sums = None
+    if len(reports) > 1:
+        sums = sum_over_policies([*reports.values()])
     report = reports.pop(ACTOR)
     prompt, prompt_problems = _first_prompt(config)
     violations = [*report.violations, *prompt_problems]
@@ -67,7 +69,9 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     lines = [*_lines(report, prompt)]
     for name, policy_report in reports.items():
         actor = config.policies[name].engines_of
-        parts = "separate trainers and engines" if actor is None else f"separate trainers, engines of {actor}"
+        parts = "separate trainers and engines"
+        if actor is not None:
+            parts = f"separate trainers, engines of {actor}"
         lines += ["", f"policy      {name}: {parts}", *_lines(policy_report, [])]
     if sums is not None:
         lines += ["", *describe_together(sums)]
@@ -87,7 +91,9 @@ def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, pred
 
 
 def _lines(report: PlanReport, prompt: list[str]) -> list[str]:
-    lines = describe(report) if report.complete else []
+    lines = []
+    if report.complete:
+        lines += describe(report)
     lines += [f"warning     {sentence}" for sentence in report.warnings]
     lines += prompt
     if report.predicted is not None:
@@ -149,5 +155,7 @@ def _predicted(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGr
     from slimx.extras.planner.links.rehearsal import rehearse  # imports torch
 
     trial = rehearse()
-    shown = predictions(published, sizes, groups) if trial.holds else None
+    shown = None
+    if trial.holds:
+        shown = predictions(published, sizes, groups)
     return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

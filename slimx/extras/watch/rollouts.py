@@ -137,7 +137,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     chosen: list[tuple[SavedTicket, Group | None]] = []
     for ticket in state.rollouts["tickets"]:
         if ticket.group is not None:
-            chosen += [(ticket, group) for group in _chosen([ticket.group], choice)]
+            for complete in _chosen([ticket.group], choice):
+                chosen.append((ticket, complete))
         elif everything:
             chosen.append((ticket, None))
     shown = chosen[: choice.limit or None]
@@ -172,8 +173,12 @@ def dropped_of(directory: Path, step: int | None) -> Json:
     """Returns {reasons: {reason: groups}, dropped: [{step, prompt, reason, detail}], problems}, of all steps or one."""
     check_run(directory)
     file = directory / "dropped.jsonl"
-    records, problems = load_records(file, dict) if file.exists() else ([], [])
-    dropped = [record for record in records if step is None or record.get("step") == step]
+    dropped: list[Json] = []
+    problems: list[str] = []
+    if file.exists():
+        dropped, problems = load_records(file, dict)
+    if step is not None:
+        dropped = [record for record in dropped if record.get("step") == step]
     reasons = Counter(record.get("reason") for record in dropped)
     return {"reasons": dict(reasons.most_common()), "dropped": dropped, "problems": problems}
 
@@ -185,7 +190,9 @@ def steps_lines(values: Json) -> Iterator[str]:
     """Yields a table of `steps_of`."""
     yield "  step  version  groups  trajectories  truncated  sampled tokens    reward  oldest version  dropped"
     for step in values["steps"]:
-        reward = "none" if step["reward"] is None else f"{step['reward']:.3f}"
+        reward = "none"
+        if step["reward"] is not None:
+            reward = f"{step['reward']:.3f}"
         oldest = "none" if step["oldest"] is None else step["oldest"]
         dropped = ", ".join(f"{count} {reason}" for reason, count in step["dropped"].items()) or "0"
         yield (
@@ -263,7 +270,10 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
         if choice.group is not None and group.id != choice.group:
             continue
         if choice.reward_below is not None:
-            low = [t for t in group.trajectories if t.reward is not None and t.reward < choice.reward_below]
+            low = []
+            for trajectory in group.trajectories:
+                if trajectory.reward is not None and trajectory.reward < choice.reward_below:
+                    low.append(trajectory)
             if not low:
                 continue
             group = Group(id=group.id, prompt=group.prompt, trajectories=low, baseline=group.baseline)
@@ -275,7 +285,8 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
     decoder that shows ids, and the reason."""
     kept = directory / TOKENIZER
     try:
-        tokenizer: Any = load_tokenizer(kept if kept.is_dir() else read_config(directory)["model"]["path"])
+        source = kept if kept.is_dir() else read_config(directory)["model"]["path"]
+        tokenizer: Any = load_tokenizer(source)
     except SlimxError as error:
         return lambda ids: " ".join(map(str, ids)), [f"tokens are shown as ids: {error}"]
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False), []

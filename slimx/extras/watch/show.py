@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,22 @@ def group_values(
     """Returns {id, prompt: {id, text, answer, dataset}, reward: mean or None, baseline, trajectories}. `version`:
     version of the trainers, relative to which staleness is counted. `trained`: results of training by trajectory.
     `tokens`: True to include a list of every token."""
-    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
+    rewards: list[float] = []
+    trajectories: list[Json] = []
+    for trajectory in group.trajectories:
+        if trajectory.reward is not None:
+            rewards.append(trajectory.reward)
+        results = trained.get(trajectory.id)
+        trajectories.append(_trajectory_values(trajectory, version, decode, results, tokens))
+    reward = None
+    if rewards:
+        reward = _number(float(np.mean(rewards)))
     return {
         "id": group.id,
         "prompt": prompt_values(group.prompt, decode),
-        "reward": _number(float(np.mean(rewards))) if rewards else None,
+        "reward": reward,
         "baseline": _number(group.baseline),
-        "trajectories": [
-            _trajectory_values(trajectory, version, decode, trained.get(trajectory.id), tokens)
-            for trajectory in group.trajectories
-        ],
+        "trajectories": trajectories,
     }
 
 
@@ -52,11 +58,17 @@ def _trajectory_values(
     oldest = trajectory.oldest_version
     counts = {"prompt": 0, "sampled": 0, "inserted": 0}
     parts: list[Json] = []
+    versions: list[list[int]] = []
     for span in trajectory.spans:
         counts[span.source] += span.stop - span.start
+        if span.version is not None:
+            versions.append([span.start, span.stop, span.version])
         if span.source != "prompt":
             text = decode(ids[span.start : span.stop].tolist())
             parts.append({"source": span.source, "turn": span.turn, "text": text})
+    staleness = None
+    if version is not None and oldest is not None:
+        staleness = version - oldest
     values: Json = {
         "id": trajectory.id,
         "rollout": trajectory.rollout_id,
@@ -66,8 +78,8 @@ def _trajectory_values(
         "metrics": {name: _number(value) for name, value in trajectory.metrics.items()},
         "status": trajectory.status,
         "finish_reason": trajectory.finish_reason,
-        "versions": [[s.start, s.stop, s.version] for s in trajectory.spans if s.version is not None],
-        "staleness": version - oldest if version is not None and oldest is not None else None,
+        "versions": versions,
+        "staleness": staleness,
         "tokens": counts | {"trained": int(trajectory.loss_mask.sum())},
         "parts": parts,
     }
@@ -84,11 +96,13 @@ def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
     if not chosen.any():
         return {"advantage": None, "gap": None, "other_experts": None}
     gaps = np.abs(trained.logprobs - trajectory.logprobs)[chosen]
-    experts = trained.other_experts
+    other_experts = None
+    if trained.other_experts is not None:
+        other_experts = int(trained.other_experts[chosen].sum())
     return {
         "advantage": _number(float(trained.advantages[chosen].mean())),
         "gap": _number(float(gaps.max())),
-        "other_experts": None if experts is None else int(experts[chosen].sum()),
+        "other_experts": other_experts,
     }
 
 
@@ -111,11 +125,13 @@ def _token_values(trajectory: Trajectory, decode: Decode, trained: TrainedTokens
 
 
 def _trained_token(trained: TrainedTokens, position: int) -> Json:
-    experts = trained.other_experts
+    other_experts = None
+    if trained.other_experts is not None:
+        other_experts = bool(trained.other_experts[position])
     return {
         "trainer_logprob": _number(float(trained.logprobs[position])),
         "advantage": _number(float(trained.advantages[position])),
-        "other_experts": None if experts is None else bool(experts[position]),
+        "other_experts": other_experts,
     }
 
 
@@ -159,7 +175,10 @@ def _trajectory_lines(trajectory: Json) -> Iterator[str]:
         line += f"; {_named_values(trajectory['metrics'])}"
     yield line
     for part in trajectory["parts"]:
-        yield from _indented(part["text"], "    > " if part["source"] == "sampled" else "    | ")
+        mark = "    | "
+        if part["source"] == "sampled":
+            mark = "    > "
+        yield from _indented(part["text"], mark)
     if "each_token" in trajectory:
         yield "    position        id  source    trained   logprob   trainer advantage experts  version  text"
         yield from map(_token_line, trajectory["each_token"])
@@ -193,17 +212,24 @@ def _token_line(token: Json) -> str:
 
 
 def _token_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    if value is None:
+        return "-"
+    return f"{value:.4f}"
 
 
-def _indented(text: str, mark: str) -> Iterable[str]:
-    return (mark + line for line in text.splitlines() or [""])
+def _indented(text: str, mark: str) -> Iterator[str]:
+    for line in text.splitlines() or [""]:
+        yield mark + line
 
 
 def _number(value: float | None) -> float | None:
     """Returns None instead of NaN, which JSON cannot represent."""
-    return None if value is None or math.isnan(value) else value
+    if value is None or math.isnan(value):
+        return None
+    return value
 
 
 def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+    if value is None:
+        return "none"
+    return f"{value:.3f}"

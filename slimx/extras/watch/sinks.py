@@ -224,15 +224,19 @@ def _kind(samples: Sequence[RecordedSample]) -> str:
 
 def _samples_text(samples: Sequence[RecordedSample]) -> str:
     """Formats the samples as plain text."""
-    return "\n\n".join(
-        f"[{number}] reward {_number(sample.reward)}\n{sample.prompt}\n--- response\n{sample.response}\n"
-        f"--- expected\n{sample.answer or ''}"
-        for number, sample in enumerate(samples, start=1)
-    )
+    texts = []
+    for number, sample in enumerate(samples, start=1):
+        texts.append(
+            f"[{number}] reward {_number(sample.reward)}\n{sample.prompt}\n--- response\n{sample.response}\n"
+            f"--- expected\n{sample.answer or ''}"
+        )
+    return "\n\n".join(texts)
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "none"
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:.4g}"
 
 
 def _verbatim(text: str) -> str:

@@ -49,15 +49,22 @@ def run_status(directory: Path) -> dict[str, Any]:
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
     engines = directory / "engines.json"
-    roster = json.loads(engines.read_text()) if engines.exists() else {}
+    roster = {}
+    if engines.exists():
+        roster = json.loads(engines.read_text())
     activity = read_activity(directory)
     stall = Stall.model_validate(config.get("track", {}).get("stall") or {})
     pace = None
+    usual = None
     silent = None
     if activity is not None:
         now = time.time()
         pace = phase_pace(directory, activity, now, factor=stall.factor, at_least=stall.at_least)
+        usual = pace.usual
         silent = now - activity["written"]
+    seconds_ago = None
+    if last:
+        seconds_ago = round(time.time() - metrics.stat().st_mtime)
     running = is_locked(directory)
     finished = not running and up_to_date(directory, "summary.json")
     return {
@@ -67,13 +74,13 @@ def run_status(directory: Path) -> dict[str, Any]:
         "finished": finished,
         "step": last.get("step", 0),
         "steps": config["schedule"]["steps"],
-        "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
+        "seconds_ago": seconds_ago,
         "metrics": last.get("metrics", {}),
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
         "engines": roster.get("engines", []),
         "routers": roster.get("routers", []),
         "activity": activity,
-        "usual_seconds": None if pace is None else pace.usual,
+        "usual_seconds": usual,
         "silent_seconds": silent,
     }
 
@@ -94,7 +101,9 @@ _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
 
 def describe_status(status: dict[str, Any]) -> list[str]:
     """Returns the status as lines of text. Engines of a run that has ended are omitted."""
-    state = "not running" if status["state"] is RunState.DEAD else str(status["state"])
+    state = str(status["state"])
+    if status["state"] is RunState.DEAD:
+        state = "not running"
     line = f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}"
     if status["seconds_ago"] is not None:
         line += f", written {status['seconds_ago']} s ago"
@@ -107,7 +116,9 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"step     {shown}")
     lines += [f"policy   {name}: {_shown(metrics, f'policy/{name}/')}" for name in _policies(metrics)]
     for prefix, sentence in without_signal(metrics).items():
-        lines.append(f"signal   {prefix}: {sentence}" if prefix else f"signal   {sentence}")
+        if prefix:
+            sentence = f"{prefix}: {sentence}"
+        lines.append(f"signal   {sentence}")
     if not status["running"]:
         return lines
     if status["activity"] is not None:
@@ -140,7 +151,12 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
 
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
     """Formats the present metrics of SHOWN under names that begin with `prefix`."""
-    return ", ".join(f"{key} {metrics[prefix + key]:.4g}" for key in SHOWN if metrics.get(prefix + key) is not None)
+    parts = []
+    for key in SHOWN:
+        value = metrics.get(prefix + key)
+        if value is not None:
+            parts.append(f"{key} {value:.4g}")
+    return ", ".join(parts)
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:
@@ -148,7 +164,9 @@ def _restarts(part: dict[str, Any]) -> list[str]:
     lines = []
     for restart in part.get("history", []):
         when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
-        result = f"failed: {restart['error']}" if restart["error"] else "succeeded"
+        result = "succeeded"
+        if restart["error"]:
+            result = f"failed: {restart['error']}"
         lines.append(f"         {when} restart after {restart['reason']}: {result} ({restart['seconds']:.0f} s)")
     return lines
 
@@ -156,7 +174,9 @@ def _restarts(part: dict[str, Any]) -> list[str]:
 def _last_line(file: Path) -> dict[str, Any]:
     """Returns the last complete line of a file of JSON lines; {} without one. Reads at most 256 KiB."""
     last = last_lines(file, 2**18)[-1:]
-    return json.loads(last[0]) if last and last[0].strip() else {}
+    if not last or not last[0].strip():
+        return {}
+    return json.loads(last[0])
 
 
 def run_stacks(directory: Path) -> str:

@@ -197,7 +197,9 @@ def _belongs(algorithm: Algorithm, key: str) -> bool:
 def _value(algorithm: Algorithm, key: str) -> Any:
     """Returns the value of a key such as `kl_coef` or `loss.low`; None if the loss or estimator lacks the parameter."""
     section, _, name = key.rpartition(".")
-    return getattr(getattr(algorithm, section) if section else algorithm, name, None)
+    if not section:
+        return getattr(algorithm, name, None)
+    return getattr(getattr(algorithm, section), name, None)
 
 
 def _default(algorithm: Algorithm, key: str) -> Any:
@@ -222,7 +224,9 @@ def _without(algorithm: Algorithm, term: Term) -> Algorithm:
     """Returns `algorithm` with the term's neutral value."""
     if term.key == "loss.share":  # at least one token is always selected: replace the loss by one without selection
         bounds = {"low": 1.0, "high": FAR, "dual": None}
-        bounds |= {name: value for name, value in algorithm.loss if name in bounds}
+        for name, value in algorithm.loss:
+            if name in bounds:
+                bounds[name] = value
         return algorithm.model_copy(update={"loss": Clip(kind="clip", **bounds)})
     if term.key == "old_logprobs":  # without it, corrections have nothing to compare
         algorithm = algorithm.model_copy(update={"correction": Correction(), "rejection": Rejection()})
@@ -232,13 +236,19 @@ def _without(algorithm: Algorithm, term: Term) -> Algorithm:
 def _share(with_it: np.ndarray, without: np.ndarray) -> float:
     size = max(float(np.linalg.norm(with_it)), float(np.linalg.norm(without)))
     difference = float(np.linalg.norm(with_it - without))
-    return difference / size if size and difference > EXACT * size else 0.0
+    if size and difference > EXACT * size:
+        return difference / size
+    return 0.0
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, Rejection):
-        return value.level if value.level != "none" else f"veto {value.veto:g}"
-    return value.kind if isinstance(value, Correction) else value
+    if isinstance(value, Correction):
+        return value.kind
+    if not isinstance(value, Rejection):
+        return value
+    if value.level == "none":
+        return f"veto {value.veto:g}"
+    return value.level
 
 
 def describe(terms: list[Effect]) -> list[str]:
@@ -246,10 +256,14 @@ def describe(terms: list[Effect]) -> list[str]:
     width = max(len(effect.key) for effect in terms)
     lines = []
     for effect in terms:
-        result = f"{_percent(effect.share)} of the gradient" if effect.share else f"  NOTHING: {effect.reason}"
+        result = f"  NOTHING: {effect.reason}"
+        if effect.share:
+            result = f"{_percent(effect.share)} of the gradient"
         lines.append(f"  {effect.key:<{width}}  {effect.value!s:<12} {result}")
     return lines
 
 
 def _percent(share: float) -> str:
-    return f"{share:6.1%}" if share >= 1e-3 else f"{100 * share:5.0e}%"
+    if share < 1e-3:
+        return f"{100 * share:5.0e}%"
+    return f"{share:6.1%}"

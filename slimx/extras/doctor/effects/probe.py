@@ -59,6 +59,7 @@ def make_probe(config: Config) -> Probe:
     random = np.random.default_rng(0)
     moved = config.schedule.updates_per_step > 1
     stale = config.schedule.max_staleness > 0
+    engine_difference = DRIFT if stale else GAP
     groups: list[Group] = []
     names = ("begin", "now", "reference", "teacher", "entropy", "values", "new")
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -75,7 +76,7 @@ def make_probe(config: Config) -> Probe:
             parts["entropy"].append(random.random(length - 1))
             parts["values"].append(values)
             parts["new"].append(values + moved * random.normal(size=length - 1))
-            sampled = begin + _difference(random, length - 1, DRIFT if stale else GAP)
+            sampled = begin + _difference(random, length - 1, engine_difference)
             trajectories.append(_trajectory(number, index, sampled, random, newest=int(stale)))
         group = Group(id=f"{number}", prompt=Prompt(id=f"{number}", token_ids=[1]), trajectories=trajectories)
         group.baseline = float(random.normal())
@@ -113,12 +114,18 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
     def sequence_sum(values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(rows), dtype=values.dtype).index_add_(0, row_index, values.detach())[row_index]
 
+    old_logprobs = rollout
+    if algorithm.old_logprobs == "recompute":
+        old_logprobs = _joined(probe.begin)
+    reference_logprobs = None
+    if algorithm.reference:
+        reference_logprobs = _joined(probe.reference)
     loss, _ = make_loss(algorithm)(
         LossInputs(
             **columns,
             logprobs=logprobs,
-            old_logprobs=_joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
-            reference_logprobs=_joined(probe.reference) if algorithm.reference else None,
+            old_logprobs=old_logprobs,
+            reference_logprobs=reference_logprobs,
             top=TopLogprobs(policy[:, :TOP], policy[:, TOP], teacher),
             entropy=entropy,
             sequence_sum=sequence_sum,
@@ -126,8 +133,12 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
     )
     leaves = (logprobs, entropy, logits)
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    parts = [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(gradients, leaves, strict=True)]
-    return torch.cat([part.flatten() for part in parts]).numpy()
+    parts = []
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        if gradient is None:
+            gradient = torch.zeros_like(leaf)
+        parts.append(gradient.flatten())
+    return torch.cat(parts).numpy()
 
 
 def try_hooks(config: Config) -> None:
@@ -171,13 +182,20 @@ def _joined(arrays: Sequence[np.ndarray]) -> torch.Tensor:
 
 def _columns(rows: Sequence[TrainingRow]) -> dict[str, torch.Tensor]:
     """Returns the fields of `LossColumns` that the rows have, concatenated over rows, float64."""
-    names = [name for name in LOSS_COLUMNS if getattr(rows[0], name) is not None]
-    return {name: _joined([getattr(row, name) for row in rows]) for name in names}
+    columns = {}
+    for name in LOSS_COLUMNS:
+        if getattr(rows[0], name) is not None:
+            columns[name] = _joined([getattr(row, name) for row in rows])
+    return columns
 
 
 def _rows(config: Config, probe: Probe) -> list[TrainingRow]:
-    groups = [group.newest_only() for group in probe.groups] if config.algorithm.mask_stale_tokens else probe.groups
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    groups = probe.groups
+    if config.algorithm.mask_stale_tokens:
+        groups = [group.newest_only() for group in groups]
+    trajectories: list[Trajectory] = []
+    for group in groups:
+        trajectories += group.trajectories
     weights = loss_weights(trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens)
     return make_rows(trajectories, all_advantages(config.algorithm, groups), weights)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> HookFindings:
     try:
         spec, tokenizer = configured_model(config), run_tokenizer(config)
         by_source = training_prompts(config, tokenizer, spec)
-        prompts = [prompt for several in by_source.values() for prompt in several]
+        prompts = list(chain.from_iterable(by_source.values()))
         check_generated(hooks.generate, prompts, tokenizer)
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
@@ -121,17 +122,20 @@ def _judge(
     if not trajectories:
         return
     _limits(config, spec, trajectories, findings)
-    untrained = [trajectory.id for trajectory in trajectories if not trajectory.loss_mask.any()]
+    untrained: list[str] = []
+    trains_unsampled = False
+    for trajectory in trajectories:
+        if not trajectory.loss_mask.any():
+            untrained.append(trajectory.id)
+        if trajectory.loss_mask[trajectory.versions() < 0].any():
+            trains_unsampled = True
     if len(untrained) == len(trajectories):
         sentence = f"rollout.generate: {hook} trains no token; add_sampled with train=True"
         findings.problem("hooks.untrained", hook, sentence)
     elif untrained:
         sentence = f"trajectory {untrained[0]} has no trained token: it counts in its group and teaches nothing"
         findings.note("hooks.empty", untrained[0], sentence)
-    if (
-        any(trajectory.loss_mask[trajectory.versions() < 0].any() for trajectory in trajectories)
-        and rollouts[0].requests
-    ):
+    if trains_unsampled and rollouts[0].requests:
         sentence = f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
         findings.note("hooks.unsampled", hook, sentence)
     blocked = min(rollout.blocked for rollout in rollouts)  # the first rollout may also import and load
@@ -162,7 +166,9 @@ def _failures(rollouts: list[TrialRollout], findings: HookFindings) -> None:
             by_reason.setdefault(rollout.outcome.reason, []).append(rollout)
     for reason, failed in by_reason.items():
         first = failed[0]
-        count = f" ({len(failed)} of {len(rollouts)} rollouts)" if len(failed) > 1 else ""
+        count = ""
+        if len(failed) > 1:
+            count = f" ({len(failed)} of {len(rollouts)} rollouts)"
         sentence = f"{reason} where the engine says {first.says}{count}: {' '.join(str(first.outcome.detail).split())}"
         if first.frozen:
             sentence += f" (frozen models were called too, and returned {VERDICT!r}: that may be why)"
@@ -189,13 +195,13 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fin
         return  # the layout is no hook's fault; `slimx doctor FILE` says what is wrong with it
     length = max(len(trajectory.token_ids) for trajectory in trajectories)
     if length > longest:
-        of_model = longest == spec.gpt["max_sequence_length"]
-        more = f"{spec.path} has no more positions" if of_model else "raise trainer.max_tokens_per_microbatch"
+        remedy = "raise trainer.max_tokens_per_microbatch or return several trajectories"
+        if longest == spec.gpt["max_sequence_length"]:
+            remedy = f"{spec.path} has no more positions: return several trajectories"
         findings.problem(
             "hooks.long_trajectory",
             hook,
-            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; "
-            f"{more}{': ' if of_model else ' or '}return several trajectories",
+            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; {remedy}",
         )
 
 
@@ -226,13 +232,15 @@ def _table(rollouts: list[TrialRollout]) -> list[str]:
             says, requests, seconds = of_rollout
             of_rollout = ("", "", "")  # only in the rollout's first row
             spans = " ".join(f"{span.source[0]}{span.stop - span.start}" for span in trajectory.spans)
+            if len(spans) >= 28:
+                spans = spans[:25] + "..."
             rows.append(
                 (
                     says,
                     trajectory.id,
                     str(len(trajectory.token_ids)),
                     str(int(trajectory.loss_mask.sum())),
-                    spans if len(spans) < 28 else spans[:25] + "...",
+                    spans,
                     requests,
                     trajectory.status,
                     "-" if trajectory.reward is None else f"{trajectory.reward:g}",
@@ -248,14 +256,22 @@ def _table(rollouts: list[TrialRollout]) -> list[str]:
 
 
 def _trajectories(rollout: TrialRollout) -> list[Trajectory]:
-    return rollout.outcome.group.trajectories if rollout.outcome.group is not None else []
+    if rollout.outcome.group is None:
+        return []
+    return rollout.outcome.group.trajectories
 
 
 def _logged(rollouts: list[TrialRollout]) -> list[str]:
     """Returns a line for each name that hooks logged, with its value in every rollout."""
-    metrics = [trajectory.metrics for rollout in rollouts for trajectory in _trajectories(rollout)]
+    metrics: list[dict[str, float]] = []
+    for rollout in rollouts:
+        for trajectory in _trajectories(rollout):
+            metrics.append(trajectory.metrics)
     lines = []
     for name in sorted(set().union(*metrics)):
-        values = " ".join(f"{logged[name]:g}" if name in logged else "-" for logged in metrics)
-        lines.append(f"  logged hook/{name}: {values}")
+        values = []
+        for logged in metrics:
+            value = f"{logged[name]:g}" if name in logged else "-"
+            values.append(value)
+        lines.append(f"  logged hook/{name}: {' '.join(values)}")
     return lines

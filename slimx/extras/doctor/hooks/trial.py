@@ -107,22 +107,25 @@ class HookTrial:
         url = self.server.url
         shape = ModelShape.of(self.spec)
         sampled = bool(self.config.rollout.policy_engines)
-        frozen = {
-            group.name: FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
-            for group in self.config.rollout.frozen_engines
-        }
+        frozen: dict[str, FrozenEngine] = {}
+        for group in self.config.rollout.frozen_engines:
+            frozen[group.name] = FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
         proxy = make_agent_server(Proxy(), self.spec.gpt["max_sequence_length"])
         hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
         async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
+            scripts = self._scripts()
+            generation: GenerationClient | None = client
+            if not sampled:
+                scripts = scripts[:1]
+                generation = None
             # The stand-in serves every policy, with the actor's tokenizer.
-            speaker = PolicyClient(client if sampled else None, self.tokenizer, self.spec.vocab_size)
+            speaker = PolicyClient(generation, self.tokenizer, self.spec.vocab_size)
             speakers = dict.fromkeys(self.config.trained, speaker)
             maker = GroupMaker(self.config, hooks, speakers, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION
             try:
                 rollouts: list[TrialRollout] = []
-                scripts = self._scripts()
-                for number, script in enumerate(scripts if sampled else scripts[:1]):
+                for number, script in enumerate(scripts):
                     rollouts.append(await self._one(maker, number, *script))
                     if (rollouts[-1].outcome.reason or "").endswith("deadline"):
                         break  # the others would take as long

@@ -145,14 +145,20 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     read = summed((plan.count, sources), (bucket, source), elements * _itemsize_read(plan))
     wire = summed((plan.count, sources, targets), (bucket, source, target), move_bytes(plan))
     messages = wire > 0
+    tensors = 0
+    for target_buckets in plan.buckets:
+        tensors = max(tensors, sum(len(part.tensors) for part in target_buckets))
+    receivers = targets
+    if encoding == "hf":
+        receivers = engine_ranks
     return Traffic(
         read=read,
         sent=wire.sum(axis=2) * engines,
         received=wire.sum(axis=1),
         sends=messages.sum(axis=2) * engines,
         receives=messages.sum(axis=1),
-        tensors=max(sum(len(bucket.tensors) for bucket in target) for target in plan.buckets),
-        engine_ranks=engines * (engine_ranks if encoding == "hf" else targets),
+        tensors=tensors,
+        engine_ranks=engines * receivers,
     )
 
 
@@ -215,7 +221,9 @@ def predict(traffic: Traffic, links: Links) -> Stages:
         transfer = transfers.max(axis=1)
         staged = _staged(pack + links.control, transfers, check + links.control)
     loaded_bytes = traffic.received.sum(axis=0).max()
-    ranks_per_core = max(1.0, traffic.engine_ranks / links.cores) if links.cores else 1.0
+    ranks_per_core = 1.0
+    if links.cores:
+        ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
     load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
     verify = (loaded_bytes / links.verify + links.call) * ranks_per_core
     total = float(staged + load + verify + STEPS * links.control)
@@ -249,7 +257,9 @@ def _staged(pack: np.ndarray, transfer: np.ndarray, check: np.ndarray) -> float:
 
 
 def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:
-    return work / cores if cores else np.zeros_like(work)
+    if not cores:
+        return np.zeros_like(work)
+    return work / cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,11 @@ class EngineRank:
         verification."""
         memory = open_memory(path, size)
         began = time.perf_counter()
-        views = {t.name: memory[t.offset : t.offset + t.nbytes] for t in tensors}
-        checksums = {t.name: t.checksum for t in tensors}
+        views: dict[str, torch.Tensor] = {}
+        checksums: dict[str, int] = {}
+        for tensor in tensors:
+            views[tensor.name] = memory[tensor.offset : tensor.offset + tensor.nbytes]
+            checksums[tensor.name] = tensor.checksum
         self._verify(views, checksums, "staged")
         for tensor in tensors:
             self._staged[tensor.name] = views[tensor.name].view(self.parameters[tensor.name].dtype)
@@ -94,7 +97,9 @@ class EngineRank:
 
     @staticmethod
     def _verify(views: Mapping[str, torch.Tensor], checksums: Mapping[str, int], state: str) -> None:
-        pieces = [kernel.rectangle(v.view(-1), tensor=k, pos=0, pos_ld=v.nbytes) for k, v in enumerate(views.values())]
+        pieces = []
+        for index, view in enumerate(views.values()):
+            pieces.append(kernel.rectangle(view.view(-1), tensor=index, pos=0, pos_ld=view.nbytes))
         sums = kernel.seeds([view.nbytes for view in views.values()])
         kernel.checksum_rects(np.array(pieces, dtype=kernel.PIECE), sums)
         for name, checksum in zip(views, sums.tolist(), strict=True):
@@ -117,11 +122,17 @@ class Rehearsal:
             precision=Precision("bfloat16", "bfloat16"),
             bucket_bytes=32 * MIB,
         )
-        shapes = {p.name: p.shape for p in self.plan.parameters}
-        packer = Packer(self.plan, 0, {name: _random(shape) for name, shape in shapes.items()})
+        weights: dict[str, torch.Tensor] = {}
+        for parameter in self.plan.parameters:
+            if parameter.name not in weights:
+                weights[parameter.name] = _random(parameter.shape)
+        packer = Packer(self.plan, 0, weights)
         self.gatherer = Gatherer(packer, remote=(), group=None)
-        tensors = [tensor for bucket in self.plan.buckets[0] for tensor in bucket.tensors]
-        self.engine = EngineRank({t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in tensors})
+        parameters: dict[str, torch.Tensor] = {}
+        for bucket in self.plan.buckets[0]:
+            for tensor in bucket.tensors:
+                parameters[tensor.name] = torch.zeros(tensor.shape, dtype=torch.bfloat16)
+        self.engine = EngineRank(parameters)
 
     @property
     def traffic(self) -> Traffic:
@@ -181,7 +192,9 @@ def calibrate(rehearsal: Rehearsal) -> Links:
     """Measures this machine's rates, from one pass of every stage over a small model with nothing else running."""
     plan = rehearsal.plan
     engine = rehearsal.engine
-    size = sum(tensor.nbytes for bucket in plan.buckets[0] for tensor in bucket.tensors)
+    size = 0
+    for part in plan.buckets[0]:
+        size += sum(tensor.nbytes for tensor in part.tensors)
     call = _latency()
     pack = 0.0
     check = 0.0

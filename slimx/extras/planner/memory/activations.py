@@ -121,7 +121,10 @@ def layer_bytes(model: dict[str, Any], setting: Setting, parts: LayerParts, kind
         nbytes |= kind.mixer_bytes(model, setting, parts) or attention(model, setting)
     if parts.mlp is not None:
         nbytes |= {"mlp_norm": setting.norm(hidden), "mlp_input": hidden * setting.itemsize}
-        nbytes |= _experts(model, setting) if parts.mlp == "experts" else _mlp(model, setting)
+        if parts.mlp == "experts":
+            nbytes |= _experts(model, setting)
+        else:
+            nbytes |= _mlp(model, setting)
     return LayerBytes(
         input=hidden * setting.itemsize,
         gathered=_gathered(model, setting),
@@ -170,7 +173,11 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     key = s.tokens * heads * (model["qk_head_dim"] + rotary)
     latents = s.share * ((model["q_lora_rank"] or 0) + model["kv_lora_rank"])
     made = s.tokens * heads * model["qk_head_dim"] + value  # keys without rotation and values: one product
-    projected = 0.0 if s.materialised else (2 * key + made) * s.itemsize
+    projected = 0.0
+    exclusive = 0.0
+    if not s.materialised:
+        projected = (2 * key + made) * s.itemsize
+        exclusive = 2 * key
     if s.kernels == "torch":
         projected += 4 * s.tokens * rotary * s.itemsize
         projected += (key + value) * s.itemsize * (s.sizes.context - 1)
@@ -178,7 +185,7 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
         "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
         "projected": projected,
         "up_projected": projected,
-        **_core(s, heads, key, key, value, exclusive=0.0 if s.materialised else 2 * key, part=value),
+        **_core(s, heads, key, key, value, exclusive=exclusive, part=value),
     }
 
 

@@ -43,12 +43,17 @@ def engine_memory(
     sizes = engine_sizes(group)
     number_format = published_format(config.publish.quantise)
     rule = config.publish.quantise
-    quantisation = number_format.quantisation(rule) if rule is not None else None
+    quantisation = None
+    if rule is not None:
+        quantisation = number_format.quantisation(rule)
     chosen = number_format.chosen(table or engine_table(spec, group))
     itemsize = ITEMSIZE[config.numerics.dtype]
     weights = engine_weights(chosen, config.numerics.dtype, sizes, quantisation)
     if not group.frozen:
         weights += adapter_slots(config, spec)
+    graphs = 0
+    if machine.memory is not None:
+        graphs = graph_bytes(group, sizes, machine.memory)
     record = EngineMemory(
         group=group.name,
         count=group.servers,
@@ -68,7 +73,7 @@ def engine_memory(
         staged=staged,
         overhead=OVERHEAD,
         dispatcher=engine_buffers(group, spec, sizes),
-        graphs=0 if machine.memory is None else graph_bytes(group, sizes, machine.memory),
+        graphs=graphs,
         work=WORK,
     )
     return with_occupied(record, config, group, machine, occupied)
@@ -150,7 +155,8 @@ def kv_bytes(
     """Returns the bytes of one token in a rank's KV cache: keys and values of the rank's query groups (at least one) in
     every attention layer, or the latent and the rotary key of latent attention, complete on every rank, with the
     additions of the layer kind. `drafting`: layers of a draft model, which has the target's attention."""
-    itemsize = 1 if cache in _FP8_CACHE else itemsize
+    if cache in _FP8_CACHE:
+        itemsize = 1
     attending = drafting + sum(layer.mixer == "attention" for layer in kind.layers(model))
     if model.get("multi_latent_attention"):
         latent = (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
@@ -189,7 +195,8 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     if not group.sglang.get("disable_cuda_graph"):
         reserved += 2 * batch
         if sizes.attention_data > 1:
-            reserved += batch * sizes.attention_data * (4.5 if batch > 300 else 3)
+            per_request = 4.5 if batch > 300 else 3
+            reserved += batch * sizes.attention_data * per_request
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     if group.sglang.get("moe_a2a_backend") == "deepep":

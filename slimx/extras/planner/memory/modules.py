@@ -50,10 +50,13 @@ def offloaded(layer: LayerBytes, trainer: Trainer) -> dict[str, OffloadedBytes]:
     All saved tensors of a part are offloaded, not just its inputs: with the attention's output and row statistics also
     queries, keys and values (the values also stay on the device, as a view of the projections' output); with the
     experts' first product also the intermediate tensors of plain torch's activation, but not its result."""
-    moe = layer.dispatched > 0
+    act = 0.0
+    if layer.dispatched > 0:
+        act = layer.inner + layer.activated - layer.inner / 2
     attention = layer.operands + layer.core
-    act = layer.inner + layer.activated - layer.inner / 2 if moe else 0.0
-    copied_attention = attention + layer.values + layer.context if attention else 0.0
+    copied_attention = 0.0
+    if attention:
+        copied_attention = attention + layer.values + layer.context
     parts = {
         "core_attn": OffloadedBytes(freed=attention, copied=copied_attention),
         "attn_proj": OffloadedBytes(freed=layer.context, copied=layer.context),
@@ -107,6 +110,8 @@ def recomputed_share(spec: ModelSpec, length: int, trainer: Trainer) -> float:
             covered = min(1.0, recompute.layers * stages / spec.transformer["num_layers"])
         again = (forward - products["head"]) * covered
     else:
-        within = {"shared_experts"} if "moe" in recompute.modules else set()
-        again = sum(products.get(module, 0.0) for module in {*recompute.modules} - within)
+        modules = {*recompute.modules}
+        if "moe" in modules:
+            modules -= {"shared_experts"}
+        again = sum(products.get(module, 0.0) for module in modules)
     return again / (3 * forward)

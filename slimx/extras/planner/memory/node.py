@@ -46,26 +46,31 @@ def host_memory(
     engines = ranks if config.schedule.colocate else 0
     buckets = 0
     last = 0
-    servers = 0  # servers that have ranks on the node
-    if figures is not None and config.schedule.colocate:
-        group = config.rollout.policy_engines[0]
-        servers = max(1, ranks // (group.ranks // group.nodes))
     if figures is not None and not figures.on_gpus:
-        buckets = figures.publisher_bytes
-        if config.publish.transport == "disk":
-            last = figures.kept_bytes + servers * (figures.received_bytes + figures.landing_bytes)
-        if config.publish.transport == "nixl":
-            # Every trainer rank and every server registers its memory.
-            buckets = ranks * figures.publisher_bytes + servers * figures.landing_bytes
-            last = ranks * figures.kept_bytes + servers * figures.received_bytes
-    mirrored = rank[0].host_checkpoint if config.section(Recovery).mirror_every else 0
+        buckets, last = _publication_bytes(config, figures, ranks)
+    mirrored = 0
+    if config.section(Recovery).mirror_every:
+        mirrored = rank[0].host_checkpoint
+    moments = 0
+    copies = 0
+    away = 0
+    activations = 0
+    chosen = 0
+    checkpoint = 0
+    for record in rank:
+        moments += record.host_optimizer
+        copies += record.host_copies
+        away += record.host_away
+        activations = max(activations, record.host_activations)  # models take turns
+        chosen += record.host_chosen
+        checkpoint += record.host_checkpoint
     sizes = {
-        "moments": ranks * sum(record.host_optimizer for record in rank),
-        "weights of reference and teacher": ranks * sum(record.host_copies for record in rank),
-        "state that leaves GPUs": ranks * sum(record.host_away for record in rank),
-        "activations that wait": ranks * max(record.host_activations for record in rank),  # models take turns
-        "tokens that indexers chose": ranks * sum(record.host_chosen for record in rank),
-        "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in rank),
+        "moments": ranks * moments,
+        "weights of reference and teacher": ranks * copies,
+        "state that leaves GPUs": ranks * away,
+        "activations that wait": ranks * activations,
+        "tokens that indexers chose": ranks * chosen,
+        "copies that checkpoints are written from": ranks * checkpoint,
         "copies that mirrors are sent from": ranks * mirrored,
         "mirrors of a neighbour's ranks": 2 * ranks * mirrored,  # the complete one, and the one being received
         "buckets of a publication": buckets,
@@ -75,6 +80,24 @@ def host_memory(
         "processes": (ranks + engines) * PROCESS,
     }
     return HostMemory(memory=machine.host_memory, ranks=ranks, parts=memory_parts(sizes))
+
+
+def _publication_bytes(config: Config, figures: PublicationFigures, ranks: int) -> tuple[int, int]:
+    """Returns the bytes of a publication's buckets, and of the weights published last, on a node with `ranks` trainer
+    ranks."""
+    servers = 0  # servers that have ranks on the node
+    if config.schedule.colocate:
+        group = config.rollout.policy_engines[0]
+        servers = max(1, ranks // (group.ranks // group.nodes))
+    buckets = figures.publisher_bytes
+    last = 0
+    if config.publish.transport == "disk":
+        last = figures.kept_bytes + servers * (figures.received_bytes + figures.landing_bytes)
+    if config.publish.transport == "nixl":
+        # Every trainer rank and every server registers its memory.
+        buckets = ranks * figures.publisher_bytes + servers * figures.landing_bytes
+        last = ranks * figures.kept_bytes + servers * figures.received_bytes
+    return buckets, last
 
 
 def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
@@ -95,7 +118,8 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
 
 def _routes(spec: ModelSpec) -> int:
     """Returns the bytes of a token's experts."""
-    return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * (1 if spec.experts <= 256 else 2)
+    itemsize = 1 if spec.experts <= 256 else 2
+    return len(spec.moe_layers) * spec.transformer["moe_router_topk"] * itemsize
 
 
 def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:

@@ -116,10 +116,9 @@ class Holdings:
         self.dtype = dtype
         self.frozen = frozen
         self.lora = lora
-        self._rows: dict[Stage, list[Row]] = {
-            stage: sorted((row for row in table.rows if row.stage == stage), key=_order)
-            for stage in ("first", "layer", "last", "mtp")
-        }
+        self._rows: dict[Stage, list[Row]] = {"first": [], "layer": [], "last": [], "mtp": []}
+        for row in sorted(table.rows, key=_order):
+            self._rows[row.stage].append(row)
         self._kinds: dict[tuple[Stage, int], tuple[tuple[int, ...], tuple[Row, ...]]] = {}
         """Rows of each layer by (stage, layer): a key that identifies the rows, and the rows."""
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
@@ -127,7 +126,10 @@ class Holdings:
 
     def runs(self, sizes: Sizes, rank: int) -> list[ParameterRun]:
         """Returns the parameters of trainer rank `rank`, in the order of its modules."""
-        return [run for block in self._blocks(sizes, rank) for run in block]
+        runs: list[ParameterRun] = []
+        for block in self._blocks(sizes, rank):
+            runs += block
+        return runs
 
     def elements(self, sizes: Sizes, rank: int) -> int:
         """Returns the trained elements of trainer rank `rank`, without alignment gaps."""
@@ -173,8 +175,11 @@ class Holdings:
     def _layer_runs(self, stage: Stage, layer: int, chunk: int, sizes: Sizes, expert: int) -> tuple[ParameterRun, ...]:
         """Returns the parameters of one layer of `stage`."""
         if (stage, layer) not in self._kinds:
-            rows = tuple(row for row in self._rows[stage] if row.layers is None or layer in row.layers)
-            self._kinds[stage, layer] = tuple(map(id, rows)), rows
+            present: list[Row] = []
+            for row in self._rows[stage]:
+                if row.layers is None or layer in row.layers:
+                    present.append(row)
+            self._kinds[stage, layer] = tuple(map(id, present)), tuple(present)
         kind, rows = self._kinds[stage, layer]
         frozen_key = (layer, expert) if self.frozen else ()  # without frozen parameters only sizes and rows matter
         key = kind, chunk, sizes.tensor, sizes.expert_tensor, sizes.expert, sizes.pipeline > 1, frozen_key
@@ -190,8 +195,10 @@ class Holdings:
         runs: list[ParameterRun] = []
         for row in self.table.rows:
             for stage, name in row.copies:
-                if stage == "last":
-                    runs += [replace(run, name=name) for run in self._row_runs(row, 0, chunk, sizes, 0)]
+                if stage != "last":
+                    continue
+                for run in self._row_runs(row, 0, chunk, sizes, 0):
+                    runs.append(replace(run, name=name))
         return tuple(runs)
 
     def _row_runs(self, row: Row, layer: int, chunk: int, sizes: Sizes, expert: int) -> Iterator[ParameterRun]:
@@ -217,7 +224,9 @@ class Holdings:
                 adapted=rank > 0,
                 orthogonalised=_orthogonalised(row),
             )
-            for _ in range(count if rank > 0 else 0):  # A and B of each matrix
+            if rank == 0:
+                continue
+            for _ in range(count):  # A and B of each matrix
                 for name, elements in (("lora_a", rank * cols), ("lora_b", rows * rank)):
                     yield ParameterRun(
                         name=f"{row.name}.{name}",

@@ -20,6 +20,7 @@ phases is that of `slimx.orchestration`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Literal, get_args
 
 from slimx.extras.planner.memory_record import (
@@ -56,12 +57,11 @@ def phase_memory(
     ranks, critics = by_gpu(trainers, separate_critic)
     out: list[PhasePeak] = []
     if colocate and engines:
-        pairs = [(record.group, rank, record) for record in engines for rank in ranks]
         for phase in PHASES:
-            peaks = [
-                _peak(phase, group, _turn(rank, phase, offload) | _engine(engine, phase, shared=True))
-                for group, rank, engine in pairs
-            ]
+            peaks = []
+            for engine, rank in product(engines, ranks):
+                parts = _turn(rank, phase, offload) | _engine(engine, phase, shared=True)
+                peaks.append(_peak(phase, engine.group, parts))
             out.append(max(peaks, key=lambda peak: peak.nbytes))
     else:
         out += _fullest("trainer", ranks, engines)
@@ -78,12 +78,19 @@ def by_gpu(
 ) -> tuple[list[list[TrainerMemory]], list[list[TrainerMemory]]]:
     """Returns the records of ranks that run in one process, of trainers and of separate critics: a shared critic's
     record is with the trainer's of the same stage."""
-    policy = [[record] for record in records if record.model == "trainer"]
-    critics = [record for record in records if record.model == "critic"]
+    policy: list[list[TrainerMemory]] = []
+    critics: list[list[TrainerMemory]] = []
+    for record in records:
+        if record.model == "trainer":
+            policy.append([record])
+        else:
+            critics.append([record])
     if separate_critic:
-        return policy, [[record] for record in critics]
+        return policy, critics
     for rank in policy:
-        rank += [record for record in critics if record.stage == rank[0].stage]
+        for critic in critics:
+            if critic[0].stage == rank[0].stage:
+                rank += critic
     return policy, []
 
 
@@ -132,7 +139,10 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
     """Returns the bytes of a trainer rank whose state stays on the device, by part."""
 
     def total(*fields: str) -> int:
-        return sum(getattr(record, field) for record in rank for field in fields)
+        nbytes = 0
+        for record in rank:
+            nbytes += sum(getattr(record, field) for field in fields)
+        return nbytes
 
     weights = total("weights")
     gradients = total("gradients")
@@ -141,7 +151,9 @@ def _kept(rank: Sequence[TrainerMemory], phase: Phase) -> _Bytes:
         main = total("optimizer") - total("moments")
         # megatron-core copies trained parameters into its buffers, and frees the originals.
         copied = min(weights, gradients)
-        twice = {"weights in the making": copied} if copied > main else {"main weights": main}
+        twice = {"main weights": main}
+        if copied > main:
+            twice = {"weights in the making": copied}
         return {"weights": weights, "gradients": gradients} | twice | overhead
     state = {"weights": weights, "gradients": gradients, "optimizer state": total("optimizer")} | overhead
     state["codes in fp8"] = total("copies")

@@ -91,6 +91,10 @@ def activation_bytes(
         head = output.work
         # Activations after the decoder are freed before its backward pass.
         work = max(0.0, work - output.kept)
+    rounded: dict[str, int] = {}
+    for module, saved in parts.items():
+        if saved:
+            rounded[module] = round(saved)
     return ActivationBytes(
         kept=round(kept),
         head=round(head),
@@ -98,7 +102,7 @@ def activation_bytes(
         in_flight=len(units),
         hosted=round(hosted),
         moved=round(moved),
-        parts={name: round(nbytes) for name, nbytes in parts.items() if nbytes},
+        parts=rounded,
     )
 
 
@@ -186,10 +190,13 @@ def _units(layers: list[LayerBytes], trainer: Trainer) -> list[tuple[float, floa
         restored = {id(layer): left_out(layer, trainer) for layer, _ in _kinds(layers)}  # in the backward pass
         return [(layer.total - restored[id(layer)], layer.work + restored[id(layer)]) for layer in layers]
     number = recompute.layers
+    units: list[tuple[float, float]] = []
     if recompute.method == "block":
-        recomputed_layers = [(layer.input, layer.total + layer.work) for layer in layers[:number]]
-        return recomputed_layers + [(layer.total, layer.work) for layer in layers[number:]]
-    units = []
+        for layer in layers[:number]:
+            units.append((layer.input, layer.total + layer.work))
+        for layer in layers[number:]:
+            units.append((layer.total, layer.work))
+        return units
     for start in range(0, len(layers), number):
         group = layers[start : start + number]
         units.append((group[0].input, sum(layer.total for layer in group) + group[-1].work))

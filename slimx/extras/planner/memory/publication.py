@@ -63,8 +63,10 @@ def merging_work(plan: Plan, merges: Callable[[str], bool]) -> int:
     for parameter in plan.parameters:
         if merges(parameter.name):
             elements = int(np.prod(parameter.shape, dtype=np.int64))
-            rounded = 0 if parameter.dtype == "float32" else ITEMSIZE[parameter.dtype]
-            largest = max(largest, elements * (4 + rounded))
+            itemsize = 4
+            if parameter.dtype != "float32":
+                itemsize += ITEMSIZE[parameter.dtype]
+            largest = max(largest, elements * itemsize)
     return largest
 
 
@@ -78,10 +80,13 @@ def most_merging(config: Config, adapted: int) -> int:
     rank that have adapters. A bucket of every engine rank may contain weights of which the rank holds a part."""
     if config.trainer.lora is None:
         return 0
-    groups = () if config.serves_adapters else config.rollout.policy_engines
-    ranks = [max((group.ranks for group in groups), default=0), int(exports(config))]
+    published = 0
+    if not config.serves_adapters:
+        published = max((group.ranks for group in config.rollout.policy_engines), default=0)
+    exported = int(exports(config))
+    nbytes = adapted * ITEMSIZE[config.numerics.dtype]
     bucket = round(2 * config.publish.bucket_mib * 2**20)
-    return sum(min(adapted * ITEMSIZE[config.numerics.dtype], bucket * count) for count in ranks)
+    return min(nbytes, bucket * published) + min(nbytes, bucket * exported)
 
 
 class DirectMemory(NamedTuple):
@@ -124,5 +129,7 @@ def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
 def changes_memory(plan: Plan) -> tuple[int, int]:
     """Returns the bytes that `publish.delta` takes with `disk` at trainer rank 0 (the weights published last, and one
     bucket's deltas) and for one engine (the weights published last)."""
-    sizes = [sum(target[bucket].size for target in plan.buckets) for bucket in range(plan.count)]
+    sizes = []
+    for bucket in range(plan.count):
+        sizes.append(sum(target[bucket].size for target in plan.buckets))
     return sum(sizes) + max(sizes), sum(sizes)

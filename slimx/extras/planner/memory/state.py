@@ -69,7 +69,8 @@ class Buffers:
         """Bytes of the two moments of an element."""
         dense = sizes.data * sizes.context
         experts = sizes.stage // (sizes.expert * sizes.expert_tensor)
-        trained = sorted((run for run in runs if run.trained), key=_buffer_key)
+        trained = [run for run in runs if run.trained]
+        trained.sort(key=_buffer_key)
         self._unused = 0
         """Bytes of the second moments that Muon does not keep. Muon's state is never sharded."""
         if trainer.optimizer.kind == "muon":
@@ -77,7 +78,8 @@ class Buffers:
         self._buffers: list[_Buffer] = []
         for (_, expert, dtype), group in groupby(trained, key=_buffer_key):
             if self.distributed:
-                length, owned = _sharded(list(group), experts if expert else dense)
+                ranks = experts if expert else dense
+                length, owned = _sharded(list(group), ranks)
             else:
                 length = _elements(group)
                 owned = np.array([length])
@@ -92,12 +94,24 @@ class Buffers:
 
     def state(self, rank: int) -> StateBytes:
         """Returns the state of `rank` after its first optimizer step."""
-        parameters = [run for run in self.runs if run.parameter]
-        pinned_share = sum(pinned(run.elements) * run.count for run in parameters) / _elements(parameters)
+        parameter_elements = 0
+        pinned_elements = 0
         unbuffered = 0
-        for run in parameters:
+        quantised = 0
+        adapted = 0
+        for run in self.runs:
+            elements = run.elements * run.count
+            if run.quantised:
+                quantised += elements
+            if run.adapted:
+                adapted += elements
+            if not run.parameter:
+                continue
+            parameter_elements += elements
+            pinned_elements += pinned(run.elements) * run.count
             if not run.trained or not self.distributed:
-                unbuffered += run.elements * run.count * ITEMSIZE[run.dtype]
+                unbuffered += elements * ITEMSIZE[run.dtype]
+        pinned_share = pinned_elements / parameter_elements
         buffered = 0
         pinned_buffers = 0
         gradients = 0
@@ -123,15 +137,17 @@ class Buffers:
             moments=moments,
             copied=copied,
             elements=_elements(self.runs),
-            quantised=_elements(run for run in self.runs if run.quantised),
-            adapted=_elements(run for run in self.runs if run.adapted),
+            quantised=quantised,
+            adapted=adapted,
             pinned_weights=pinned_buffers + round(unbuffered * pinned_share),
             pinned_share=pinned_share,
         )
 
     def _state_bytes(self, buffer: _Buffer) -> int:
         """Returns the bytes of Adam's state per element: two moments, and main weights unless the dtype is fp32."""
-        return self._moments + (0 if buffer.dtype == "float32" else FP32)
+        if buffer.dtype == "float32":
+            return self._moments
+        return self._moments + FP32
 
     def _owned(self, ranks: np.ndarray, buffer: _Buffer) -> np.ndarray:
         """Returns the elements of `buffer` whose state each of `ranks` owns."""

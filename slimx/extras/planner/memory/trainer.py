@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -101,16 +101,18 @@ def stage_states(
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
     """Returns the setting of a full micro-batch of the longest rollouts, with the kernels of `device`."""
     limit = config.trainer.max_tokens_per_microbatch
-    longest = config.rollout.longest
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
     by_kind = spec.layer_kind.materialises(config.trainer)
     if by_kind is not None:
         materialised = by_kind
+    length = limit
+    if config.rollout.policy_engines:
+        length = min(config.rollout.longest, limit)
     return Setting(
         tokens=-(-limit // sizes.context),
-        length=min(longest, limit) if config.rollout.policy_engines else limit,
+        length=length,
         sizes=sizes,
         itemsize=ITEMSIZE[config.numerics.dtype],
         kernels="torch" if device == "cpu" else "engine",
@@ -138,7 +140,9 @@ def _fullest(
     parts and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
     # With frozen experts, expert ranks differ.
-    expert_ranks = ranks // sizes.expert_tensor % sizes.expert if parameters.frozen else 0 * ranks
+    expert_ranks = np.zeros_like(ranks)
+    if parameters.frozen:
+        expert_ranks = ranks // sizes.expert_tensor % sizes.expert
     by_rank: dict[int, tuple[int, Buffers]] = {}
     for expert_rank in np.unique(expert_ranks):
         alike = ranks[expert_ranks == expert_rank]
@@ -163,35 +167,24 @@ def _record(
 ) -> TrainerMemory:
     state = stage.state
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
+    optimizer = state.optimizer - hosted
     step = min(MOMENT_PIECE, hosted) + state.copied
     dispatched = _dispatched(spec, setting)
     dispatcher = trainer_buffers(config.trainer, spec, setting.sizes, device)
     overhead = OVERHEAD if device == "cuda" else 0
     served = 0
-    others = 0
     chosen = 0
     copies = 0
     if model == "trainer":
         served = _served(config, state)
-        others = _other_models(config)
         chosen = _chosen(config, spec, setting, stage.stage)
-        if device != "cpu":  # the CPU layers keep no copies
-            copies = rounding_of(config.trainer).kept_bytes(state.quantised)
-    weights = state.weights + served + merging
-    if config.exact:  # layers multiply by merged weights, which are kept until the backward pass
-        weights += state.adapted * ITEMSIZE[config.numerics.dtype]
-    static = weights + state.gradients + state.optimizer - hosted + copies
-    # Parameters that the distributed optimizer splits between two ranks are counted completely.
-    pinned_ratio = 1.0
-    pinned_weights = state.weights
-    if device == "cuda" and config.trainer.offload_activations:  # sizes are rounded up: `slimx.runtime.allocator`
-        pinned_ratio = state.pinned_share
-        pinned_weights = state.pinned_weights
-    away = overhead + dispatcher + static
-    host_away = 0
+        copies = _rounded_copies(config, state, device)
+    weights = state.weights + served + merging + _merged(config, state)
+    static = overhead + dispatcher + weights + state.gradients + optimizer + copies
+    away = static
     if config.schedule.colocate and config.trainer.offload:
         away = overhead + dispatcher + served + merging
-        host_away = pinned_weights + round((state.optimizer - hosted) * pinned_ratio)
+    host = _host_bytes(config, state, model, device, hosted)
     return TrainerMemory(
         model=model,
         stage=stage.stage,
@@ -199,7 +192,7 @@ def _record(
         parameters=state.elements,
         weights=weights,
         gradients=state.gradients,
-        optimizer=state.optimizer - hosted,
+        optimizer=optimizer,
         moments=state.moments - hosted,
         activations=activations.kept,
         head=activations.head,
@@ -211,17 +204,71 @@ def _record(
         publication=buckets,
         overhead=overhead,
         in_flight=activations.in_flight,
-        peak=static + overhead + dispatcher + max(activations.peak + dispatched, step, buckets),
+        peak=static + max(activations.peak + dispatched, step, buckets),
         away=away,
-        host_optimizer=round(hosted * pinned_ratio),
-        host_copies=round(state.weights * pinned_ratio) * (others + 1) if others else 0,
-        host_away=host_away,
+        host_optimizer=host.optimizer,
+        host_copies=host.copies,
+        host_away=host.away,
         host_chosen=chosen,
-        host_checkpoint=round((state.weights + state.optimizer - hosted) * pinned_ratio) + hosted,
+        host_checkpoint=host.checkpoint,
         host_activations=2 * activations.hosted,
         moved=activations.moved * batch_plan(config, setting.sizes).microbatches_per_update,
         parts=activations.parts,
     )
+
+
+class _HostBytes(NamedTuple):
+    """Pinned host memory of a trainer rank, in bytes."""
+
+    optimizer: int
+    """Moments on the host."""
+    copies: int
+    """Weights of reference and teacher, and of the policy while it is swapped out for them."""
+    away: int
+    """Offloaded state, kept until the trainer returns."""
+    checkpoint: int
+    """Copy from which checkpoints are written."""
+
+
+def _host_bytes(
+    config: Config, state: StateBytes, model: Literal["trainer", "critic"], device: str, hosted: int
+) -> _HostBytes:
+    """Returns the pinned host memory of a rank. `hosted`: bytes of moments on the host."""
+    # Parameters that the distributed optimizer splits between two ranks are counted completely.
+    pinned_ratio = 1.0
+    pinned_weights = state.weights
+    if device == "cuda" and config.trainer.offload_activations:  # sizes are rounded up: `slimx.runtime.allocator`
+        pinned_ratio = state.pinned_share
+        pinned_weights = state.pinned_weights
+    on_device = state.optimizer - hosted
+    copies = 0
+    others = _other_models(config)
+    if model == "trainer" and others > 0:
+        copies = round(state.weights * pinned_ratio) * (others + 1)
+    away = 0
+    if config.schedule.colocate and config.trainer.offload:
+        away = pinned_weights + round(on_device * pinned_ratio)
+    return _HostBytes(
+        optimizer=round(hosted * pinned_ratio),
+        copies=copies,
+        away=away,
+        checkpoint=round((state.weights + on_device) * pinned_ratio) + hosted,
+    )
+
+
+def _rounded_copies(config: Config, state: StateBytes, device: str) -> int:
+    """Returns the bytes of quantised weights that layers keep; those of the CPU keep none."""
+    if device == "cpu":
+        return 0
+    return rounding_of(config.trainer).kept_bytes(state.quantised)
+
+
+def _merged(config: Config, state: StateBytes) -> int:
+    """Returns the bytes of merged weights, by which layers multiply in exact mode, and which they keep until the
+    backward pass."""
+    if not config.exact:
+        return 0
+    return state.adapted * ITEMSIZE[config.numerics.dtype]
 
 
 def _other_models(config: Config) -> int:

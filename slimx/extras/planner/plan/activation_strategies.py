@@ -20,7 +20,11 @@ def strategy_rules() -> tuple[Rule, ...]:
     """Returns the rules of the configuration and of activations. Strategies that break one are skipped."""
     codes = ("activations.", "unproven.layers")
     sections = Config.model_fields.keys()
-    return tuple(rule for rule in all_rules() if rule.facts <= sections or rule.code.startswith(codes))
+    out = []
+    for rule in all_rules():
+        if rule.facts <= sections or rule.code.startswith(codes):
+            out.append(rule)
+    return tuple(out)
 
 
 def allowed(facts: Mapping[str, Any]) -> bool:
@@ -81,6 +85,9 @@ def without_refused_offloads(records: tuple[TrainerMemory, ...], facts: Mapping[
         return records
     out = []
     for record in records:
-        parts = {name: nbytes for name, nbytes in record.parts.items() if not name.startswith("offload ")}
+        parts: dict[str, int] = {}
+        for name, nbytes in record.parts.items():
+            if not name.startswith("offload "):
+                parts[name] = nbytes
         out.append(record.model_copy(update={"parts": parts}))
     return tuple(out)

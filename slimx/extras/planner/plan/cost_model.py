@@ -15,6 +15,7 @@ fifth as equal. The seconds are predictions that no measurement has confirmed.""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slimx.config.schema import Config
@@ -52,7 +53,11 @@ class Cost:
         """The largest parts in words."""
         parts = {"compute": self.compute, "pipeline bubble": self.bubble, **self.moved}
         largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in largest if seconds >= 0.005)
+        out = []
+        for name, seconds in largest:
+            if seconds >= 0.005:
+                out.append(f"{name} {seconds:.2f} s")
+        return ", ".join(out)
 
 
 def update_cost(
@@ -85,20 +90,35 @@ def update_cost(
     def link(span: int) -> float:
         return gpu.nvlink if span <= machine.domain else gpu.network
 
+    tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
+    moved = _communication(spec, sizes, link, tokens=tokens, itemsize=itemsize, exchanged=exchanged)
+    if hosted:
+        moved["moments on the host"] = 2 * hosted / gpu.host
+    if offloaded:
+        seconds = offloaded / gpu.host
+        moved["activations to the host"] = max(0.0, seconds - once / 3) + max(0.0, seconds - 2 * once / 3)
+    busy = compute + sum(moved.values())
+    bubble = busy * batch.bubble / (1 - batch.bubble)
+    return Cost(compute=compute, bubble=bubble, moved=moved)
+
+
+def _communication(
+    spec: ModelSpec, sizes: Sizes, link: Callable[[int], float], *, tokens: float, itemsize: int, exchanged: int
+) -> dict[str, float]:
+    """Returns the seconds of communication between GPUs, by kind of parallelism. `link`: rate of a group of this many
+    ranks, in bytes per second; `tokens`: tokens of an update per rank."""
+    model = spec.transformer
     parts = spec.layer_kind.layers(model)
     mixers = Counter(layer.mixer for layer in parts)
     moe = len(spec.moe_layers) / sizes.pipeline
-    tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
     width = tokens * model["hidden_size"] * itemsize
     t = sizes.tensor
     c = sizes.context
     e = sizes.expert * sizes.expert_tensor
     dense = sum(layer.mlp == "dense" for layer in parts) / sizes.pipeline
-    projections = (
-        (len(parts) - mixers[None]) / sizes.pipeline
-        + dense
-        + (moe if model.get("moe_shared_expert_intermediate_size") else 0)
-    )
+    projections = (len(parts) - mixers[None]) / sizes.pipeline + dense
+    if model.get("moe_shared_expert_intermediate_size"):
+        projections += moe
     moved = {"tensor": 5 * projections * width * (t - 1) / t / link(t)}
     if moe:
         chosen = model["moe_router_topk"] * sizes.expert_tensor * width / t
@@ -114,14 +134,7 @@ def update_cost(
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
         moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)
-    if hosted:
-        moved["moments on the host"] = 2 * hosted / gpu.host
-    if offloaded:
-        seconds = offloaded / gpu.host
-        moved["activations to the host"] = max(0.0, seconds - once / 3) + max(0.0, seconds - 2 * once / 3)
-    busy = compute + sum(moved.values())
-    bubble = busy * batch.bubble / (1 - batch.bubble)
-    return Cost(compute=compute, bubble=bubble, moved=moved)
+    return moved
 
 
 def again(spec: ModelSpec, length: int, trainer: Trainer) -> float:

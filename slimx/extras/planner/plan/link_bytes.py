@@ -30,7 +30,8 @@ def link_bytes(
         busiest = int(wire.received(plan.targets).max())
         if transport == "disk":
             return (_link("files", total, busiest, None),)
-        return (_link(_HOST, total, busiest, gpu.host if gpu else None),)
+        rate = gpu.host if gpu else None
+        return (_link(_HOST, total, busiest, rate),)
     kinds = ("one GPU", "NVLink", "network")
     traffic = {name: np.zeros((2, places.nodes * places.per_node), dtype=np.int64) for name in kinds}
     domain = machine.domain
@@ -90,4 +91,7 @@ def direct_link_bytes(dealt: DealtPlan, places: RankMap, machine: Machine, *, on
 
 
 def _link(link: str, nbytes: int, busiest: int, rate: float | None) -> LinkBytes:
-    return LinkBytes(link=link, nbytes=nbytes, busiest=busiest, seconds=busiest / rate if rate else None)
+    seconds = None
+    if rate:
+        seconds = busiest / rate
+    return LinkBytes(link=link, nbytes=nbytes, busiest=busiest, seconds=seconds)

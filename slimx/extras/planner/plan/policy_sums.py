@@ -54,13 +54,15 @@ def _host(hosts: Sequence[HostMemory]) -> HostMemory | None:
     """Returns host memory of the node that all policies share."""
     if not hosts:
         return None
+    ranks = 0
     parts: Counter[str] = Counter()
     for host in hosts:
+        ranks += host.ranks
         for part in host.parts:
             parts[part.name] += part.nbytes
     return HostMemory(
         memory=hosts[0].memory,
-        ranks=sum(host.ranks for host in hosts),
+        ranks=ranks,
         parts=tuple(MemoryPart(name=name, nbytes=nbytes) for name, nbytes in parts.most_common()),
     )
 
@@ -69,10 +71,17 @@ def _disk(disks: Sequence[DiskBytes]) -> DiskBytes | None:
     """Returns disk usage: each checkpoint and each export contains all policies."""
     if not disks:
         return None
+    checkpoint = 0
+    export = 0
+    rollouts = 0
+    for disk in disks:
+        checkpoint += disk.checkpoint
+        export += disk.export
+        rollouts += disk.rollouts
     return DiskBytes(
-        checkpoint=sum(disk.checkpoint for disk in disks),
+        checkpoint=checkpoint,
         checkpoints=disks[0].checkpoints,
-        export=sum(disk.export for disk in disks),
+        export=export,
         exports=disks[0].exports,
-        rollouts=sum(disk.rollouts for disk in disks),
+        rollouts=rollouts,
     )

@@ -96,7 +96,11 @@ def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> De
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
     """Returns the traffic of a publication. Groups may differ in size if they take Hugging Face names: every rank of
     every engine is counted."""
-    engines = sum(group.count for group in groups)
+    engines = 0
+    engine_ranks = 0
+    for group in groups:
+        engines += group.count
+        engine_ranks += group.count * group.sizes.world
     if published.encoding == "local":
         return direct_traffic(published.plan, sources=sizes.world, engines=engines)
     traffic = traffic_of(
@@ -106,7 +110,7 @@ def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGrou
         engine_ranks=groups[0].sizes.world,
         encoding=published.encoding,
     )
-    return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
+    return replace(traffic, engine_ranks=engine_ranks)
 
 
 def publication_figures(
@@ -120,7 +124,12 @@ def publication_figures(
     """Returns the figures of a publication. `merging`: bytes in which a trainer rank merges the weights of a bucket."""
     published = compiled.published
     plan = published.plan
-    tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
+    tensors = 0
+    quantised = 0
+    for target in plan.buckets:
+        for bucket in target:
+            tensors += len(bucket.tensors)
+            quantised += sum(tensor.scale_of >= 0 for tensor in bucket.tensors)
     wire = wire_bytes(plan)
     if compiled.dealt is not None:
         sent = wire_bytes(compiled.dealt.plan).sent(sizes.world)
@@ -138,8 +147,8 @@ def publication_figures(
         encoding=published.encoding,
         note=published.note,
         rule=publish.quantise or "none",
-        tensors=len(tensors),
-        quantised=sum(tensor.scale_of >= 0 for tensor in tensors),
+        tensors=tensors,
+        quantised=quantised,
         buckets=plan.count,
         moves=len(plan.moved),
         launches=plan.launches,
@@ -184,7 +193,9 @@ def _publication_memory(
         if compiled.on_gpus:  # a bucket is assembled from the received bytes, and the server stages a copy of it
             staged = CONTEXT + direct.landing + 2 * _largest_part(plan)
             return _PublicationMemory(direct.ring, staged, 0, direct.kept, direct.received)
-        machines = 1 if plan.targets == 1 else min(group.nodes for group in groups)
+        machines = 1
+        if plan.targets > 1:
+            machines = min(group.nodes for group in groups)
         landing = direct.landing + buckets // machines
         return _PublicationMemory(direct.ring, staged, landing, direct.kept, direct.received)
     if publish.transport == "disk" and publish.changes:
@@ -197,7 +208,9 @@ def _publication_memory(
 def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> tuple[int, int]:
     """Returns `publisher_bytes` and `staged_bytes` of PublicationFigures for `ranks` trainer ranks."""
     if not publish.on_device:
-        buckets = [sum(target[index].size for target in plan.buckets) for index in range(plan.count)]
+        buckets = []
+        for index in range(plan.count):
+            buckets.append(sum(target[index].size for target in plan.buckets))
         nbytes = sum(buckets)
         if publish.staging == "bucket" or publish.transport == "disk":  # buckets are reused
             nbytes = min(2 * max(buckets), nbytes)
@@ -210,7 +223,11 @@ def _bucket_memory(publish: Publish, plan: Plan, ranks: int, received: int) -> t
 
 def _largest_part(plan: Plan) -> int:
     """Returns the bytes of the largest bucket for one target."""
-    return max(bucket.size for target in plan.buckets for bucket in target)
+    largest = 0
+    for target in plan.buckets:
+        for bucket in target:
+            largest = max(largest, bucket.size)
+    return largest
 
 
 def predictions(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> tuple[Prediction, ...]:

@@ -29,7 +29,9 @@ def rank_map(
     Engines come last, or share the trainers' GPUs (`schedule.colocate`). A server that fits on one node does not span
     two."""
     trainers = _places(spec, sizes, first, per_node)
-    critics = _places(spec, critic, first + sizes.world, per_node) if critic is not None else ()
+    critics: tuple[RankPlace, ...] = ()
+    if critic is not None:
+        critics = _places(spec, critic, first + sizes.world, per_node)
     trainers_end = first + len(trainers) + len(critics)
     engines, end = _servers(rollout.policy_engines, first if schedule.colocate else trainers_end, per_node)
     frozen, end = _servers(rollout.frozen_engines, max(end, trainers_end), per_node)
@@ -64,6 +66,7 @@ def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[R
     for rank in range(sizes.world):
         place = coordinates(rank, sizes)
         node, gpu = divmod(first + rank, per_node)
+        first_expert = place.expert * experts
         out.append(
             RankPlace(
                 rank=rank,
@@ -71,7 +74,7 @@ def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[R
                 gpu=gpu,
                 **asdict(place),
                 layers=layers[place.pipeline],
-                experts=(place.expert * experts, (place.expert + 1) * experts - 1) if experts else None,
+                experts=(first_expert, first_expert + experts - 1) if experts else None,
             )
         )
     return tuple(out)

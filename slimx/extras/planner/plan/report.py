@@ -11,11 +11,11 @@ the run's own functions, so the run will follow exactly the plan that is printed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slimx.config.rule import all_rules, broken
+from slimx.config.rule import Rule, all_rules, broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import Policy
@@ -26,7 +26,7 @@ from slimx.extras.planner.memory.node import disk_bytes, host_memory, kept_batch
 from slimx.extras.planner.memory.phases import colocated_memory, phase_memory
 from slimx.extras.planner.memory.publication import MergingBytes, merging_memory, packed_on_gpu
 from slimx.extras.planner.memory.trainer import trainer_memory
-from slimx.extras.planner.memory_record import TrainerMemory
+from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.activation_strategies import without_refused_offloads
 from slimx.extras.planner.plan.publication import compile_publication, publication_figures, publication_links
 from slimx.extras.planner.plan.rank_map import rank_map
@@ -109,9 +109,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     fields = _of_layout(config, spec, sizes, critic, device, machine, figures, packed, merging, places)
     measured = {key: fields[key] for key in ("trainer_memory", "engine_memory", "phases", "host")}
     single = all(policy.shares is not None for policy in facts["policies"].values())
-    # Nodes of several policies are checked for all of them together (slimx.extras.planner.plan.policy_sums).
-    rules = all_rules() if single else tuple(rule for rule in all_rules() if rule is not has_nodes)
-    later_problems = broken(rules, facts | {"places": places} | measured, before=facts)
+    later_problems = broken(_rules(single), facts | {"places": places} | measured, before=facts)
     problems += later_problems
     fields |= {
         "nodes_lacking": lacking,
@@ -125,6 +123,15 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     return Planned(
         report.model_copy(update=fields), compiled.published if compiled else None, spec, machine, tuple(problems)
     )
+
+
+def _rules(single: bool) -> tuple[Rule, ...]:
+    """Returns the rules of a policy's plan. Nodes of several policies are checked for all of them together
+    (`slimx.extras.planner.plan.policy_sums`)."""
+    rules = all_rules()
+    if single:
+        return rules
+    return tuple(rule for rule in rules if rule is not has_nodes)
 
 
 def _model_report(config: Config, spec: ModelSpec, machine: Machine, device: str) -> PlanReport:
@@ -202,18 +209,7 @@ def _of_layout(
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
     colocate = config.schedule.colocate
-    engines = tuple(
-        engine_memory(
-            config,
-            spec,
-            group,
-            machine,
-            staged=figures.staged_bytes if figures else 0,
-            occupied=max(record.away for record in trainers) if colocate else 0,
-        )
-        for group in config.rollout.policy_engines
-        if not group.borrowed
-    )
+    engines = _engine_records(config, spec, machine, figures, trainers)
     separate_critic = bool(places.critic)
     phases = phase_memory(
         machine,
@@ -248,6 +244,27 @@ def _of_layout(
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,
     }
+
+
+def _engine_records(
+    config: Config,
+    spec: ModelSpec,
+    machine: Machine,
+    figures: PublicationFigures | None,
+    trainers: Sequence[TrainerMemory],
+) -> tuple[EngineMemory, ...]:
+    """Returns the memory of the engines that the policy starts."""
+    staged = 0
+    if figures is not None:
+        staged = figures.staged_bytes
+    occupied = 0
+    if config.schedule.colocate:
+        occupied = max(record.away for record in trainers)
+    out = []
+    for group in config.rollout.policy_engines:
+        if not group.borrowed:
+            out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=occupied))
+    return tuple(out)
 
 
 def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:

@@ -62,7 +62,10 @@ def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 def _contexts(config: Config, ranks: int) -> list[int]:
     """Returns the configured size, and sizes that leave each rank a sequence long enough to be split."""
     longest = config.rollout.longest
-    sizes = {n for n in powers_of_two(ranks, 64) if n == 1 or longest >= n * SPLIT_TOKENS}
+    sizes = {1}
+    for size in powers_of_two(ranks, 64):
+        if longest >= size * SPLIT_TOKENS:
+            sizes.add(size)
     if ranks % config.trainer.context == 0:
         sizes.add(config.trainer.context)
     return sorted(sizes)
@@ -74,12 +77,18 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 def powers_of_two(number: int, largest: int) -> list[int]:
     """Returns the powers of two up to 512 and `largest` that divide `number`."""
-    powers = [2**exponent for exponent in range(10)]
-    return [power for power in powers if power <= largest and number % power == 0]
+    out = []
+    for exponent in range(10):
+        power = 2**exponent
+        if power <= largest and number % power == 0:
+            out.append(power)
+    return out
 
 
 def _virtual(layers: int, pipeline: int) -> tuple[int, ...]:
-    return (1, 2) if pipeline > 1 and layers >= 2 * pipeline else (1,)
+    if pipeline > 1 and layers >= 2 * pipeline:
+        return (1, 2)
+    return (1,)
 
 
 def sizes_of_split(fields: Fields) -> Sizes:

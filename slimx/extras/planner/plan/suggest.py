@@ -333,7 +333,11 @@ class Search:
         trainer = candidate.config.trainer
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
-        layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
+        factors = []
+        for name, size in names.items():
+            if size > 1 or name == "TP":
+                factors.append(f"{name}{size}")
+        layout = " x ".join(factors)
         recompute = trainer.recompute
         layout += f", recompute {recompute.granularity}"
         if recompute.granularity == "selective":

@@ -60,7 +60,9 @@ def _engine(
 ) -> EngineSuggestion | None:
     """Returns the suggestion for servers of these sizes; None if they hold no rollout or a rule refuses them."""
     changed = group.model_copy(update=fields)
-    groups = [changed if candidate is group else candidate for candidate in config.rollout.engines]
+    groups = []
+    for candidate in config.rollout.engines:
+        groups.append(changed if candidate is group else candidate)
     rollout = config.rollout.model_copy(update={"engines": groups})
     try:
         record = engine_memory(config, spec, changed, machine, staged=0, table=table)

@@ -105,7 +105,9 @@ def margin_warnings(machine: Machine, phases: tuple[PhasePeak, ...]) -> Iterator
     for (kind, group), peak in fullest.items():
         left = machine.memory - peak.nbytes
         if 0 <= left < MARGIN:
-            name = f"{kind} GPU of {group}" if group else f"{kind} GPU"
+            name = f"{kind} GPU"
+            if group:
+                name += f" of {group}"
             yield (
                 f"the fullest {name} has {_gib(left)} GiB left of {_gib(machine.memory)} in phase {_describe(peak)}, "
                 f"and estimates may be off by {MARGIN // GIB}; use more ranks, or lower mem_fraction_static or "
@@ -133,7 +135,9 @@ def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhasePeak, ...],
     worst: dict[str, tuple[int, PhasePeak]] = {}
     for peak in phases:
         if peak.gpu == gpu:
-            needed = peak.nbytes + margin if peak.phase == "train" else peak.nbytes
+            needed = peak.nbytes
+            if peak.phase == "train":
+                needed += margin
             if peak.group not in worst or needed > worst[peak.group][0]:
                 worst[peak.group] = needed, peak
     for group, (needed, peak) in worst.items():

@@ -42,7 +42,9 @@ class Alerts(Events):
         """Sends an event; `what` is a sentence without the run's name."""
         if self.webhook is None:
             return
-        step = "" if self.step is None else f", step {self.step}"
+        step = ""
+        if self.step is not None:
+            step = f", step {self.step}"
         self.webhook.send(
             Event(
                 event=kind,
@@ -134,7 +136,9 @@ def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
         same = metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1
         why = "all rollouts of each group earn the same" if same else "the gradient is 0"
         reward = metrics.get(prefix + "reward/mean")
-        shown = "" if reward is None else f", {prefix}reward/mean {reward:.4g}"
+        shown = ""
+        if reward is not None:
+            shown = f", {prefix}reward/mean {reward:.4g}"
         out[prefix] = (
             f"no signal for {steps:.0f} steps, {why}{shown}; "
             "docs/guides/when-it-goes-wrong.md says under Groups without a signal what helps"

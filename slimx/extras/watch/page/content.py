@@ -103,9 +103,14 @@ class Content:
                 return {"version": version, "charts": None}
             steps = list(self._steps.records)
             phases = list(self._phases.records)
-            drawn = curves(steps, points=POINTS)[0] if steps else []
-            timed = phase_charts(phases, points=POINTS // 2, colours=self._colours) if phases else []
-            return {"version": version, "charts": [*_cards(drawn, "curves"), *_cards(timed, "time")]}
+            charts: list[Json] = []
+            if steps:
+                drawn, _ = curves(steps, points=POINTS)
+                charts += _cards(drawn, "curves")
+            if phases:
+                timed = phase_charts(phases, points=POINTS // 2, colours=self._colours)
+                charts += _cards(timed, "time")
+            return {"version": version, "charts": charts}
 
     def steps(self) -> list[int]:
         """Returns the steps whose rollouts are kept."""
@@ -115,7 +120,9 @@ class Content:
         """Returns the groups of a step without their tokens. Raises SlimxError for a missing step."""
         with self._reading:  # a large step takes seconds; concurrent requests wait for one read
             file = step_files(self.directory / DIRECTORY).get(step)
-            written = () if file is None else _written(file, file.with_suffix(SUFFIX))
+            written: tuple[int, ...] = ()
+            if file is not None:
+                written = _written(file, file.with_suffix(SUFFIX))
             if self._rollouts.get(step, ((), {}))[0] != written or not written:
                 values = step_of(self.directory, step, Choice(limit=0))
                 for group in values["groups"]:

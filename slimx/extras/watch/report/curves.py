@@ -96,7 +96,10 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
     """Returns the panels for which `records` have values, and the titles of the other panels.
 
     Curves of more than `points` steps are averaged over equal runs of steps."""
-    names = sorted({name for record in records for name in record.metrics})
+    logged_names: set[str] = set()
+    for record in records:
+        logged_names.update(record.metrics)
+    names = sorted(logged_names)
     charts: list[Chart] = []
     absent: list[str] = []
     for panel in PANELS:
@@ -147,7 +150,9 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
     lines = []
     for series in present:
         steps, values = _measured(series, records, chart.notes)
-        running = _running_mean(values) if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS else None
+        running = None
+        if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS:
+            running = _running_mean(values)
         peak = series.key.endswith("/max")
         if values.size > points:
             summary = "highest" if peak else "mean"
@@ -167,7 +172,10 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
         _logarithmic(chart, lines)
     elif constant is not None:
         # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
-        chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)) if constant else (-0.05, 1.0))
+        limits = [-0.05, 1.0]
+        if constant:
+            limits = sorted([0.0, 2 * constant])
+        chart.figure.update_yaxes(range=limits)
     for line in lines:
         _draw(chart.figure, line)
     return chart
@@ -187,12 +195,20 @@ class _Line:
 
 def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Returns steps and values of one metric; non-finite values become NaN, a gap in the line, and are noted."""
-    steps = np.array([record.step for record in records if series.key in record.metrics], dtype=np.int64)
-    values = np.array([record.metrics[series.key] for record in records if series.key in record.metrics])
+    measured_steps: list[int] = []
+    measured_values: list[float] = []
+    for record in records:
+        if series.key in record.metrics:
+            measured_steps.append(record.step)
+            measured_values.append(record.metrics[series.key])
+    steps = np.array(measured_steps, dtype=np.int64)
+    values = np.array(measured_values)
     bad = steps[~np.isfinite(values)]
     if bad.size:
         values = np.where(np.isfinite(values), values, np.nan)
-        shown = ", ".join(map(str, bad[:8])) + (" ..." if bad.size > 8 else "")
+        shown = ", ".join(map(str, bad[:8]))
+        if bad.size > 8:
+            shown += " ..."
         notes.append(f"{series.key} is not finite at {bad.size} of {steps.size} steps: {shown}.")
     return steps, values
 
@@ -231,18 +247,28 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 def _constant(lines: Sequence[_Line]) -> float | None:
     """Returns the single value of all lines; None if they have several."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
-    return float(values[0]) if values.size == 1 else None
+    if values.size != 1:
+        return None
+    return float(values[0])
 
 
 def _draw(figure: go.Figure, line: _Line) -> None:
+    mode = "lines"
+    if line.sparse or _has_lone_point(line.y):
+        mode = "lines+markers"
+    width = 1.8
+    opacity = 1.0
+    if line.faint:
+        width = 1.0
+        opacity = 0.55
     figure.add_scatter(
         x=line.x.astype(np.int32),
         y=line.y.astype(np.float32),
         name=line.label,
-        mode="lines+markers" if line.sparse or _has_lone_point(line.y) else "lines",
+        mode=mode,
         marker={"size": 5},
-        line={"color": line.colour, "width": 1 if line.faint else 1.8},
-        opacity=0.55 if line.faint else 1,
+        line={"color": line.colour, "width": width},
+        opacity=opacity,
     )
 
 

@@ -20,18 +20,28 @@ def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours)
 
     `colours`: phase colours of the page."""
     placed = place(phases)
-    by_name = {name: colours.of(name) for name in dict.fromkeys(item.phase.name for item in placed)}
+    by_name: dict[str, str] = {}
+    for item in placed:
+        name = item.phase.name
+        if name not in by_name:
+            by_name[name] = colours.of(name)
     return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
 
 
+def _steps(placed: Sequence[Placed]) -> list[int]:
+    """Returns the steps that phases belong to, ascending."""
+    return sorted({item.phase.step for item in placed if item.phase.step is not None})
+
+
 def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points: int) -> list[Chart]:
-    steps = sorted({item.phase.step for item in placed if item.phase.step is not None})
+    steps = _steps(placed)
     if not steps:
         return []
     position = {step: index for index, step in enumerate(steps)}
     seconds = {name: np.zeros(len(steps)) for name in colours}
     outside: dict[str, float] = defaultdict(float)
     parents: set[str] = set()
+    tracks: set[str] = set()
     for item in placed:
         name = item.phase.name
         step = item.phase.step
@@ -41,13 +51,16 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
             outside[name] += item.self_seconds
         else:
             seconds[name][position[step]] += item.self_seconds
+            tracks.add(item.phase.track)
     chart = Chart(title="Seconds by phase", figure=new_figure(height=300), wide=True)
     chart.figure.update_layout(barmode="stack", bargap=0.12, xaxis_title_text="step", yaxis_title_text="seconds")
     for name, values in seconds.items():
         if not values.any():
             continue
         x, y = thin(np.array(steps), values, points, peak=False)
-        label = f"{name}, rest" if name in parents else name
+        label = name
+        if name in parents:
+            label = f"{name}, rest"
         chart.figure.add_bar(
             x=x.astype(np.int32),
             y=y.astype(np.float32),
@@ -60,7 +73,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
         chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
     if parents:
         chart.notes.append("rest: time of a phase outside of its nested phases.")
-    if len({item.phase.track for item in placed if item.phase.step is not None}) > 1:
+    if len(tracks) > 1:
         chart.notes.append("Tracks run at the same time, so a bar may be longer than its step took.")
     if outside:
         listed = ", ".join(f"{name} {value:.1f} s" for name, value in outside.items())
@@ -69,7 +82,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
 
 
 def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
-    steps = sorted({item.phase.step for item in placed if item.phase.step is not None})[-GANTT_STEPS:]
+    steps = _steps(placed)[-GANTT_STEPS:]
     inside = [item for item in placed if item.phase.step in steps]
     if not inside:
         return []
@@ -81,7 +94,9 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
             inside.append(item)
     keys = sorted({_row(item) for item in inside}, key=_track_order(inside))
     rows = {key: number for number, key in enumerate(keys[:GANTT_ROWS])}
-    title = f"Last {len(steps)} steps by track" if len(steps) > 1 else f"Step {steps[0]} by track"
+    title = f"Step {steps[0]} by track"
+    if len(steps) > 1:
+        title = f"Last {len(steps)} steps by track"
     chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
     if len(keys) > GANTT_ROWS:
         chart.notes.append(f"{len(keys) - GANTT_ROWS} further rows of overlapping phases are not drawn.")
@@ -121,12 +136,21 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
     )
     chart.figure.update_xaxes(range=[0, end - origin], title_text="seconds", showgrid=True, gridcolor=GRID)
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
-    for step in steps:
-        start = min(item.phase.start for item in inside if item.phase.step == step) - origin
-        _mark_step(chart, start, f"step {step}" if step == steps[0] else str(step))
+    _mark_steps(chart, inside, steps, origin)
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
     chart.notes.append("Colours as above. A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
+
+
+def _mark_steps(chart: Chart, items: Sequence[Placed], steps: Sequence[int], origin: float) -> None:
+    starts: dict[int, float] = {}
+    for item in items:
+        phase = item.phase
+        if phase.step is not None:
+            starts[phase.step] = min(phase.start, starts.get(phase.step, phase.start))
+    for step in steps:
+        label = f"step {step}" if step == steps[0] else str(step)
+        _mark_step(chart, starts[step] - origin, label)
 
 
 def _mark_step(chart: Chart, start: float, label: str) -> None:
@@ -160,5 +184,7 @@ def _row(item: Placed) -> tuple[str, int, int]:
 
 def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
     """Returns a sort key of rows: tracks in the order of their first phase."""
-    order = {track: number for number, track in enumerate(dict.fromkeys(item.phase.track for item in items))}
+    order: dict[str, int] = {}
+    for item in items:
+        order.setdefault(item.phase.track, len(order))
     return lambda row: (order[row[0]], row[1], row[2])

@@ -97,7 +97,9 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
     blocks = []
     if run.steps:
         charts, absent = curves(run.steps, points=points)
-        notes = [f"Not logged in this run: {', '.join(absent)}."] if absent and _sampled(run) else []
+        notes = []
+        if absent and _sampled(run):
+            notes.append(f"Not logged in this run: {', '.join(absent)}.")
         blocks.append({"title": "Curves", "charts": [figures.card(chart) for chart in charts], "notes": notes})
     elif "metrics.jsonl" not in run.missing:
         run.problems.append("metrics.jsonl holds no step")
@@ -109,6 +111,12 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
     elif "timeline.jsonl" not in run.missing:
         run.problems.append("timeline.jsonl holds no phase")
     comparison = compare(run.samples, columns=SAMPLE_STEPS)
+    samples = None
+    training = []
+    if comparison is not None:
+        samples = _samples(comparison, rows=max(4, SAMPLE_ROWS // run_count))
+        if comparison.evaluation:
+            training = _training(run.samples)
     return {
         "name": run.directory.resolve().name,
         "extent": _extent(run),
@@ -116,8 +124,8 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
         "problems": run.problems,
         "numbers": [_number(label, value) for label, value in _joined(run.summary or {}).items()],
         "blocks": blocks,
-        "samples": None if comparison is None else _samples(comparison, rows=max(4, SAMPLE_ROWS // run_count)),
-        "training": _training(run.samples) if comparison is not None and comparison.evaluation else [],
+        "samples": samples,
+        "training": training,
         "metrics": _metric_rows(run.steps),
         "config": run.config,
     }
@@ -136,7 +144,10 @@ def _extent(run: RunFiles) -> str:
         start = min([first.time, *(phase.start for phase in run.phases)])
         parts.append(f"{datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC")
         minutes = round((last.time - start) / 60)
-        parts.append(f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min")
+        duration = f"{minutes} min"
+        if minutes >= 60:
+            duration = f"{minutes // 60} h {minutes % 60} min"
+        parts.append(duration)
     return " · ".join(parts)
 
 
@@ -146,7 +157,11 @@ def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
     if len(peaks) < 2:
         return dict(summary)
     highest = max(peaks, key=lambda label: peaks[label])
-    return {label: value for label, value in summary.items() if label not in peaks or label == highest}
+    out = dict(summary)
+    for label in peaks:
+        if label != highest:
+            del out[label]
+    return out
 
 
 def _number(label: str, value: Any) -> dict[str, Any]:
@@ -156,7 +171,8 @@ def _number(label: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, (int, float)):
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         return {"label": label, "value": text, "text": len(text) > 12}
-    return {"label": label, "value": f"{value:,}" if isinstance(value, int) else _digits(value), "text": False}
+    digits = f"{value:,}" if isinstance(value, int) else _digits(value)
+    return {"label": label, "value": digits, "text": False}
 
 
 def _digits(value: float) -> str:
@@ -179,18 +195,11 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
         note += "and the last."
     if total > len(shown):
         note += f" {len(shown)} of {total} prompts are shown, in the order of the file."
-    return {
-        "note": note,
-        "headings": [f"Step {step}" for step in steps],
-        "rows": [
-            {
-                "prompt": _cut(row.prompt),
-                "answer": _cut(row.answer),
-                "cells": [_cell(sample, row.samples[0]) for sample in row.samples],
-            }
-            for row in shown
-        ],
-    }
+    table = []
+    for row in shown:
+        cells = [_cell(sample, row.samples[0]) for sample in row.samples]
+        table.append({"prompt": _cut(row.prompt), "answer": _cut(row.answer), "cells": cells})
+    return {"note": note, "headings": [f"Step {step}" for step in steps], "rows": table}
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
@@ -216,7 +225,9 @@ def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
 def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[str, str] | None:
     if sample is None:
         return None
-    change = 0.0 if before is None else sample.reward - before.reward
+    change = 0.0
+    if before is not None:
+        change = sample.reward - before.reward
     trend = ""
     if change > 0:
         trend = "up"
@@ -235,9 +246,12 @@ def _cut(text: str) -> str:
 
 def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
     """Returns name, count, first, last, lowest and highest value of every metric, by name."""
+    by_key: dict[str, list[float]] = {}
+    for record in steps:
+        for key, value in record.metrics.items():
+            by_key.setdefault(key, []).append(value)
     rows = []
-    for key in sorted({key for record in steps for key in record.metrics}):
-        values = [record.metrics[key] for record in steps if key in record.metrics]
+    for key, values in sorted(by_key.items()):
         numbers = [value for value in values if not math.isnan(value)] or [math.nan]
         shown = (values[0], values[-1], min(numbers), max(numbers))
         rows.append((key, str(len(values)), *(_digits(value) for value in shown)))
