@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from quantities import positive
 
 from slimx.extras.direct.ends import frames  # noqa: E402
-from slimx.extras.disk.changes import ChainReader, ChangesShelf  # noqa: E402
-from slimx.extras.disk.shelf import Shelf, newest  # noqa: E402
+from slimx.extras.disk.changes import ChainReader, ChangesDirectory  # noqa: E402
+from slimx.extras.disk.versions import VersionDirectory, newest  # noqa: E402
 from slimx.reshard.manifest import Manifest  # noqa: E402
 from slimx.reshard.packed import PackedBucket, PackedTensor  # noqa: E402
 from slimx.reshard.transports.memory import open_memory  # noqa: E402
@@ -154,8 +154,8 @@ class Files:
 
     def __init__(self, directory: Path):
         self.shelves = {
-            "changes": ChangesShelf(directory / "changes", ITEM, every_full=1_000_000),
-            "whole": Shelf(directory / "whole"),
+            "changes": ChangesDirectory(directory / "changes", ITEM, every_full=1_000_000),
+            "whole": VersionDirectory(directory / "whole"),
         }
         self.reader = ChainReader(ITEM)
         self.seconds: dict[str, list[float]] = {}

@@ -6,6 +6,7 @@ pages. Prints one line per finding, `path:line: finding`, and ends with status 1
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
@@ -106,8 +107,11 @@ def findings(paths: Iterable[Path]) -> list[str]:
 
 
 def main() -> int:
-    lines = findings([Path(name) for name in sys.argv[1:] or FOLDERS])
-    print(*lines, sep="\n")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help=f"files and folders; {', '.join(FOLDERS)}")
+    lines = findings(parser.parse_args().paths or [ROOT / name for name in FOLDERS])
+    for line in lines:
+        print(line)
     return 1 if lines else 0
 
 

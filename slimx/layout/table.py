@@ -234,7 +234,7 @@ def check_row(row: Row, experts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a table's source is stored in its checkpoint: as a tensor, or in a stack of all experts.
+    """Location of a table's source in its checkpoint: as a tensor, or in a stack of all experts.
 
     A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or its transpose, so the
     rows of a family that stacks its experts look like those of any other. Stacks are split when a checkpoint is read

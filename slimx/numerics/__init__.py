@@ -1,6 +1,6 @@
 """The arithmetic of layers as plain functions of tensors: no megatron-core, no SGLang, any device.
 
-Input: activations and weights.
-Output: results in the order of additions that the file defines, forward and backward.
+In: activations and weights.
+Out: results in the order of additions that the file defines, forward and backward.
 Read first: `attention.py`.
 """

@@ -92,7 +92,7 @@ class Algorithm(Section):
     """Threshold of off-policy sequence masking (slime's default: 1e-4); null: no masking. Tokens with a negative
     advantage are masked if the mean of log engine - log policy over their sequence is above it."""
     mask_stale_tokens: bool = False
-    """If several weight versions sampled a trajectory, train only on the newest version's tokens; the others are
+    """Trains only the newest version's tokens of a trajectory that several weight versions sampled; the others are
     context."""
 
     @model_validator(mode="before")

@@ -118,7 +118,7 @@ class Resending:
     """The rule for repeating a request."""
 
     retries: int
-    """How often a request that was lost with its engine is repeated."""
+    """Number of repetitions of a request that was lost with its engine."""
     retry_s: float
     """Seconds during which a request without any engine is repeated, outages excluded."""
     on_lost: Callable[[], Awaitable[None]]

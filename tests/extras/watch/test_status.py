@@ -142,7 +142,8 @@ def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path, monkeypatch, capsys):
-    assert status(tmp_path, monkeypatch, capsys).startswith(f"slimx: {tmp_path} is not a run directory")
+    message = status(tmp_path, monkeypatch, capsys)
+    assert message.startswith("slimx: ") and str(tmp_path) in message
 
 
 def activity_of(stand: Stand, phase: str, since: float) -> dict[str, Any]:

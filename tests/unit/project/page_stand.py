@@ -51,7 +51,6 @@ ELSEWHERE = {
     "python3 -m verl.trainer.main_ppo": "starts verl",
     "python3 train.py": "starts slime",
     "ray status": "needs a Ray cluster",
-    "slimx train has": "is the beginning of a refusal",
 }
 """Beginnings of commands that are not tried, each with the reason."""
 MAKEFILE = (ROOT / "Makefile").read_text()

@@ -39,7 +39,7 @@ class ProgramResult:
     stdout: str
     stderr: str
     ended: Ended
-    """How the program ended: "exit" by itself, "stop" on request; else the limit that it was killed at."""
+    """Kind of end: "exit" by itself, "stop" on request; else the limit that it was killed at."""
     status: int | None
     """Exit status, 128 + signal number if a signal ended it; None if it was stopped or killed at a limit."""
     seconds: float
@@ -50,7 +50,7 @@ class ProgramResult:
 
     @property
     def ending(self) -> str:
-        """How the program ended, in words, for a message."""
+        """End of the program in words, for a message."""
         return how_ended(self.status) if self.ended == "exit" else f"was ended by {self.ended}"
 
 

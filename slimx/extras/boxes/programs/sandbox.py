@@ -66,7 +66,7 @@ class Sandbox:
 
     @property
     def memory_bound(self) -> str:
-        """How the memory of all processes of a program together is limited, in words."""
+        """Limit on the memory of all processes of a program together, in words."""
         hierarchy = self._enclosure.hierarchy
         if hierarchy is not None:
             return f"a control group (version {hierarchy.version}) limits all processes to memory_mib + disk_mib"

@@ -14,7 +14,7 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.runtime.ports import local_address
 from slimx.trainer.operation import operation
 from slimx.trainer.rank import TrainerRank
-from slimx.trainer.trained import TrainedModel
+from slimx.trainer.trained_model import TrainedModel
 
 
 class DirectRole:
