@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 Sections = Mapping[str, Any]
-"""Sections of a configuration by name."""
+"""Sections of a configuration by name, each of another class."""
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {

@@ -65,5 +65,5 @@ def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies without columns that only the policy needs: the teacher's, kept tokens, and the engine's experts
     (a critic has its own routers)."""
     names = [name for name, column in COLUMNS.items() if column.needed is not None]
-    emptied: dict[str, Any] = dict.fromkeys((*names, "routed_experts", "support"))
+    emptied: dict[str, Any] = dict.fromkeys((*names, "routed_experts", "support"))  # None, which these fields accept
     return [replace(row, **emptied) for row in rows]
