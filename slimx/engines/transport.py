@@ -2,8 +2,8 @@
 
 Entry points of `slimx.transports`:
 
-memory    engines map the memory of the trainer ranks: one node cuda_ipc  engines copy from the memory of the trainer
-ranks' GPUs: one node
+memory    engines map the memory of the trainer ranks: one node
+cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one node
 
 Extras add others. The part of a transport on trainer ranks is one of their roles (`slimx.roles`), the part at an engine
 an `End`. Importing a transport loads neither torch nor Ray, which a plan runs without.

@@ -74,8 +74,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     encoding, note = _encoding(config, spec, device)
     if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
-            f"{note}, but {min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be published "
-            "only in the engines' own layout; set publish.encoding=local and remove what prevents it",
+            f"{note}, but {min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be "
+            "published only in the engines' own layout; set publish.encoding=local and remove what prevents it",
             code="publish.transposed",
             about="publish.encoding",
         )

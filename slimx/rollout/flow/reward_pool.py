@@ -191,8 +191,8 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
-            f"reward hook {name_with_source(hook)} returned {safe_repr(value)} for a group of {len(judged.trajectories)}; "
-            "return a list with the reward of each trajectory (reward.scope is group)",
+            f"reward hook {name_with_source(hook)} returned {safe_repr(value)} for a group of "
+            f"{len(judged.trajectories)}; return a list with the reward of each trajectory (reward.scope is group)",
             code="reward.returned",
             about=name_of(hook),
         )
