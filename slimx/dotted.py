@@ -74,7 +74,7 @@ def module_of(path: str, group: str = "") -> str:
     return path.rpartition(".")[0]
 
 
-def _entry_point(key: str, name: str, group: str) -> Any:
+def _entry_point(key: str, name: str, group: str) -> object:
     names = entry_points.find(group)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)

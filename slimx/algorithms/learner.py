@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slimx import entry_points
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 
+if TYPE_CHECKING:
+    from slimx.observability.live.table import TableColumn
+
 
 class Learner(Protocol):
     """Parts of a run that differ if its model outputs scores instead of logits."""
 
-    columns: Sequence[Any]
+    columns: Sequence[TableColumn]
     """Columns of the table that the run prints."""
 
     def trainer(self) -> type:

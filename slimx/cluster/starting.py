@@ -32,14 +32,17 @@ def weight_bytes(config: Config) -> int:
     """Returns the bytes of all weights that a node with trainers and engines reads at the start; files that are not on
     this machine do not count."""
     directories = {config.initial_weights}
-    directories |= {group.model or config.model.path for group in config.rollout.engines if group.started}
+    for group in config.rollout.engines:
+        if group.started:
+            directories.add(group.model or config.model.path)
     if config.critic is not None and config.critic.load is not None:
         directories.add(config.critic.load)
     patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face's directory, Megatron-LM's
     total = 0
     for directory in directories:
         for pattern in patterns:
-            total += sum(file.stat().st_size for file in Path(directory).glob(pattern))
+            for file in Path(directory).glob(pattern):
+                total += file.stat().st_size
     return total
 
 

@@ -43,7 +43,9 @@ async def watch_ray(
     processes: Mapping[str, psutil.Process], probes: Mapping[str, Probe], deadline_s: float, look_s: float = LOOK_S
 ) -> PartLost:
     """Watches the cluster; returns why it is unusable as soon as that is detected."""
-    watches = [_ended(processes, look_s), *(_silent(name, probe, deadline_s) for name, probe in probes.items())]
+    watches = [_ended(processes, look_s)]
+    for name, probe in probes.items():
+        watches.append(_silent(name, probe, deadline_s))
     return await first_of(watches)
 
 

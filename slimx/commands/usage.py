@@ -154,7 +154,9 @@ def _hint_without(ctx: Context, option: str) -> str:
 def _options_of(command: Command) -> list[str]:
     options = []
     for parameter in command.params:
-        options += [name for name in parameter.opts if name.startswith("--")]
+        for name in parameter.opts:
+            if name.startswith("--"):
+                options.append(name)
     return options
 
 

@@ -22,14 +22,13 @@ _SIZES = {
     "expert_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
-ALIASES = {
-    **{f"{section}.{long}": short for section in ("trainer", "critic.layout") for long, short in _SIZES.items()},
-    **{
-        f"rollout.engines.*.{long}": _SIZES[long]
-        for long in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    },
-}
+ALIASES: dict[str, str] = {}
 """Aliases of keys, as in Megatron-LM and other frameworks; `*` stands for each entry of a list."""
+for _section in ("trainer", "critic.layout"):
+    for _long, _short in _SIZES.items():
+        ALIASES[f"{_section}.{_long}"] = _short
+for _long in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+    ALIASES[f"rollout.engines.*.{_long}"] = _SIZES[_long]
 
 
 class Counterpart(Protocol):

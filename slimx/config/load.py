@@ -53,7 +53,9 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = [problem for item in error.errors() for problem in _problems(item, applied)]
+        problems: list[SlimxError] = []
+        for item in error.errors():
+            problems += _problems(item, applied)
         _refuse(problems, path, applied, error)
         raise
     config._interpolated = dict(_interpolations(_plain(tree)))
@@ -161,7 +163,10 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
         return override
     entries = _entries(override, base, path)
     if entries is None:
-        return {key: _listed(inner, _inner(base, key), (*path, str(key)), where) for key, inner in override.items()}
+        values = {}
+        for key, inner in override.items():
+            values[key] = _listed(inner, _inner(base, key), (*path, str(key)), where)
+        return values
     for index, inner in override.items():
         if int(index) > len(entries):
             key = ".".join(path)
@@ -253,12 +258,13 @@ def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
 
 def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, str], cause: Exception) -> None:
     """Raises the refusals, each attributed to its override, else to the file."""
-    overrides = [_override_of(problem.about, applied) if problem.about else None for problem in problems]
-    names = [str(path) if override is None else f"override {echoed(override)!r}" for override in overrides]
+    names = []
+    for problem in problems:
+        override = _override_of(problem.about, applied) if problem.about else None
+        names.append(str(path) if override is None else f"override {echoed(override)!r}")
     if len(set(names)) == 1:
         refuse(problems, f"{names[0]}: ", cause)
-    placed = [
-        SlimxError(f"{name}: {problem}", code=problem.code, about=problem.about)
-        for name, problem in zip(names, problems, strict=True)
-    ]
+    placed = []
+    for name, problem in zip(names, problems, strict=True):
+        placed.append(SlimxError(f"{name}: {problem}", code=problem.code, about=problem.about))
     refuse(placed, "", cause)

@@ -124,7 +124,11 @@ class CoreConfig(Section):
     @property
     def trained(self) -> list[str]:
         """Names of the trained policies: the keys of `by_policy`."""
-        return [ACTOR, *(name for name, policy in self.policies.items() if policy.shares is None)]
+        names = [ACTOR]
+        for name, policy in self.policies.items():
+            if policy.shares is None:
+                names.append(name)
+        return names
 
     @property
     def served_by_actor(self) -> list[str]:

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
@@ -62,7 +63,11 @@ def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
     """Returns the keys that begin with `name`, or that `name` begins with, if both have at least three characters."""
     if len(name) <= 2:
         return []
-    return [key for key in keys if len(key) > 2 and (key.startswith(name) or name.startswith(key))]
+    matching = []
+    for key in keys:
+        if len(key) > 2 and (key.startswith(name) or name.startswith(key)):
+            matching.append(key)
+    return matching
 
 
 def of_section(
@@ -112,7 +117,8 @@ def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
         inner: list[type[BaseModel]] = []
         for outer in models:
             if part in outer.model_fields:
-                inner += [section_model for section_model, _ in _models(outer.model_fields[part].annotation)]
+                for section_model, _ in _models(outer.model_fields[part].annotation):
+                    inner.append(section_model)
         models = inner
     for section_model in models:
         if last in section_model.model_fields:
@@ -128,7 +134,10 @@ def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | 
     default = field.get_default(call_default_factory=True)
     if not isinstance(default, tuple | list):
         return []
-    return [entry.model_dump(exclude_unset=True) if isinstance(entry, BaseModel) else entry for entry in default]
+    entries = []
+    for entry in default:
+        entries.append(entry.model_dump(exclude_unset=True) if isinstance(entry, BaseModel) else entry)
+    return entries
 
 
 def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
@@ -168,11 +177,17 @@ def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = F
     if not near and not full:
         near = [key for key in keys if key[-1] == parts[-1]]
         # One level down, as trainer.lr for trainer.optimizer.lr, but not two, as trainer.steps for those of Muon.
-        near = [key for key in near if key[0] == parts[0] and len(_names(key)) <= len(parts) + 1] or near
+        below = []
+        for key in near:
+            if key[0] == parts[0] and len(_names(key)) <= len(parts) + 1:
+                below.append(key)
+        near = below or near
     if parts and parts[0] not in REPEATING:
         near = [key for key in near if key[0] not in REPEATING] or near
-    depths = [len(_names(key)) for key in near]
-    return [".".join(key) for key, depth in zip(near, depths, strict=True) if depth == min(depths)]
+    by_depth: dict[int, list[str]] = defaultdict(list)
+    for key in near:
+        by_depth[len(_names(key))].append(".".join(key))
+    return by_depth[min(by_depth)] if by_depth else []
 
 
 def _names(key: Sequence[str]) -> list[str]:
@@ -245,7 +260,9 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
     """Returns the keys of the section at a location such as ("rollout", "engines", 0)."""
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
-            model = next((inner for inner, _ in _models(model.model_fields[part].annotation)), model)
+            inner = list(_models(model.model_fields[part].annotation))
+            if inner:
+                model, _ = inner[0]
     return sorted(model.model_fields)
 
 
@@ -295,7 +312,9 @@ def _text(value: object) -> str:
 
 
 def _several(values: Mapping[str, str], *, override: bool) -> str:
-    parts = [_written(key, text, override=override).removeprefix("write ") for key, text in values.items()]
+    parts = []
+    for key, text in values.items():
+        parts.append(_written(key, text, override=override).removeprefix("write "))
     return f"write {' '.join(parts) if override else ' and '.join(parts)}"
 
 

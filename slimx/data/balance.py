@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 Parts = list[list[int]]
 """Indices of each part's items, ascending; every item is in exactly one part."""
@@ -25,7 +25,12 @@ def balance(costs: Sequence[float], parts: int) -> Parts:
 
 def heaviest(costs: Sequence[float], split: Parts) -> float:
     """Returns the total cost of the heaviest part."""
-    return max(sum(costs[i] for i in part) for part in split)
+    return max(total(costs, part) for part in split)
+
+
+def total(costs: Sequence[float], part: Iterable[int]) -> float:
+    """Returns the total cost of the items at the indices `part`."""
+    return sum(costs[i] for i in part)
 
 
 def greedy(costs: Sequence[float], parts: int) -> Parts:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slimx.data.balance import balance, greedy_with_room
+from slimx.data.balance import balance, greedy_with_room, total
 from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
 from slimx.data.columns import COLUMNS
 from slimx.data.support import Support
@@ -39,11 +39,9 @@ def pack(
     - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
       into 2 x CP chunks). This padding counts towards `max_tokens`.
     - `multiple_of`: T of each micro-batch is padded to a multiple of it (TP x CP for sequence parallelism). This
-    padding
-      does not count towards `max_tokens`.
+      padding does not count towards `max_tokens`.
     - `count_multiple`: the number of micro-batches of a rank is a multiple of it (the PP size for megatron's
-    interleaved
-      pipeline); a rank with too few rows gets micro-batches of padding only.
+      interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
     - `cost`: cost of a row by its number of tokens; default: the number of tokens.
     - `lockstep`: see `distribute`.
 
@@ -114,14 +112,16 @@ def distribute(
         lightest = sorted(range(data_size), key=lambda rank: (totals[rank], rank))
         for rank, part in zip(lightest, parts[first : first + data_size], strict=True):
             split[rank].append(part)
-            totals[rank] += sum(costs[i] for i in part)
+            totals[rank] += total(costs, part)
     return split
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
     """Returns the predicted time of a step relative to perfect balance, at least 1 (see `distribute`)."""
-    table = [[sum(costs[i] for i in part) for part in parts] for parts in split]
-    totals = [sum(parts) for parts in table]
+    table = []
+    for parts in split:
+        table.append([total(costs, part) for part in parts])
+    totals = [sum(row) for row in table]
     mean = sum(totals) / len(totals)
     if lockstep:
         return sum(max(step) for step in zip(*table, strict=True)) / mean
@@ -133,7 +133,10 @@ def lay_out(
 ) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each rank (see `pack`)."""
     multiple_of = lcm(multiple_of, sequence_multiple)
-    return [[_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts] for parts in split]
+    shards = []
+    for parts in split:
+        shards.append([_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts])
+    return shards
 
 
 def best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -160,14 +163,17 @@ def _microbatches(
     size = [sizes[i] for i in rows]
     cost = [costs[i] for i in rows]
     parts = balance(cost, count)
-    if any(sum(size[i] for i in part) > limit for part in parts):
+    if any(total(size, part) > limit for part in parts):
         bounded = greedy_with_room(cost, size, count, limit)
         if bounded is None:
             bounded = best_fit(size, limit)
             bounded += [[] for _ in range(count - len(bounded))]
         parts = bounded
-    parts.sort(key=lambda part: -sum(cost[i] for i in part))
-    return [[rows[i] for i in sorted(part)] for part in parts]
+    parts.sort(key=lambda part: -total(cost, part))
+    microbatches = []
+    for part in parts:
+        microbatches.append([rows[i] for i in sorted(part)])
+    return microbatches
 
 
 def padded(number: int, multiple: int) -> int:
@@ -234,10 +240,15 @@ def _joined_routes(
         )
     shape = known[0].shape[1:]
     dtype = known[0].dtype
-    parts = [np.zeros((len(row), *shape), dtype) if row.routed_experts is None else row.routed_experts for row in rows]
+    parts = []
+    routed = []
+    for row in rows:
+        routes = row.routed_experts
+        parts.append(np.zeros((len(row), *shape), dtype) if routes is None else routes)
+        routed.append(np.full(len(row), routes is not None))
     if len(known) == len(rows):
         return joined(parts, dtype), None
-    return joined(parts, dtype), joined([np.full(len(row), row.routed_experts is not None) for row in rows], bool)
+    return joined(parts, dtype), joined(routed, bool)
 
 
 def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -80,10 +80,16 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
         )
 
 
-def for_stage(shard: Sequence[Any], layers: Sequence[int]) -> list[Any]:
+def for_stage(shard: Sequence[object], layers: Sequence[int]) -> list[object]:
     """Returns a data-parallel rank's micro-batches, or lists of them by update, with the routes of `layers` (global
     indices) only."""
-    return [_cut(part, layers) if isinstance(part, MicroBatch) else for_stage(part, layers) for part in shard]
+    parts: list[object] = []
+    for part in shard:
+        if isinstance(part, MicroBatch):
+            parts.append(_cut(part, layers))
+        else:
+            parts.append(for_stage(cast(Sequence[object], part), layers))
+    return parts
 
 
 def _cut(batch: MicroBatch, layers: Sequence[int]) -> MicroBatch:

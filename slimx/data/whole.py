@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.json_types import Json as Json
 
 
-def as_whole(value: Any) -> Any:
+def as_whole[T](value: T) -> T | int:
     """Returns 3 for 3.0, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def as_ids(token_ids: Sequence[Any]) -> list[int]:
+def as_ids(token_ids: Sequence[int]) -> list[int]:
     """Returns token ids as Python integers. Raises SlimxError for a string, and for an entry that is not an integer."""
     if not isinstance(token_ids, str | bytes):
         try:

@@ -2,8 +2,8 @@
 
 Entry points of `slimx.transports`:
 
-memory    engines map the memory of the trainer ranks: one node cuda_ipc  engines copy from the memory of the trainer
-ranks' GPUs: one node
+memory    engines map the memory of the trainer ranks: one node
+cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one node
 
 Extras add others. The part of a transport on trainer ranks is one of their roles (`slimx.roles`), the part at an engine
 an `End`. Importing a transport loads neither torch nor Ray, which a plan runs without.
@@ -20,6 +20,9 @@ from slimx.errors import SlimxError
 from slimx.reshard.parties import Delivery, Recipient, Source, TransportLost
 
 if TYPE_CHECKING:
+    import ray
+
+    from slimx.cluster.place import Actor
     from slimx.config.schema import Config
     from slimx.config.sections.publish import Publish
     from slimx.reshard.manifest import Manifest
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 class Trainers(Protocol):
     """The trainer ranks (`slimx.orchestration.ranks.trainers.TrainerGroup`), which may be replaced during a run."""
 
-    actors: list[Any]
+    actors: list[Actor]
     """Actors of the current ranks."""
     plans: Mapping[str, PlannedBuckets]
     """Transfer plans of the weights; "publish": the plan for one engine."""
@@ -46,7 +49,7 @@ class Trainers(Protocol):
         **arguments: object,
     ) -> list[Any]: ...
 
-    async def stored(self, values: Sequence[object]) -> list[Any]: ...
+    async def stored(self, values: Sequence[object]) -> list[ray.ObjectRef]: ...
 
 
 class End(Protocol):
@@ -91,7 +94,7 @@ class MemoryDelivery(Delivery):
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
-        self._owners: Sequence[Any] = ()
+        self._owners: Sequence[Actor] = ()
         """Actors that pack the current publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:

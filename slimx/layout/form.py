@@ -56,6 +56,7 @@ class AttachedForm:
         """Returns the additional parameters, by a description for messages."""
         return {}
 
+    # `plan` is Any because rooms above this one define its class.
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
         """Returns the tensors that `rank` packs according to `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those
         that it derives.

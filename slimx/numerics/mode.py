@@ -66,6 +66,7 @@ class NumericsMode:
         arguments of GPTModel that replace `gpt`."""
         return gpt
 
+    # `weights` is Any because a room above this one defines its class.
     def prepare_weights(self, weights: Any, config: Config) -> None:
         """Prepares a trainer's `Weights` before they are loaded."""
 

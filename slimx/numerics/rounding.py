@@ -40,6 +40,7 @@ class Rounding:
     def exchange_layers(self, block: object) -> None:
         """Replaces plain torch layers in a decoder's spec (TransformerBlockSubmodules)."""
 
+    # `weights` is Any because a room above this one defines its class.
     def prepare_weights(self, weights: Any) -> None:
         """Prepares a trainer's `Weights` after the optimizer has copied them to fp32."""
 

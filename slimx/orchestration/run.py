@@ -183,8 +183,11 @@ class Run:
 
     def _serving(self) -> list[EngineGroup]:
         """Returns the engine groups of all policies; a shared group once."""
-        groups = {id(policy.engines): policy.engines for policy in self.policies.values()}
-        return [group for group in groups.values() if group is not None]
+        groups = {}
+        for policy in self.policies.values():
+            if policy.engines is not None:
+                groups[id(policy.engines)] = policy.engines
+        return list(groups.values())
 
     def _groups(self) -> list[RankGroup]:
         """Returns the trainer ranks of all policies, and the critic's dedicated ranks."""
@@ -350,4 +353,7 @@ class Run:
 
 def _first(items: Iterable[Json | None]) -> Json | None:
     """Returns the first item that is not empty."""
-    return next((item for item in items if item), None)
+    for item in items:
+        if item:
+            return item
+    return None

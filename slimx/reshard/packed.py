@@ -51,7 +51,8 @@ class PackedBucket:
     """Paths of further memories, in the order of the engine ranks that open them: one per further rank, or copies on
     the other machines of a multi-node engine. Empty: every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Files from which a transport's receiver at an engine builds the bucket; empty: `path` has it."""
+    """Files, of a class of the transport, from which its receiver at an engine builds the bucket; empty: `path` has
+    it."""
 
     @property
     def on_device(self) -> bool:

@@ -131,7 +131,7 @@ class LocalRecipient:
 
     incarnation = 1
 
-    async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
+    async def perform(self, verb: str, epoch: int, *arguments: object) -> object:
         return await getattr(self, verb)(*arguments)
 
 

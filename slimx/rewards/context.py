@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+type Engines = Mapping[str, Any]
+"""Clients of frozen models by the name of their group. An extra defines their class, and hooks call its methods."""
+
+
 class Context(Protocol):
     """A part of `slimx.rollout.hooks.RewardContext`."""
 
@@ -32,7 +36,7 @@ class Context(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     @property
-    def engines(self) -> Mapping[str, Any]:
+    def engines(self) -> Engines:
         """Frozen models by the name of their group."""
         ...
 

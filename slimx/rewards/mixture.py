@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context
 
 Value = float | Mapping[str, float]
-Hook = Callable[[Any, Any], Coroutine[None, None, Value | Sequence[Value]]]
+type Hook[C: Context] = Callable[[C, Trajectory], Coroutine[None, None, Value | Sequence[Value]]]
 """Like `slimx.rollout.hooks.Reward`, which is in a room above."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedReward:
+class WeightedReward[C: Context]:
     """One reward of a mixture."""
 
     name: str
-    hook: Hook
+    hook: Hook[C]
     weight: float
     where: Mapping[str, object]
     """Required metadata of a prompt."""
@@ -34,12 +34,12 @@ class WeightedReward:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture[C: Context]:
     """A reward hook made of parts."""
 
-    parts: tuple[WeightedReward, ...]
+    parts: tuple[WeightedReward[C], ...]
 
-    async def __call__(self, ctx: Context, trajectory: Trajectory) -> dict[str, float]:
+    async def __call__(self, ctx: C, trajectory: Trajectory) -> dict[str, float]:
         """Returns the contribution of each part to the reward, by `name`, or `name/key` for a hook that returns several
         numbers.
 
@@ -55,7 +55,7 @@ class Mixture:
                 contributions[part.name] = part.weight * cast(float, value)
         return contributions
 
-    def _fitting(self, prompt: Prompt) -> list[WeightedReward]:
+    def _fitting(self, prompt: Prompt) -> list[WeightedReward[C]]:
         fitting = [part for part in self.parts if part.fits(prompt)]
         if not fitting:
             raise SlimxError(

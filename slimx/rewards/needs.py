@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-Hook = Callable[..., Any]
+Hook = Callable[..., object]
 
 
 def needs_process[H: Hook](hook: H) -> H:

@@ -21,7 +21,7 @@ from slimx.errors import SlimxError, written_at
 from slimx.json_types import Json
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, WeightedReward
-from slimx.rollout.hooks import Generate, Keep, Reward
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,7 +147,7 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
     `facts`: result of `form_facts`.
     """
     if config.parts:
-        parts: list[WeightedReward] = []
+        parts: list[WeightedReward[RewardContext]] = []
         for index, part in enumerate(config.parts):
             hook = _load_reward(f"reward.parts.{index}", part, facts)
             parts.append(WeightedReward(part.name, hook, part.weight, part.where))

@@ -25,6 +25,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.observability.tracking.metrics import as_number
 from slimx.observability.tracking.names import check_hook_name
+from slimx.rewards.context import Engines
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.draft import Draft
@@ -175,7 +176,7 @@ class RolloutContext(_Logging):
     group_id: str
     index: int
     """Index of the rollout in its group."""
-    engines: Mapping[str, Any] = field(default_factory=dict)
+    engines: Engines = field(default_factory=dict)
     """Clients of the frozen groups of `rollout.engines`, by name."""
     address: str = ""
     """URL of the policy's router, "" without one. Use `engine` for tokens that can be trained."""
@@ -227,7 +228,7 @@ class RewardContext(_Logging):
     """The sampled tokens as text, without special tokens and with a line break between turns; of a group's first
     trajectory."""
     evaluation: bool
-    engines: Mapping[str, Any] = field(default_factory=dict)
+    engines: Engines = field(default_factory=dict)
     """Clients of the frozen groups of `rollout.engines`, by name: a judge, a reward model."""
     responses: list[Response] = field(default_factory=list)
     """Turns and final answer of each judged trajectory; by default one turn, `text`."""

@@ -50,7 +50,10 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
     from slimx.layout.megatron import MegatronLayout
     from slimx.layout.parts import check_coverage
 
-    refused = any(any(rule.ask(sizes, spec)) for rule in (sizes_divide, *spec.layer_kind.split_rules()))
+    refused = False
+    for split_rule in (sizes_divide, *spec.layer_kind.split_rules()):
+        if any(split_rule.ask(sizes, spec)):
+            refused = True
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 Sections = Mapping[str, Any]
-"""Sections of a configuration by name."""
+"""Sections of a configuration by name, each of another class."""
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
@@ -73,16 +73,26 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
 }
 """Feature -> entries that were never proven with it. `KEY`: a value other than the default; `KEY=VALUE`: this value;
 `KEY (words)`: a condition of `CONDITIONS`. A key of `rollout.engines` applies to every group of the policy."""
+
+
+def _drafts(sections: Sections) -> bool:
+    return any(group.drafts for group in sections["rollout"].policy_engines)
+
+
+def _has_further_weights(sections: Sections) -> bool:
+    return any(policy.shares is None for policy in sections["policies"].values())
+
+
+def _has_further_engines(sections: Sections) -> bool:
+    policies = sections["policies"].values()
+    return any(policy.shares is None and policy.engines_of is None for policy in policies)
+
+
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
-    "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": lambda sections: any(
-        group.drafts for group in sections["rollout"].policy_engines
-    ),
-    "policies (with further weights)": lambda sections: any(
-        policy.shares is None for policy in sections["policies"].values()
-    ),
+    "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": _drafts,
+    "policies (with further weights)": _has_further_weights,
     "trainer.lora (where a policy has other engines than the actor)": lambda sections: (
-        sections["trainer"].lora is not None
-        and any(policy.shares is None and policy.engines_of is None for policy in sections["policies"].values())
+        sections["trainer"].lora is not None and _has_further_engines(sections)
     ),
     "rollout.engines (none that samples)": lambda sections: not sections["rollout"].sampled,
     "algorithm.advantages (that need the whole step, and remax)": lambda sections: (

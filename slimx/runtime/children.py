@@ -37,8 +37,9 @@ def child_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def clean_environment(environment: MutableMapping[str, str]) -> None:
     """Removes from the environment of this process the variables that `child_environment` drops."""
-    for name in [name for name in environment if _misleading(name)]:
-        del environment[name]
+    for name in list(environment):
+        if _misleading(name):
+            del environment[name]
 
 
 def _misleading(name: str) -> bool:
@@ -51,7 +52,9 @@ def bypass_proxies(environment: MutableMapping[str, str], hosts: Iterable[str] =
     of no_proxy get the hosts of either."""
     hosts_set = []
     for name in ("no_proxy", "NO_PROXY"):
-        hosts_set += [host.strip() for host in environment.get(name, "").split(",") if host.strip()]
+        for host in environment.get(name, "").split(","):
+            if host.strip():
+                hosts_set.append(host.strip())
     environment["no_proxy"] = environment["NO_PROXY"] = ",".join(dict.fromkeys([*hosts_set, *LOCAL, *hosts]))
 
 
@@ -59,4 +62,7 @@ def search_working_directory() -> None:
     """Puts the working directory at the end of the search path, after slimx's own packages."""
     directory = os.getcwd()
     rest = [path for path in sys.path if path not in ("", directory)]
-    sys.path[:] = [*rest, *(path for path in (_PACKAGES, directory) if path not in rest)]
+    for path in (_PACKAGES, directory):
+        if path not in rest:
+            rest.append(path)
+    sys.path[:] = rest

@@ -34,7 +34,10 @@ def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
     with path.open("rb") as log:
         log.seek(max(since, log.seek(0, os.SEEK_END) - _READ))
         written = _ESCAPE.sub("", log.read().decode(errors="replace")).splitlines()
-    begins = max((index for index, line in enumerate(written, 1) if line.startswith(_MARK + _STARTED)), default=0)
+    begins = 0
+    for index, line in enumerate(written, 1):
+        if line.startswith(_MARK + _STARTED):
+            begins = index
     printed = [line for line in written[begins:] if line.strip() and not line.startswith(_MARK)]
     return "\n".join(printed[-lines:])
 

@@ -251,7 +251,9 @@ def shared_memory_inodes(pid: int) -> set[int]:
         except OSError:
             continue  # it has ended
         # address, permissions, offset, device, inode, path
-        inodes |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+        for line in maps.splitlines():
+            if " /dev/shm/" in line:
+                inodes.add(int(line.split()[4]))
     return inodes
 
 
@@ -287,9 +289,12 @@ class StopWatch:
 
         Checks are counted instead of seconds: a guard that was stopped itself has not checked meanwhile.
         """
-        stopped = [process for process in self._watched() if _state(process) == psutil.STATUS_STOPPED]
-        self._looks = Counter({process: self._looks[process] + 1 for process in stopped})
-        return [process for process in stopped if self._looks[process] >= LOOKS]
+        looks: Counter[psutil.Process] = Counter()
+        for process in self._watched():
+            if _state(process) == psutil.STATUS_STOPPED:
+                looks[process] = self._looks[process] + 1
+        self._looks = looks
+        return [process for process, count in looks.items() if count >= LOOKS]
 
     def _watched(self) -> list[psutil.Process]:
         watched = self._guard.children(recursive=True)

@@ -118,7 +118,9 @@ def link_error(home: Path, *, driver: bool) -> str | None:
     (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time, in the words of
     the program that fails; None if it can. `driver`: link the driver's library too, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
-        source, compiled, library = (f"{scratch}/{name}" for name in ("one.cu", "one.o", "one.so"))
+        source = f"{scratch}/one.cu"
+        compiled = f"{scratch}/one.o"
+        library = f"{scratch}/one.so"
         Path(source).write_text(PROGRAM)
         linker = os.environ.get("CXX", "c++")
         libraries = [f"-L{home}/lib64", "-lcudart"]

@@ -9,10 +9,10 @@ import contextlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import psutil
 import torch
@@ -38,6 +38,44 @@ UNSEEDED = 42
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 """Called once in every iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
+
+
+class Seeded(Protocol):
+    """SGLang's SamplingParams."""
+
+    sampling_seed: int | None
+
+
+class Request(Protocol):
+    """SGLang's Req."""
+
+    sampling_params: Seeded
+
+
+class Batch(Protocol):
+    """SGLang's ScheduleBatch."""
+
+    reqs: Sequence[Request]
+    device: str
+
+
+class SamplingInfo(Protocol):
+    """SGLang's SamplingBatchInfo."""
+
+    sampling_seed: torch.Tensor | None
+
+
+class IdleSleeper(Protocol):
+    """SGLang's IdleSleeper."""
+
+    def maybe_sleep(self) -> None:
+        """Waits up to a second for a message."""
+
+
+class Scheduler(Protocol):
+    """SGLang's Scheduler."""
+
+    idle_sleeper: IdleSleeper | None
 
 
 def fork_from_here(result: None, arguments: object) -> None:
@@ -73,7 +111,7 @@ def without_keys(original: Callable[..., Json], arguments: object) -> Json:
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
-def take_fields(form: ServedForm, manager: object, request: Any, *args: object, **kwargs: object) -> None:
+def take_fields(form: ServedForm, manager: object, request: object, *args: object, **kwargs: object) -> None:
     """Sets request fields that were sent as the custom label "slimx", before `TokenizerManager.generate_request`.
     Raises SlimxError for a request that a server of this form cannot serve.
 
@@ -86,7 +124,7 @@ def take_fields(form: ServedForm, manager: object, request: Any, *args: object, 
     form.check_request(request)
 
 
-def carry_seeds(result: None, info: Any, batch: Any, vocab_size: int) -> None:
+def carry_seeds(result: None, info: SamplingInfo, batch: Batch, vocab_size: int) -> None:
     """Sets the seed of each request, int64 [requests] on the batch's device, after `adjusted_from_schedule_batch`.
 
     SGLang passes seeds to its sampler only in deterministic inference, which also disables tuned tiles of matrix
@@ -102,7 +140,7 @@ def carry_seeds(result: None, info: Any, batch: Any, vocab_size: int) -> None:
     info.sampling_seed = seeds.to(batch.device, non_blocking=True)
 
 
-def wait_while_paused(result: None, scheduler: Any) -> None:
+def wait_while_paused(result: None, scheduler: Scheduler) -> None:
     """Waits up to a second for the next message in an iteration of a paused scheduler, if the server sleeps on idle.
 
     SGLang waits when idle if started with `--sleep-on-idle`; while paused it still polls at full speed, during each

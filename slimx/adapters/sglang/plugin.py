@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -48,13 +48,25 @@ VERBS = "slimx.server_verbs"
 """Entry points: verbs of a server's process, functions of the model runner and the verb's arguments."""
 
 
+class Parallelism(Protocol):
+    """SGLang's ParallelismInfo."""
+
+    def model_dump(self) -> Json: ...
+
+
+class WeightChecker(Protocol):
+    """SGLang's WeightChecker."""
+
+    def _parallelism_info(self, *, role: str) -> Parallelism: ...
+
+
 class Runner(Protocol):
     """SGLang's ModelRunner."""
 
     model: torch.nn.Module
     dtype: torch.dtype
     device: str
-    _weight_checker: Any
+    _weight_checker: WeightChecker
 
 
 def register() -> None:

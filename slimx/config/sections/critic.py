@@ -51,13 +51,15 @@ class Critic(Section):
 
 def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
     """Returns the `trainer` section for the critic's ranks. Raises SlimxError for a layout that does not fit them."""
+    megatron = dict(trainer.megatron)
+    # Layers of multi-token prediction learn from labels, which a critic does not have.
+    megatron.pop("mtp_num_layers", None)
     changes: dict[str, object] = {
         "load": critic.load or trainer.load,
         "optimizer": critic.optimizer,
         "freeze": (),  # globs of the policy's parameters
         "lora": None,
-        # Layers of multi-token prediction learn from labels, which a critic does not have.
-        "megatron": {key: value for key, value in trainer.megatron.items() if key != "mtp_num_layers"},
+        "megatron": megatron,
     }
     if critic.placement == "own":
         changes |= dict(critic.layout or RankLayout())

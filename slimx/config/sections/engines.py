@@ -190,7 +190,10 @@ class Engines(Section):
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
         # Comparison with defaults, because the config.yaml of a run has them written out.
         default = type(self)()
-        changed = [key for key in idle if getattr(self, key) != getattr(default, key)]
+        changed = []
+        for key in idle:
+            if getattr(self, key) != getattr(default, key):
+                changed.append(key)
         if changed:
             yield (
                 "engines.urls_idle_key",
@@ -228,7 +231,9 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
             "rollout.engines",
             f"rollout.engines names a group twice in {names}; give each group its own name",
         )
-    urls = [url for group in groups for url in group.urls]
+    urls: list[str] = []
+    for group in groups:
+        urls += group.urls
     if len(set(urls)) < len(urls):
         twice = next(url for url in urls if urls.count(url) > 1)
         yield (
@@ -236,7 +241,10 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
             twice,
             f"rollout.engines has {twice} in two groups; list each server in one group",
         )
-    roles = {group.role for group in groups if not group.frozen}
+    roles = set()
+    for group in groups:
+        if not group.frozen:
+            roles.add(group.role)
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
         (present,) = split

@@ -252,7 +252,10 @@ def read_objective(key: str, value: object, preset: object = {}) -> Objective:
             code="algorithm.unused",
             about=f"{where}.{name}",
         )
-    shared = {name: default for name, default in defaults.items() if name in record.model_fields}
+    shared = {}
+    for name, default in defaults.items():
+        if name in record.model_fields:
+            shared[name] = default
     return record.model_validate({**shared, **values, "kind": kind})
 
 

@@ -45,8 +45,13 @@ class Policy(Section):
     this policy has separate engines. It needs publish.adapters=alone, and trainer.lora of equal rank and targets."""
 
     def _faults(self) -> Faults:
-        changed = [key for key in ("model", "trainer", "algorithm") if getattr(self, key)]
-        changed += [key for key in ("engines", "engines_of") if getattr(self, key) is not None]
+        changed = []
+        for key in ("model", "trainer", "algorithm"):
+            if getattr(self, key):
+                changed.append(key)
+        for key in ("engines", "engines_of"):
+            if getattr(self, key) is not None:
+                changed.append(key)
         if self.shares is not None and changed:
             yield (
                 "policies.shares",
@@ -150,7 +155,10 @@ def derived(run: Json, name: str, policy: Policy) -> Json:
 def _engines(rollout: Json, name: str, policy: Policy) -> list[Json]:
     if policy.engines is not None:
         return [group.model_dump(exclude_unset=True) for group in policy.engines]
-    groups = [dict(group) for group in rollout.get("engines", ({},)) if not group.get("frozen")]
+    groups = []
+    for group in rollout.get("engines", ({},)):
+        if not group.get("frozen"):
+            groups.append(dict(group))
     if policy.engines_of is not None:
         return groups
     for group in groups:

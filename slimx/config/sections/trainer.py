@@ -358,7 +358,10 @@ class Trainer(RankLayout):
         experts = self.expert * self.expert_tensor_size
         stage = self.tensor * self.context * self.data_size
         if product == self.world_size and stage % experts:
-            fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
+            fitting = []
+            for size in range(1, stage + 1):
+                if stage % (size * self.expert_tensor_size) == 0:
+                    fitting.append(size)
             nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
             remedy = f"trainer.expert={nearest}"
             if not fitting:

@@ -100,10 +100,18 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, skip_special
 
 def _answer(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str, thinking: bool) -> str:
     """Returns the final answer of a turn. `text`: its text without special tokens, which may include thinking marks."""
-    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (THOUGHT_BEGINS, THOUGHT_ENDS, CHANNEL)]
-    if THOUGHT_ENDS in text or not any(mark is not None and (ids == mark).any() for mark in marks):
+    if THOUGHT_ENDS in text or not _has_special_marks(tokenizer, ids):
         return final_answer(text, thinking=thinking)
     answer = final_answer(_decode(tokenizer, ids, skip_special_tokens=False), thinking=thinking)
     for special in tokenizer.all_special_tokens:
         answer = answer.replace(special, "")
     return answer
+
+
+def _has_special_marks(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> bool:
+    """Returns True if one of `ids` is a mark of thinking."""
+    for mark in (THOUGHT_BEGINS, THOUGHT_ENDS, CHANNEL):
+        mark_id = tokenizer.convert_tokens_to_ids(mark)
+        if mark_id is not None and (ids == mark_id).any():
+            return True
+    return False

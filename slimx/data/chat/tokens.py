@@ -194,7 +194,10 @@ def _encode_after_calls(
     """Returns the token ids from the end token on, after an assistant's turn with `calls`; [] if the template does not
     render calls."""
     # A marker instead of the sampled arguments, because only their position is needed.
-    marked = [{**call, "function": {**call["function"], "arguments": {"answer": MARKER}}} for call in calls]
+    marked = []
+    for call in calls:
+        function = {**call["function"], "arguments": {"answer": MARKER}}
+        marked.append({**call, "function": function})
     try:
         rendered = _rendered(tokenizer, [*answered(content="", tool_calls=marked), *messages], tools)
     except Exception:  # rendering the messages after an answer of text shows whether they are the cause
@@ -218,8 +221,11 @@ def answered(**answer: object) -> list[Json]:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Returns the ids of special tokens, such as those that end a turn."""
-    added = {token for token, properties in tokenizer.added_tokens_decoder.items() if properties.special}
-    return added | set(tokenizer.all_special_ids)
+    ids = set(tokenizer.all_special_ids)
+    for token, properties in tokenizer.added_tokens_decoder.items():
+        if properties.special:
+            ids.add(token)
+    return ids
 
 
 def check_prompts(

@@ -197,7 +197,10 @@ def _with_turns(row: Json, where: str) -> Json:
     if not turns or turns[-1].get("role") != "assistant":
         return row | {"messages": turns}
     *before, last = turns
-    more = [key for key, value in last.items() if key not in ("role", "content") and value is not None]
+    more = []
+    for key, value in last.items():
+        if key not in ("role", "content") and value is not None:
+            more.append(key)
     if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
         reason = "the row also has an answer" if row.get("answer") is not None else "it is not only text"
         raise SlimxError(

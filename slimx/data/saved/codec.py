@@ -244,7 +244,11 @@ def _hints(kind: type) -> dict[str, object]:
 @functools.cache
 def _nested(kind: type) -> tuple[str, ...]:
     """Returns the fields of `kind` that contain records. Others, such as long lists of integers, need no check."""
-    return tuple(name for name, hint in _hints(kind).items() if _contains_record(hint))
+    names = []
+    for name, hint in _hints(kind).items():
+        if _contains_record(hint):
+            names.append(name)
+    return tuple(names)
 
 
 def _contains_record(hint: object) -> bool:

@@ -162,17 +162,28 @@ def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[
     trajectories: list[Trajectory] = []
     for group in groups:
         trajectories += group.trajectories
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    versions = [trajectory.oldest_version for trajectory in trajectories if trajectory.oldest_version is not None]
+    rewards = []
+    versions = []
+    sampled_tokens = 0
+    truncated = 0
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards.append(trajectory.reward)
+        oldest = trajectory.oldest_version
+        if oldest is not None:
+            versions.append(oldest)
+        sampled_tokens += len(trajectory.sampled_ids())
+        if trajectory.status == "truncated":
+            truncated += 1
     return About(
         step=step,
         version=version,
         groups=len(groups),
         trajectories=len(trajectories),
-        sampled_tokens=sum(len(trajectory.sampled_ids()) for trajectory in trajectories),
+        sampled_tokens=sampled_tokens,
         reward=float(np.mean(rewards)) if rewards else None,
         oldest=min(versions, default=None),
-        truncated=sum(trajectory.status == "truncated" for trajectory in trajectories),
+        truncated=truncated,
         dropped=dict(dropped),
         origin=origin,
     )

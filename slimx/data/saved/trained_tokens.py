@@ -83,7 +83,10 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         fits = lengths == [len(trajectory.token_ids) for trajectory in trajectories]
         if not fits or any(len(values) != sum(lengths) for values in tensors.values()):
             raise ValueError("its tokens are not those of the step's groups")
-        parts = {name: np.split(values, np.cumsum(lengths)[:-1]) for name, values in tensors.items()}
+        starts = np.cumsum(lengths)[:-1]
+        parts = {}
+        for name, tensor in tensors.items():
+            parts[name] = np.split(tensor, starts)
         experts: list[np.ndarray | None] = list(parts.get("other_experts", [None] * len(trajectories)))
         for index, known in enumerate(parts.get("known_experts", [])):
             if not known.all():

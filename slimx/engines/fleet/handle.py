@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from slimx.cluster.place import Actor
 from slimx.cluster.waiting import ActorDied, gather, kill
 from slimx.engines.server.server import ANSWER_S, STOP_S
 from slimx.engines.server.spec import EngineSpec
@@ -44,7 +43,7 @@ class EngineHandle:
     def __init__(
         self,
         spec: EngineSpec,
-        make_actor: Callable[[], Any],
+        make_actor: Callable[[], Actor],
         log: Path,
         deadline_s: float,
         *,
@@ -61,7 +60,7 @@ class EngineHandle:
         self.nodes = nodes
         self.spec = spec
         """Specification of the last start."""
-        self.actor: Any = make_actor()
+        self.actor: Actor = make_actor()
         """None from when it was killed until the next start."""
         self.standing = Standing.OUT
         self.incarnation = 0
@@ -143,7 +142,7 @@ class EngineHandle:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     @property
-    def _living(self) -> Any:
+    def _living(self) -> Actor:
         """The actor. Raises ReceiverLost if it or its server is lost."""
         self._check_not_lost()
         if self.actor is None:
@@ -154,7 +153,7 @@ class EngineHandle:
         if self._reason is not None:
             raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
 
-    async def _result(self, operation: str, reference: ray.ObjectRef, deadline_s: float) -> Any:
+    async def _result[T](self, operation: str, reference: Awaitable[T], deadline_s: float) -> T:
         """Waits for a result, or until the engine is lost. Raises ReceiverLost if it or its actor is gone."""
         future, _ = await race(self._wait(operation, reference, deadline_s), self._lost.wait())
         self._check_not_lost()
@@ -164,7 +163,7 @@ class EngineHandle:
         except (ActorDied, DeadlineError) as error:
             raise ReceiverLost(str(error), code="engine.silent", about=self.name) from None
 
-    async def _wait(self, operation: str, reference: ray.ObjectRef, deadline_s: float) -> Any:
+    async def _wait[T](self, operation: str, reference: Awaitable[T], deadline_s: float) -> T:
         (result,) = await gather(
             [reference],
             what=f"{operation} of engine {self.name}",

@@ -23,7 +23,7 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.logs import marked
 from slimx.runtime.ports import LOOPBACK, claimed_port, local_address
 from slimx.runtime.process import SupervisedProcess
-from slimx.runtime.tasks import cancelled, first_of
+from slimx.runtime.tasks import AnyFuture, cancelled, first_of
 
 ANSWER_S = 5.0
 """Deadline of a status call to a healthy server, in seconds."""
@@ -101,7 +101,7 @@ class EngineServer:
         self.end = None if make_end is None else make_end()
         self._claims: list[socket.socket] = []
         """Sockets that reserve the ports of the last start."""
-        self.pending: set[asyncio.Future[Any]] = set()
+        self.pending: set[AnyFuture] = set()
         """Calls that are cancelled when this start ends."""
         self.reset(spec)
 

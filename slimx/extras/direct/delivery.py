@@ -67,8 +67,8 @@ class RankSenders:
         `edges[i]`: first target of receiver i. `item`: element size in bytes for deltas, 0 for full weights. `on_gpus`:
         True if bytes are sent from GPU memory."""
         (stored,) = await self.trainers.stored([dealt.to_bytes()])
-        arguments = {"plan": stored, "edges": edges, "item": item, "on_gpu": on_gpus}
-        await self.trainers.call("direct.prepare", "the plan of direct transfers", **arguments)
+        what = "the plan of direct transfers"
+        await self.trainers.call("direct.prepare", what, plan=stored, edges=edges, item=item, on_gpu=on_gpus)
 
     async def connect(self, engine: int, offer: Offer) -> None:
         """Connects every rank to the memory of `engine`."""

@@ -88,7 +88,10 @@ class StepRecord:
     def to_json(self) -> Json:
         """Returns the record as strict JSON values, as described for the class."""
         metrics: dict[str, float | None] = dict(self.metrics)
-        nonfinite = {key: str(value) for key, value in self.metrics.items() if not math.isfinite(value)}
+        nonfinite = {}
+        for key, value in self.metrics.items():
+            if not math.isfinite(value):
+                nonfinite[key] = str(value)
         record: Json = {"step": self.step, "version": self.version, "time": self.time, "metrics": metrics}
         if nonfinite:
             metrics |= dict.fromkeys(nonfinite)

@@ -25,7 +25,10 @@ class Metric:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Pattern of the names that this entry describes."""
-        return re.compile("".join(".+" if part[0] == "{" else re.escape(part) for part in _PARTS.findall(self.name)))
+        pattern = ""
+        for part in _PARTS.findall(self.name):
+            pattern += ".+" if part[0] == "{" else re.escape(part)
+        return re.compile(pattern)
 
 
 _PARTS = re.compile(r"\{\w+\}|[^{]+")

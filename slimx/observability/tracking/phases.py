@@ -56,14 +56,19 @@ def place(phases: Iterable[Phase]) -> list[Placed]:
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
         by_track[phase.track].append(phase)
-    return [placed for track in by_track.values() for placed in _place_track(track)]
+    placed: list[Placed] = []
+    for track in by_track.values():
+        placed += _place_track(track)
+    return placed
 
 
 def _place_track(phases: list[Phase]) -> list[Placed]:
     lanes: list[list[Placed]] = []  # per lane, the phases open at the start of the current one, outermost first
     result = []
     for phase in phases:
-        lane = next((lane for lane, open_phases in enumerate(lanes) if _fits(phase, open_phases)), len(lanes))
+        lane = 0
+        while lane < len(lanes) and not _fits(phase, lanes[lane]):
+            lane += 1
         if lane == len(lanes):
             lanes.append([])
         open_phases = lanes[lane]
@@ -126,8 +131,9 @@ class Timeline:
         earlier steps are then discarded."""
         with self._lock:
             taken = dict(self._seconds.get(step, {}))
-            for known in [known for known in self._seconds if known <= step]:
-                del self._seconds[known]
+            for known in list(self._seconds):
+                if known <= step:
+                    del self._seconds[known]
         return taken
 
     def close(self) -> int:
@@ -138,4 +144,7 @@ class Timeline:
 
 def _record(phase: Phase) -> Json:
     """Returns a line of the file, without `detail` if it is empty."""
-    return {key: value for key, value in asdict(phase).items() if key != "detail" or value}
+    record = asdict(phase)
+    if not record["detail"]:
+        del record["detail"]
+    return record

@@ -72,7 +72,10 @@ def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison |
         by_step[sample.step].setdefault(sample.prompt, sample)
     steps = spread(sorted(by_step), columns)
     prompts = {**by_step[steps[0]], **by_step[steps[-1]]}
-    rows = [SampleRow(prompt=prompt, samples=[by_step[step].get(prompt) for step in steps]) for prompt in prompts]
+    rows = []
+    for prompt in prompts:
+        row = [by_step[step].get(prompt) for step in steps]
+        rows.append(SampleRow(prompt=prompt, samples=row))
     # A stable sort keeps the file's order within both parts.
     rows.sort(key=lambda row: row.samples[0] is None or row.samples[-1] is None)
     return Comparison(steps=steps, evaluation=chosen[0].evaluation, rows=rows)

@@ -242,7 +242,14 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
         return
     hosts = config.rollout.external_hosts
     deadline_s = engines.start_deadline_s
-    started = [engine for engine in engines.engines if engine.name not in hosts]
+    started = []
+    holders = []
+    logs = []
+    for engine in engines.engines:
+        if engine.name not in hosts:
+            started.append(engine)
+            holders.append(f"engine {engine.name}")
+            logs.append(engine.log)
     ((publisher_node, publisher_hosts),) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
         what="the look for the publisher's machine",
@@ -253,9 +260,9 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
     places = await gather(
         [engine.actor.__ray_call__.remote(place_of) for engine in started],
         what="the look for the engines' machines",
-        holders=[f"engine {engine.name}" for engine in started],
+        holders=holders,
         deadline_s=deadline_s,
-        logs=[engine.log for engine in started],
+        logs=logs,
     )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     remote: dict[str, str] = {}

@@ -65,7 +65,11 @@ async def _stamp_version_0(engine: EngineHandle) -> None:
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
     """Checks the safetensors files that servers of `groups` start from, by default those of `model`, while they start.
     Raises SlimxError for weights that are NaN or infinite: SGLang would serve them without an error."""
-    for path in sorted({Path(group.model or model) for group in groups if not group.urls}):
+    directories = set()
+    for group in groups:
+        if not group.urls:
+            directories.add(Path(group.model or model))
+    for path in sorted(directories):
         if not (path / SINGLE).is_file() and not (path / INDEX).is_file():
             continue
         reader = CheckpointReader(path)

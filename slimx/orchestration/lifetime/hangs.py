@@ -123,8 +123,13 @@ def main_location() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame)) if frame is not None else []
     below_slimx = list(dropwhile(lambda entry: not entry.filename.startswith(PACKAGE), stack))
-    in_user_code = [entry for entry in below_slimx if of_users(entry.filename)]
-    in_slimx = [entry for entry in below_slimx if entry.filename.startswith(PACKAGE)]
+    in_user_code = []
+    in_slimx = []
+    for entry in below_slimx:
+        if of_users(entry.filename):
+            in_user_code.append(entry)
+        if entry.filename.startswith(PACKAGE):
+            in_slimx.append(entry)
     for entries in (in_user_code, in_slimx, stack):
         if entries:
             return f"{entries[-1].name} ({entries[-1].filename}, line {entries[-1].lineno})"

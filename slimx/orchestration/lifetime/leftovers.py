@@ -44,8 +44,12 @@ def unguarded(root: psutil.Process) -> set[psutil.Process]:
     except psutil.NoSuchProcess:
         return set()
     descendants.pop(os.getpid(), None)
-    parents = {pid: _parent(process) for pid, process in descendants.items()}
-    guards = {pid for pid, process in descendants.items() if _guards(process)}
+    parents = {}
+    guards = set()
+    for pid, process in descendants.items():
+        parents[pid] = _parent(process)
+        if _guards(process):
+            guards.add(pid)
 
     def is_guarded(pid: int | None) -> bool:
         return pid in guards or (pid in parents and is_guarded(parents[pid]))

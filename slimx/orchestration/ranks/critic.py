@@ -52,8 +52,10 @@ class CriticGroup:
 
     async def train_step(self, updates: Sequence[Sequence[TrainingRow]], *, step: int) -> dict[str, float]:
         """Runs one optimizer step per update on rows with `values` and `returns`; returns the metrics of all."""
-        batches = [self.packer(_bare(rows)) for rows in updates]
-        shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
+        by_update = []
+        for rows in updates:
+            by_update.append(self.packer(_bare(rows)).shards)
+        shards = [list(shards) for shards in zip(*by_update, strict=True)]
         per_rank = await self.ranks.sharded(shards)
         results = await self.ranks.call(
             "critic.train_updates", f"step {step} of the critic", per_rank=per_rank, step=step
@@ -64,6 +66,8 @@ class CriticGroup:
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies without columns that only the policy needs: the teacher's, kept tokens, and the engine's experts
     (a critic has its own routers)."""
-    names = [name for name, column in COLUMNS.items() if column.needed is not None]
-    emptied: dict[str, Any] = dict.fromkeys((*names, "routed_experts", "support"))
+    emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # `replace` takes fields of several types
+    for name, column in COLUMNS.items():
+        if column.needed is not None:
+            emptied[name] = None
     return [replace(row, **emptied) for row in rows]

@@ -42,7 +42,7 @@ class PendingCall:
     """A call that ranks are executing."""
 
     what: str
-    ranks: dict[Any, int]
+    ranks: dict[Awaitable[object], int]
     """Reference of the result -> rank that computes it."""
 
 

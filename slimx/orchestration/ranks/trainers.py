@@ -88,7 +88,10 @@ class TrainerGroup(RankGroup):
     def folded[T](self, shards: Sequence[Sequence[T]]) -> list[list[T]]:
         """Returns the micro-batches of a batch's shards by the data-parallel rank that trains them."""
         folds = self.folds
-        return [list(chain.from_iterable(shards[i : i + folds])) for i in range(0, len(shards), folds)]
+        by_rank = []
+        for first in range(0, len(shards), folds):
+            by_rank.append(list(chain.from_iterable(shards[first : first + folds])))
+        return by_rank
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
         by_rank = super().by_shard(results)
@@ -120,7 +123,10 @@ class TrainerGroup(RankGroup):
 
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
         """Runs one optimizer step per update, in order; returns the metrics of all."""
-        shards = [list(shards) for shards in zip(*(self.folded(update.shards) for update in updates), strict=True)]
+        by_update = []
+        for update in updates:
+            by_update.append(self.folded(update.shards))
+        shards = [list(shards) for shards in zip(*by_update, strict=True)]
         per_rank = await self.sharded(shards)
         what = f"step {step} of training"
         results = await self.call("model.train_updates", what, per_rank=per_rank, step=step, version=version)
@@ -242,7 +248,9 @@ class TrainerGroup(RankGroup):
             remote = [rank for rank, reaches in enumerate(reaches_publisher) if not reaches]
             holders = 1
             if publish is not None and publish.one_machine and not remote:
-                others = [await self._reach(rank, on_device) for rank in range(1, self.sizes.world)]
+                others = []
+                for rank in range(1, self.sizes.world):
+                    others.append(await self._reach(rank, on_device))
                 holders = self.sizes.world if all(map(all, others)) else 1
                 self.plans = {**self.plans, name: PlannedBuckets(buckets.plan, apart=holders > 1)}
             if publish is not None:
@@ -292,4 +300,7 @@ class TrainerGroup(RankGroup):
 
 def _values_of(name: str, shards: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> list[list[np.ndarray]]:
     """Returns one of the values computed for every micro-batch, by shard."""
-    return [[batch[name] for batch in shard] for shard in shards]
+    values = []
+    for shard in shards:
+        values.append([batch[name] for batch in shard])
+    return values

@@ -28,7 +28,8 @@ async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
 
     `deadline_s`: seconds that a rank may be silent outside of calls, or stopped."""
     watches = [_answers(group, rank, deadline_s) for rank in range(group.sizes.world)]
-    watches += [_runs(group, rank, pid, deadline_s) for rank, pid in local_pids(group).items()]
+    for rank, pid in local_pids(group).items():
+        watches.append(_runs(group, rank, pid, deadline_s))
     return await first_of(watches)
 
 

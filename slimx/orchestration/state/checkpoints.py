@@ -205,7 +205,8 @@ class Checkpointer:
         for part, (_, world) in self._parts.items():
             for rank in range(world):
                 report = files.read_report(partial / part, rank)
-                written |= {str(Path(part, name)): record for name, record in report.files.items()}
+                for name, record in report.files.items():
+                    written[str(Path(part, name))] = record
         return self.saves.commit(partial, driver_files, written)
 
     # Loading ----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,10 @@ def unused(config: Config) -> str:
         return ""
     before = dict(_leaves(read_config(directory)))
     now = dict(_leaves(config.model_dump(mode="json")))
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    keys = []
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            keys.append(key)
     if not keys:
         return ""
     listed = ", ".join(keys[:NAMED])

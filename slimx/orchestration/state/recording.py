@@ -138,7 +138,10 @@ class Records:
         """Logs a finished step with the seconds of its phases, shows it, and saves some of its samples. `version`: of
         the engines; None without engines."""
         phases = self.timeline.take(step)
-        times = {f"time/{name}": duration for name, duration in phases.items()} | {"time/step": seconds}
+        times = {}
+        for name, duration in phases.items():
+            times[f"time/{name}"] = duration
+        times["time/step"] = seconds
         metrics = metrics | self._signal.counted(metrics)
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
@@ -259,7 +262,9 @@ def summary(directory: Path) -> Json:
         out["loss, last step"] = round(series("loss/sft")[-1], 4)
     phases: set[str] = set()
     for row in rows:
-        phases.update(key for key in row if key.startswith("memory/"))
+        for key in row:
+            if key.startswith("memory/"):
+                phases.add(key)
     for phase in sorted(phases):
         name = phase.removeprefix("memory/").removesuffix("_peak_mib")
         out[f"trainer memory at its peak, MiB ({name})"] = round(max(series(phase)), 1)

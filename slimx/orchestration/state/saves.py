@@ -108,10 +108,13 @@ class Saves:
         checkpoints that are not kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
-        records = {name: write(partial / name, data) for name, data in driver_files.items()}
-        write_manifest(partial, written | records)
-        for directory in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
-            sync_directory(directory)
+        records = dict(written)
+        for name, data in driver_files.items():
+            records[name] = write(partial / name, data)
+        write_manifest(partial, records)
+        for path in sorted(partial.rglob("*"), reverse=True):
+            if path.is_dir():
+                sync_directory(path)
         sync_directory(partial)
         final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)

@@ -35,7 +35,9 @@ def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
 
 def batch_counts(batch: Batch) -> dict[str, float]:
     """Returns the number of dropped groups by reason, and of regenerated ones."""
-    metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
+    metrics = {}
+    for reason, count in batch.dropped.items():
+        metrics[f"dropped/{reason.replace(' ', '_')}"] = float(count)
     metrics["dropped/total"] = float(batch.dropped.total())
     metrics["rollout/regenerated"] = float(batch.regenerated)
     return metrics
@@ -50,7 +52,10 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
-        uniform = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
+        uniform = []
+        for group in groups:
+            different = {t.reward for t in group.trajectories}
+            uniform.append(len(different) == 1)
         metrics["reward/groups_without_signal"] = float(np.mean(uniform))
     lengths = [len(t.sampled_ids()) for t in trajectories]
     if any(lengths):

@@ -32,7 +32,9 @@ async def refresh_reference(run: Run) -> None:
         match = _CHECKPOINT.fullmatch(name)
         if match:
             written.add(int(match[1]))
-    needed = {reference_step(step, every) for step in written | run.recovery.bases()}
+    needed = set()
+    for step in written | run.recovery.bases():
+        needed.add(reference_step(step, every))
     for name in _names(run.directory):
         match = _REFERENCE.fullmatch(name)
         if match and int(match[1]) not in needed:

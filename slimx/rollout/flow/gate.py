@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.runtime.tasks import AnyFuture
 
 ASK_AGAIN_S = 0.2
 """Interval of repeated abort calls, in seconds: a request may have been on its way to an engine."""
@@ -22,8 +22,8 @@ class Gate:
     def __init__(self) -> None:
         self._opened = asyncio.Event()
         self._opened.set()
-        self._out: set[asyncio.Future[Any]] = set()
-        self._abandoned: set[asyncio.Future[Any]] = set()
+        self._out: set[AnyFuture] = set()
+        self._abandoned: set[AnyFuture] = set()
         """Abandoned requests of `_out`: cancelled because they did not return."""
 
     @property
@@ -63,7 +63,7 @@ class Gate:
             await asyncio.wait(waiting, timeout=ASK_AGAIN_S)
 
     @asynccontextmanager
-    async def tracked(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:
+    async def tracked(self, request: AnyFuture) -> AsyncIterator[None]:
         """Counts `request` as in flight inside the block; it may be cancelled."""
         self._out.add(request)
         try:

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
@@ -23,6 +22,7 @@ from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import CompletionStream, Generator
 from slimx.runtime.clocks import Clock
+from slimx.runtime.tasks import AnyFuture
 
 
 def _aborted(pending: Pending) -> SlimxError:
@@ -38,7 +38,7 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
             if out.done():  # abandoned while unread: the rest may have arrived since
                 await asyncio.wait({piece}, timeout=CANCEL_S)
             else:
-                futures: list[asyncio.Future[Any]] = [piece, out]
+                futures: list[AnyFuture] = [piece, out]
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not piece.done():
                 raise SlimxError(

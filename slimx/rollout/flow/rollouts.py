@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
@@ -21,6 +21,7 @@ from slimx.engines.outage import Outage, Outages
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError, raised, safe_repr
 from slimx.json_types import Json
+from slimx.rewards.context import Engines
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import GroupProgress
@@ -102,7 +103,7 @@ class GroupMaker:
         config: Config,
         hooks: Hooks,
         speakers: Mapping[str, PolicyClient],
-        engines: Mapping[str, Any] | None = None,
+        engines: Engines | None = None,
         proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,
         score: Score | None = None,

@@ -4,10 +4,10 @@ CPUs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from slimx.errors import SlimxError
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
+
+
+class _NvmlProcess(Protocol):
+    """NVML's record of a process on a GPU."""
+
+    pid: int
+    usedGpuMemory: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +61,14 @@ class NvmlGpu:
 
     def processes(self) -> list[Process]:
         """Lists processes with memory on the GPU, as far as the driver reports them."""
-        running = self._query(self._nvml.nvmlDeviceGetComputeRunningProcesses, default=[])
+        running: Sequence[_NvmlProcess] = self._query(self._nvml.nvmlDeviceGetComputeRunningProcesses, default=[])
         return [Process(process.pid, process.usedGpuMemory, self._name(process.pid)) for process in running]
 
     def cpus(self) -> set[int]:
         """Returns the CPUs of the GPU's NUMA node; empty if unknown."""
         words = ((os.cpu_count() or 1) + 63) // 64
         scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
-        mask = self._query(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, default=())
+        mask: Sequence[int] = self._query(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, default=())
         cpus = set()
         for word, bits in enumerate(mask):
             for bit in range(64):
@@ -99,7 +106,7 @@ class NvmlGpu:
                 out.append(int(self._nvml.nvmlEventSetWait_v2(self._events, 0).eventData))
         return out
 
-    def _query(self, function: Callable[..., Any], *arguments: object, default: Any) -> Any:
+    def _query[T](self, function: Callable[..., T], *arguments: object, default: T) -> T:
         """Returns the result of an NVML function for this GPU; `default` if NVML cannot provide it."""
         try:
             return function(self._handle, *arguments)

@@ -7,7 +7,7 @@ contains and nothing initializes: each start of a server would shift all scores 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.layers.pooler import Pooler, PoolingType, score_and_pool
@@ -15,6 +15,13 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 SCORE = "score.weight"
+
+
+class _HeadConfig(Protocol):
+    """Parts of transformers' config of a model with a score head."""
+
+    hidden_size: int
+    num_labels: int
 
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
         lm_head: torch.nn.Module
         logits_processor: torch.nn.Module
 
-        def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None: ...
+        def __init__(self, config: _HeadConfig, quant_config: object = None, prefix: str = "") -> None: ...
 
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 else:
@@ -36,7 +43,7 @@ else:
 class Scored(_Policy):
     """Mixin that turns a policy's class into a reward model: the last token's score replaces the logits."""
 
-    def __init__(self, config: Any, quant_config: object = None, prefix: str = "") -> None:
+    def __init__(self, config: _HeadConfig, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         del self.lm_head, self.logits_processor
         self.score = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
