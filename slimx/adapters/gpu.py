@@ -14,6 +14,8 @@ class Gpu(Device):
         return prepare_deep_ep(needed=deep_ep)
 
     def register(self, registry: Hooks, kinds: HookKinds, *, experts: bool) -> None:
-        from slimx.adapters.sglang import draws  # a CPU computes fp64 as fast as the estimate that saves it
+        from slimx.adapters.sglang import (
+            seeded_sampling as draws,  # a CPU computes fp64 as fast as the estimate that saves it
+        )
 
         registry.register(draws.DRAW, draws.draw, kinds.REPLACE)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from slimx.data.balance import balance, greedy_with_room, total
 from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
 from slimx.data.columns import COLUMNS
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
 
 Split = list[list[list[int]]]

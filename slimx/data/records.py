@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.json_types import Json
 
 SCHEMA_VERSION = 1

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
+from slimx.data.integers import as_ids
 from slimx.data.records import Span, Status, Trajectory, Turn
-from slimx.data.support import Support
-from slimx.data.whole import as_ids
+from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from slimx.engines.server import server
 from slimx.engines.server.engine import NO_TENSORS, Engine, State
+from slimx.engines.server.http_calls import RECEIVER
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.spec import EngineSpec, server_argv
-from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape

@@ -25,7 +25,7 @@ import torch
 
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.wire import ControlClient
+from slimx.engines.server.http_calls import ControlClient
 from slimx.errors import SlimxError
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.layout.ranks import EngineSizes

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
-from slimx.engines.server.wire import ControlClient
+from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.transport import MemoryDelivery
 from slimx.errors import LOST
 from slimx.models.families import read_model

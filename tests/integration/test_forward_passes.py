@@ -15,8 +15,8 @@ from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Trajectory
+from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import save_groups
-from slimx.data.support import Support
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.forward_passes_rank import DISTILLED, HOLDERS, KL, likeliest

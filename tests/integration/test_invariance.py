@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import save_groups
-from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
 from tests.integration.chosen import chosen_cases

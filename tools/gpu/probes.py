@@ -117,7 +117,7 @@ def seeded_sampling() -> str:
     import torch
     from sglang.srt.layers.sampler import multinomial_with_seed
 
-    from slimx.adapters.sglang.draws import draw
+    from slimx.adapters.sglang.seeded_sampling import draw
 
     rows = torch.randn(256, 151936, device="cuda").log_softmax(-1)
     seeds = torch.arange(256, device="cuda")

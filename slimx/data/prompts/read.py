@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from slimx.data.chat.messages import with_text
+from slimx.data.integers import as_whole
 from slimx.data.prompts.mapping import RowMapping, fitting_fields, written
 from slimx.data.prompts.rows import kind_of, read_rows
 from slimx.data.records import Prompt
 from slimx.data.saved.codec import encode
-from slimx.data.whole import as_whole
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 from slimx.json_types import Json

@@ -13,8 +13,8 @@ import psutil
 
 import slimx
 from slimx.engines.server.arguments import command_line
+from slimx.engines.server.http_calls import REFUSED, ControlClient, request
 from slimx.engines.server.spec import EngineSpec, policy_args
-from slimx.engines.server.wire import REFUSED, ControlClient, request
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.kernels import BLACKWELL, unpublishable

@@ -18,9 +18,9 @@ from enum import StrEnum
 from typing import Literal
 
 from slimx.engines.server.attestation import check_copied, check_staged, forms_of, verified_by
+from slimx.engines.server.http_calls import RECEIVER, stamp
 from slimx.engines.server.server import EngineServer
 from slimx.engines.server.spec import EngineSpec
-from slimx.engines.server.wire import RECEIVER, stamp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest
@@ -332,8 +332,9 @@ class Engine(EngineServer):
         self.versions = versions
 
     async def stamp(self, version: str) -> None:
-        """Attaches `version`, a text of `slimx.engines.server.wire.stamp`, to all tokens sampled from now on; running
-        requests continue."""
+        """Attaches `version`, a text of `slimx.engines.server.http_calls.stamp`, to all tokens sampled from now on.
+
+        Running requests continue."""
         await self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _open(self, operation: str) -> Manifest:

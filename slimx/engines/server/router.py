@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.server.keys import STDIN, Keys
-from slimx.engines.server.wire import ControlClient
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 from slimx.runtime.children import python_argv

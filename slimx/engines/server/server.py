@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from slimx import entry_points
 from slimx.cluster.place import Placement
 from slimx.engines.server.attestation import attested
+from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
-from slimx.engines.server.wire import ControlClient
 from slimx.engines.transport import End
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json

@@ -10,8 +10,8 @@ from typing import Literal, cast
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.engines.server.arguments import check_server_args, command_line
+from slimx.engines.server.http_calls import RECEIVER
 from slimx.engines.server.keys import STDIN, Keys
-from slimx.engines.server.wire import RECEIVER
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.form import ServedForm, form_of

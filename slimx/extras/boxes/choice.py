@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from slimx.data.whole import as_whole
+from slimx.data.integers import as_whole
 from slimx.errors import SlimxError
 from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.bubblewrap import BubblewrapBox

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from slimx.extras.lora.room import ALIGN, merging_buffer_bytes
+from slimx.extras.lora.merging_buffer import ALIGN, merging_buffer_bytes
 from slimx.layout.form import AttachedForm, DerivedTensors, Tensors
 from slimx.reshard.plan.copy_plan import Plan
 

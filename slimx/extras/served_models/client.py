@@ -11,10 +11,10 @@ from functools import partial
 import aiohttp
 import numpy as np
 
-from slimx.data.whole import as_ids
+from slimx.data.integers import as_ids
 from slimx.engines.outage import Outage, RemoteOutage
+from slimx.engines.server.http_calls import message_of, parse_body
 from slimx.engines.server.keys import bearer
-from slimx.engines.server.wire import message_of, parse_body
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, input_top_logprobs, send

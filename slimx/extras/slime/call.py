@@ -9,9 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimx.data.whole import Json, as_ids, as_whole
+from slimx.data.integers import as_ids, as_whole
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import Arguments
+from slimx.json_types import Json
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
 """Sampling parameters that change only an answer's text, not its tokens."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from slimx.data.integers import as_ids
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import encode
-from slimx.data.whole import Json, as_ids
 from slimx.errors import SlimxError
 from slimx.extras.slime.arguments import RunFacts
 from slimx.extras.slime.call import Request
 from slimx.extras.slime.sample import FIELDS, Sample, Status
+from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion
 
 KEY = "slime"

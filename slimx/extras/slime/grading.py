@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_ENDS, final_answer
-from slimx.data.whole import Json
 from slimx.errors import SlimxError
 from slimx.extras.rewards.f1 import words
 from slimx.extras.rewards.shared.boxes import last_box
 from slimx.extras.slime.sample import Sample
 from slimx.extras.slime.served import load_function
+from slimx.json_types import Json
 
 SECONDS = 5
 """Timeout for parsing and for comparing, in seconds, if the thread can be interrupted (the main thread)."""

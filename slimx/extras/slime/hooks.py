@@ -13,7 +13,6 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.data.chat.tokens import encode_prompt, load_tokenizer
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.whole import Json
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.slime import grading
@@ -23,6 +22,7 @@ from slimx.extras.slime.convert import begin, to_sample, to_trajectory
 from slimx.extras.slime.modules import serve
 from slimx.extras.slime.recognition import NotServed, not_served
 from slimx.extras.slime.sample import Sample
+from slimx.json_types import Json
 
 NAME = "slime"
 """Name of the hook `reward` in configurations."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.data.whole import Json
+from slimx.json_types import Json
 
 
 @dataclass

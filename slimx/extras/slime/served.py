@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.data.chat.tokens import load_tokenizer as load_from_directory
-from slimx.data.whole import Json
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 from slimx.extras.rewards.shared import http
 from slimx.extras.slime.call import current
 from slimx.extras.slime.sample import Sample
+from slimx.json_types import Json
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an external server, in seconds."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.models.families import ModelSpec
 
 VersionSpan = tuple[int, int, int]

@@ -16,10 +16,10 @@ import aiohttp
 import numpy as np
 
 from slimx.config.sections.rollout import MAX_SUPPORT
-from slimx.data.whole import as_ids
+from slimx.data.integers import as_ids
 from slimx.engines.outage import Outage
+from slimx.engines.server.http_calls import message_of
 from slimx.engines.server.keys import bearer
-from slimx.engines.server.wire import message_of
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, Scores

@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from slimx.data.support import Support
-from slimx.engines.server.wire import version_in
+from slimx.data.sampling_support import Support
+from slimx.engines.server.http_calls import version_in
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, VersionSpan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
-from slimx.data.whole import as_ids
+from slimx.data.integers import as_ids
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, joined

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from slimx.data.whole import as_ids
+from slimx.data.integers import as_ids
 from slimx.engines.outage import AnyOutage
-from slimx.engines.server.wire import message_of, parse_body
+from slimx.engines.server.http_calls import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 from slimx.runtime.clocks import Clock

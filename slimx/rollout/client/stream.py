@@ -15,7 +15,7 @@ from types import TracebackType
 import aiohttp
 import numpy as np
 
-from slimx.engines.server.wire import message_of, parse_body
+from slimx.engines.server.http_calls import message_of, parse_body
 from slimx.errors import DeadlineError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, Scores

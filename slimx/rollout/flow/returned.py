@@ -14,8 +14,8 @@ import numpy as np
 
 from slimx.config.sections.rollout import Rollout
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import decode, encode
-from slimx.data.support import Support
 from slimx.errors import DeadlineError, SlimxError, raised, safe_repr
 from slimx.rollout.client.sending import REQUEST
 from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice

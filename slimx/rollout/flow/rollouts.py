@@ -1,5 +1,4 @@
-"""Makes one group from one prompt: generate, judge, filter. A failure drops the group with its reason, and never
-affects others."""
+"""Makes one group from one prompt: generate, judge, filter. A failure drops this group only, with its reason."""
 
 from __future__ import annotations
 

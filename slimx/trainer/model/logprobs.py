@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.numerics.mode import Head
 from slimx.trainer.context import to_device
 

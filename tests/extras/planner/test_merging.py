@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.extras.lora.room import merging_buffer_bytes
+from slimx.extras.lora.merging_buffer import merging_buffer_bytes
 from slimx.extras.lora.targets import adapts
 from slimx.extras.planner.memory.publication import merging_memory
 from slimx.extras.planner.plan.publication import _dealt

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang import draws, hooks
+from slimx.adapters.sglang import hooks
+from slimx.adapters.sglang import seeded_sampling as draws
 from slimx.extras.cpu.adapters import absent
 from slimx.extras.cpu.adapters import sglang as sglang_cpu
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.adapters.sglang import draws
+from slimx.adapters.sglang import seeded_sampling as draws
 
 LAST = draws.LARGEST_HASH
 

@@ -15,7 +15,7 @@ import torch
 from slimx import entry_points
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.adapters.sglang.weights.receiver import RankReceiver, load_staged, receiver_of
-from slimx.engines.server.wire import RECEIVER
+from slimx.engines.server.http_calls import RECEIVER
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.transports.memory import MemoryFile

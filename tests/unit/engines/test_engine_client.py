@@ -12,8 +12,8 @@ import aiohttp.web
 import pytest
 
 from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.server.spec import EngineSpec
-from slimx.engines.server.wire import ControlClient
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor

@@ -17,10 +17,10 @@ import pytest
 from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.group import keys_of
 from slimx.engines.server.attestation import check_guarded
+from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
-from slimx.engines.server.wire import ControlClient
 from slimx.errors import SlimxError
 from slimx.extras.served_models.client import FrozenEngine
 from slimx.reshard.transports.memory import MemoryFile, open_memory

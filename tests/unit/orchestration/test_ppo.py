@@ -14,7 +14,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.extras.token_level.token_rewards import assign_advantages
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.ranks.critic import CriticGroup

@@ -9,7 +9,7 @@ import torch
 
 from slimx.algorithms.inputs import TopLogprobs
 from slimx.algorithms.losses.kl import DIRECTIONS
-from slimx.data.support import Support
+from slimx.data.sampling_support import Support
 from slimx.trainer.model.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 53, 24, 97

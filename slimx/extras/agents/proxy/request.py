@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from slimx.data.whole import as_whole
+from slimx.data.integers import as_whole
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.json_types import Json

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from slimx.dotted import load_function
-from slimx.engines.server.wire import message_of, request
+from slimx.engines.server.http_calls import message_of, request
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 

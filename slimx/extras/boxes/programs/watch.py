@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import psutil
 from msgspec import Meta
 
-from slimx.data.whole import as_whole
+from slimx.data.integers import as_whole
 from slimx.errors import SlimxError
 from slimx.extras.boxes.programs.memory_group import MemoryGroup
 

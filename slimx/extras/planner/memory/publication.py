@@ -12,7 +12,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.extras.direct import SLOTS
 from slimx.extras.direct.wire import move_bytes, summed
-from slimx.extras.lora.room import merging_buffer_bytes
+from slimx.extras.lora.merging_buffer import merging_buffer_bytes
 from slimx.extras.lora.targets import adapts
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.layout.ranks import Sizes

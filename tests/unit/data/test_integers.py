@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slimx.data.integers import as_ids
 from slimx.data.prompts.read import read_prompts
-from slimx.data.whole import as_ids
 from slimx.extras.agents.proxy.apis.openai_chat import CHAT
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.boxes.choice import BoxOptions

@@ -9,8 +9,8 @@ from slimx.data.batch import make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Trajectory
+from slimx.data.sampling_support import Support
 from slimx.data.saved.codec import decode, encode
-from slimx.data.support import Support
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.trainer.context import ContextShard

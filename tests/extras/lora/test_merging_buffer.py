@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slimx.extras.lora.attached import MergingBuffer
-from slimx.extras.lora.room import merging_buffer_bytes
+from slimx.extras.lora.merging_buffer import merging_buffer_bytes
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision

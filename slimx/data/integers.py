@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 
 from slimx.errors import SlimxError
-from slimx.json_types import Json as Json
 
 
 def as_whole[T](value: T) -> T | int:
