@@ -68,7 +68,7 @@ def test_a_reader_that_is_killed_with_it_open_costs_no_memory(device: torch.devi
     assert torch.cuda.mem_get_info(device)[0] - before >= 256 * MIB
 
 
-def test_an_owner_that_is_killed_ends_a_reader_s_copy_by_name_or_not_at_all(device: torch.device, peer: Peer) -> None:
+def test_a_killed_owner_ends_a_readers_copy_by_name_or_not_at_all(device: torch.device, peer: Peer) -> None:
     """CUDA leaves it undefined; whatever a driver does, the reader is told, or has the bytes."""
     path, reader = peer.ask("allocate", MIB, 7), Peer()
     try:
@@ -84,7 +84,7 @@ def test_an_owner_that_is_killed_ends_a_reader_s_copy_by_name_or_not_at_all(devi
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 @pytest.mark.parametrize("gpus", ["1", "1,0"])
-def test_a_process_that_numbers_its_gpus_differently_or_does_not_see_the_owner_s_reaches_it(device, gpus) -> None:
+def test_processes_with_other_gpu_numbers_reach_the_owners_memory(device, gpus) -> None:
     peer, memory = Peer(gpus), DeviceMemory(8 * MIB, device)
     try:
         assert peer.ask("ready") != str(torch.cuda.get_device_properties(device).uuid)

@@ -69,7 +69,7 @@ def logprobs_of(model: Path, adapters: Weights, alpha: float, ids: list[int]) ->
     return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-async def test_a_server_answers_each_policy_with_its_own_adapters_and_its_own_version(tmp_path: Path) -> None:
+async def test_a_server_answers_each_policy_with_its_adapters_and_version(tmp_path: Path) -> None:
     """In one batch; requests that name no policy are refused, or another one would answer."""
     make_model("qwen2", model := tmp_path / "model")
     spec = read_model(model)

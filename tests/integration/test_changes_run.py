@@ -48,7 +48,7 @@ def loses_an_engine(
     return rows, run.text()
 
 
-def test_an_engine_that_is_lost_comes_back_to_whole_weights_while_the_other_gets_changes(
+def test_a_lost_engine_returns_to_whole_weights_the_other_gets_changes(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")

@@ -94,7 +94,7 @@ def ranks(
 
 
 @pytest.mark.parametrize("layout", ["DP2", "EP2-bf16"])
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_does_not_see_it(ranks, layout):
+def test_training_during_a_save_does_not_change_the_checkpoint(ranks, layout):
     for said in ranks.said:
         saved = said[layout]["saved"]
         assert saved["early"] == [0, 1], "both ranks had trained two steps before either had written its part"
@@ -102,7 +102,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_does_
     assert ranks[layout]["saved"]["restored"][0] != ranks[layout]["saved"]["restored"][1]
 
 
-def test_the_second_checkpoint_is_written_by_the_plan_of_the_first_with_its_own_values(ranks):
+def test_the_second_checkpoint_reuses_the_plan_with_new_values(ranks):
     for said in ranks.said:
         again = said["DP2"]["saved_again"]
         assert again["restored"] == again["expected"]
@@ -115,7 +115,7 @@ def test_replicas_are_written_by_all_data_parallel_ranks_in_equal_shares(ranks):
     assert 0.8 < sizes[0] / sizes[1] < 1.25
 
 
-def test_a_rank_that_cannot_write_is_named_with_the_reason_and_nothing_is_complete(ranks):
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_complete(ranks):
     for said in ranks.said:
         code, about, sentence = said["DP2"]["saved_badly"]
         assert (code, about) == ("checkpoint.write", str(ranks.out / "bad"))
@@ -123,7 +123,7 @@ def test_a_rank_that_cannot_write_is_named_with_the_reason_and_nothing_is_comple
     assert not (ranks.out / "bad" / "metadata.json").exists()
 
 
-def test_a_checkpoint_has_the_names_types_and_shapes_that_megatron_core_0_16_gave_it(ranks):
+def test_a_checkpoint_has_the_layout_of_megatron_core_0_16(ranks):
     assert saved_tensors(ranks.out / "DP2") == written_by_0_16("Qwen3-MoE")
 
 
@@ -160,7 +160,7 @@ def test_weights_alone_go_where_the_optimizer_cannot(ranks):
 
 @pytest.mark.parametrize("kind", ["stacked", "per_layer"])
 @pytest.mark.parametrize("layout", NAMES)
-def test_megatrons_weights_are_those_of_the_hugging_face_directory_bit_for_bit(ranks, layout, kind):
+def test_megatrons_weights_equal_the_hugging_face_directory_bit_for_bit(ranks, layout, kind):
     assert [said[layout][kind] for said in ranks.said] == [True, True]
 
 

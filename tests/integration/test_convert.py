@@ -85,13 +85,13 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(("layout", "model"), TAKEN)
-def test_a_trainer_loads_from_the_converted_checkpoint_what_it_loads_from_the_original(said, layout, model):
+def test_a_trainer_loads_the_converted_checkpoint_like_the_original(said, layout, model):
     for rank in range(LAYOUTS[layout]["world_size"]):
         assert said[1][rank][layout][model] == []
 
 
 @pytest.mark.parametrize(("layout", "model"), TAKEN)
-def test_a_checkpoint_that_a_trainer_saved_becomes_the_original_bit_for_bit(said, layout, model, tmp_path):
+def test_a_trainers_checkpoint_converts_back_bit_for_bit(said, layout, model, tmp_path):
     out, _ = said
     family = load_family(CASES[model].family) if model in FAMILIES and CASES[model].family else None
     saved = out / "saved" / layout / model / "iter_0000003"

@@ -209,7 +209,7 @@ def test_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, m
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_reward_model_has_the_scores_and_gradients_of_the_bradley_terry_loss_in_torch(laboratory, models, name):
+def test_a_reward_model_has_the_bradley_terry_loss_of_plain_torch(laboratory, models, name):
     ran, oracle = laboratory[name], PairOracle(models.qwen.model, models.head)
     step = ran.last["pairs.step"]
     assert ran.last["pairs.scores"] == pytest.approx(oracle.scores.tolist(), abs=1e-5)
@@ -237,7 +237,7 @@ def test_gradients_and_metrics_are_those_of_one_rank(laboratory, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_value_loss_falls_on_a_fixed_batch_and_a_restored_critic_repeats_its_steps_bit_for_bit(laboratory, name):
+def test_a_restored_critic_repeats_its_steps_bit_for_bit(laboratory, name):
     losses = [step["value/loss"] for step in laboratory[name].last["steps"]]
     assert len(losses) == STEPS and losses[-1] < 0.6 * losses[0]
     assert losses == pytest.approx([step["value/loss"] for step in laboratory["single"].last["steps"]], rel=1e-3)

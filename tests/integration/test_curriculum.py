@@ -36,7 +36,7 @@ def trained(directory: Path, model: Path, prompts: Path, *stops: int) -> dict[in
     return {step: [group.prompt.id for group in read_step(files[step])[1]] for step in range(1, STEPS + 1)}
 
 
-def test_the_level_rises_when_prompts_are_solved_and_a_resumed_run_has_the_same_prompts(
+def test_the_level_follows_solved_prompts_also_after_a_resume(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     rows = [json.loads(line) for line in (task_of_sums / "train.jsonl").read_text().splitlines()]

@@ -33,7 +33,7 @@ def every_layout(*models: str) -> pytest.MarkDecorator:
 
 
 @every_layout(*MODELS, "GLM-4.5", "Ling-2")
-def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_where_it_is(families, layout, model):
+def test_every_layer_routes_as_transformers_and_wrong_routes_are_found(families, layout, model):
     ran = families(layout, model)
     wrong = tuple(demonstrations(0)[WRONG[0]].token_ids.tolist())
     for rank in range(ran.sizes.world):
@@ -45,7 +45,7 @@ def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_wh
 
 
 @every_layout("V3")
-def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(families, layout, model):
+def test_the_selection_bias_is_exact_in_bfloat16_and_not_trained(families, layout, model):
     ran = families(layout, model)
     for rank in range(ran.sizes.world):
         half = ran.local("half.weights", rank)
@@ -63,7 +63,7 @@ def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(fa
 @pytest.mark.parametrize(
     "layout", [pytest.param("single", marks=pytest.mark.slow("one rank repeats what two show")), "TP2xEP2"]
 )
-def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(families, layout, model):
+def test_the_prediction_layer_learns_as_in_transformers(families, layout, model):
     ran, oracle = families(layout, model), families.oracle(model)
     oracle.mtp.zero_grad()
     with np.load(ran.directory / f"{model}.mtp.0.npz") as arrays:

@@ -170,7 +170,7 @@ async def stand(model: Path, weights: Weights, directory: Path) -> AsyncIterator
         yield Stand(group, trainers, weights)
 
 
-async def test_no_engine_serves_half_a_version_whatever_is_killed_at_whatever_moment(
+async def test_no_engine_serves_half_a_version_whatever_is_killed(
     tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     seen: Counter[str] = Counter()

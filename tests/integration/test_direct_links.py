@@ -54,12 +54,12 @@ def lost_alone(stand: Stand, fail: Callable[[Stand], None], first: int = 0) -> N
     assert list(again.engines) == ["e0"] and again.lost == [] and again.seconds["total"] < LATE_S
 
 
-@pytest.mark.slow("test_a_link_that_loses_packets_costs_nobody_and_one_that_is_cut_its_engine_alone cuts the link")
+@pytest.mark.slow("test_a_lossy_link_costs_no_engine_and_a_cut_one_only_its_own cuts the link")
 def test_an_engine_that_is_killed_is_lost_alone(stand: Stand) -> None:
     lost_alone(stand, lambda stand: stand.residents[1].process.kill())
 
 
-def test_a_link_that_loses_packets_costs_nobody_and_one_that_is_cut_its_engine_alone(stand: Stand) -> None:
+def test_a_lossy_link_costs_no_engine_and_a_cut_one_only_its_own(stand: Stand) -> None:
     stand.hosts[2].limit(200, queue_kb=8)
     done = asyncio.run(stand.publish(0))
     assert done.lost == [] and done.engines["e0"].tensors == done.engines["e1"].tensors == done.tensors
@@ -69,7 +69,7 @@ def test_a_link_that_loses_packets_costs_nobody_and_one_that_is_cut_its_engine_a
 
 
 @pytest.mark.slow("waits for a link of 0.5 Mbit/s")
-def test_an_engine_behind_a_link_that_is_too_slow_is_lost_alone_and_told_what_it_lacks(stand: Stand) -> None:
+def test_an_engine_behind_a_slow_link_is_lost_alone(stand: Stand) -> None:
     asyncio.run(stand.publish(0))
     stand.hosts[2].limit(0.5)
     done = asyncio.run(stand.publish(1))
@@ -80,7 +80,7 @@ def test_an_engine_behind_a_link_that_is_too_slow_is_lost_alone_and_told_what_it
 
 
 @pytest.mark.slow("waits for the deadline of a cut link")
-def test_trainer_ranks_whose_link_is_cut_cost_no_engine_and_reach_all_when_it_is_mended(stand: Stand) -> None:
+def test_trainer_ranks_with_a_cut_link_cost_no_engine(stand: Stand) -> None:
     asyncio.run(stand.publish(0))
     stand.hosts[0].cut()
     with refused("direct.sender", about="trainer rank 0", kind=TransportLost):

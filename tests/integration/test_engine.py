@@ -120,7 +120,7 @@ async def test_tokens_come_with_logprobs_versions_and_experts(
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.6}, {"top_k": 1}])
-async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_over_them(
+async def test_log_probs_under_top_k_and_top_p_are_over_the_kept_tokens(
     engine: Engine, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, shape: ModelShape, cut: dict
 ) -> None:
     weights = perturbed(tiny_weights, 5)  # far from uniform

@@ -92,7 +92,7 @@ async def publishing_of(
 
 @pytest.mark.slow("a server over two machines, twice")
 @pytest.mark.parametrize("encoding", ["hf", "local"])
-async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_either(
+async def test_a_server_over_two_machines_is_lost_with_either(
     encoding: Encoding, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     """Two server processes on the loopback interface, each with what brings its buckets beside it."""

@@ -114,9 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[s
 
 
 @pytest.mark.costly("ranks of every layout, in two types")
-def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_trainers_of_every_layout_agree_bit_for_bit(models: dict[str, Path], tmp_path: Path) -> None:
     def group(name: str, dtype: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         cases = cases_of(name, cases)
         return {"model": str(models[name]), "dtype": dtype, "completions": completions, "cases": cases}
@@ -203,7 +201,7 @@ def same_gradients(stock: Path, exact: Path) -> None:
         ("glm4_moe", "bfloat16", {"tensor": 2}),
     ],
 )
-def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
+def test_server_and_trainers_of_every_layout_agree_bit_for_bit(
     models: dict[str, Path], tmp_path: Path, name: str, dtype: str, sizes: dict[str, int]
 ) -> None:
     other = exact_server.changed(models[name], tmp_path / "other")

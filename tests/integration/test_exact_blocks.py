@@ -41,7 +41,7 @@ MAKE = {
         ("deepseek_v3", {"tensor": 2, "expert": 2}),
     ],
 )
-def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
+def test_fp8_server_and_trainers_of_every_layout_agree_bit_for_bit(
     tmp_path: Path, name: str, sizes: dict[str, int]
 ) -> None:
     first = MAKE[name](tmp_path / "first")

@@ -46,7 +46,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("left_kib", [0, 256], ids=["full", "a checkpoint does not fit"])
-def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_is_room(
+def test_a_run_with_a_full_disk_ends_and_continues_when_space_is_freed(
     left_kib: int, tiny_model: Path, task_of_sums: Path, disk: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, tiny_model, task_of_sums, run={"dir": str(disk / "run")})
@@ -79,7 +79,7 @@ def test_a_run_whose_disk_fills_up_ends_in_one_sentence_and_goes_on_when_there_i
         *((victim, None) for victim in ("/gcs_server ", "/raylet ", "multiprocessing.spawn")),
     ],
 )
-def test_a_process_without_file_descriptors_ends_the_run_in_one_sentence_or_goes_on(
+def test_a_process_without_file_descriptors_ends_the_run_or_continues(
     victim: str, ends: int | None, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, tiny_model, task_of_sums, reward={"isolation": "process", "workers": 1})

@@ -79,7 +79,7 @@ def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, lay
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", "V3"), ("single", "MiniMax-M2"), (ENGINE, "V3")])
-def test_a_trainers_checkpoint_has_the_names_types_and_shapes_that_megatron_core_0_16_gave_it(families, layout, model):
+def test_a_trainers_checkpoint_has_the_layout_of_megatron_core_0_16(families, layout, model):
     """Latent attention, a layer of multi-token prediction, norms over all heads; without the distributed optimizer.
 
     Each module of Transformer Engine keeps an object of its own for fp8 besides."""
@@ -107,7 +107,7 @@ def test_layers_are_transformer_engines_where_it_is_installed(families, layout, 
 
 
 @thorough_models
-def test_a_trainer_begins_from_the_converted_checkpoint_as_from_the_checkpoint_itself(families, layout, model):
+def test_a_trainer_starts_from_the_converted_checkpoint(families, layout, model):
     ran = families(layout, model)
     for rank in range(ran.sizes.world):
         plain, released = (ran.local(kind, rank) for kind in ("weights", "released"))

@@ -217,7 +217,7 @@ def scheduler(run: TrainProcess) -> psutil.Process:
 
 
 @pytest.mark.slow("a whole run that loses its engine twice")
-def test_a_run_that_loses_its_only_engine_goes_on_with_it_where_it_was_and_ends_when_it_may_not_be_started_again(
+def test_a_run_waits_for_its_only_engine_unless_it_may_not_restart(
     tiny_model,
     task_of_sums,
     tmp_path,

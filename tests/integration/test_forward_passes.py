@@ -165,7 +165,7 @@ def test_a_step_with_recomputed_log_probs_is_the_formula_over_the_support(labora
 
 
 @every_layout
-def test_the_kl_with_a_teachers_likeliest_tokens_is_the_formula_over_whole_logits(laboratory, layout):
+def test_the_kl_of_a_teachers_top_tokens_is_that_of_whole_logits(laboratory, layout):
     """Three tokens and all others as a fourth, whoever holds their logits."""
     policy = laboratory.oracles["policy"]
     policy.model.zero_grad()
@@ -203,6 +203,6 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first(labora
 
 
 @every_layout
-def test_a_refreshed_reference_is_the_present_policy_and_one_that_is_loaded_what_was_saved(laboratory, layout):
+def test_a_refreshed_reference_is_the_current_or_the_saved_policy(laboratory, layout):
     said = json.loads((laboratory(layout) / "said.json").read_text())
     assert said["reference_is_policy"] == [False, True] and said["reference_is_back"]

@@ -128,7 +128,7 @@ def check_unified(found: dict[str, tuple[dict[str, np.ndarray], list[dict]]]) ->
 
 @pytest.mark.slow("full grid of recipes")
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_interleaved_stages_and_parts_of_sequences_compute_in_fp8_as_one_rank_does(recipe: str, tmp_path: Path) -> None:
+def test_fp8_in_interleaved_stages_and_context_parallel_equals_one_rank(recipe: str, tmp_path: Path) -> None:
     model = make_block_model(tmp_path / "model", layers=4)
     # Nine make four packs: interleaved stages, which take an even number, have those of one rank.
     found = {name: run(model, tmp_path / name, layout, recipe, sequences=9) for name, layout in DEEP.items()}

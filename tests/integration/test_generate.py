@@ -52,7 +52,7 @@ async def both(config: Config, sources: Sources, directory: Path) -> dict[str, A
         return await evaluate_once(service)
 
 
-def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
+def test_engines_alone_generate_and_evaluate_a_checkpoint(
     tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path: Path
 ):
     checkpoint = tmp_path / "other"  # as an export: weights and configuration, but no tokenizer

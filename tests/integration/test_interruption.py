@@ -84,7 +84,7 @@ async def streamed(stand: Stand, seed: int) -> tuple[list[int], Completion]:
     return pieces, stream.completion
 
 
-async def test_each_token_keeps_the_version_and_the_log_prob_of_the_request_that_sampled_it(
+async def test_tokens_keep_the_version_and_log_prob_of_their_request(
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 1)

@@ -166,7 +166,7 @@ def answer(model: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", each())
-def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stays(trained, layout):
+def test_adapters_have_the_gradients_that_transformers_implies(trained, layout):
     for said in trained[layout][1]:
         assert max(said["errors"].values()) <= 1e-5, said["errors"]
         assert said["frozen"]
@@ -176,7 +176,7 @@ def test_adapters_have_the_gradients_that_transformers_implies_and_the_base_stay
 
 
 @pytest.mark.parametrize("layout", each())
-def test_the_reference_is_the_base_to_the_last_bit_and_the_policy_is_left_alone(trained, layout):
+def test_the_reference_is_the_base_bit_for_bit(trained, layout):
     told = [said for said in trained[layout][1] if "reference" in said]
     assert len(told) == LAYOUTS[layout]["world_size"] // LAYOUTS[layout].get("pipeline", 1), "of the last stage"
     for said in told:
@@ -201,14 +201,14 @@ def test_another_layout_restores_the_same_merged_weights(trained, here):
 
 
 @pytest.mark.parametrize("layout", each(*TAKES_OVER))
-def test_exported_adapters_begin_a_trainer_of_another_layout_to_the_last_bit(trained, layout):
+def test_exported_adapters_load_in_another_layout_bit_for_bit(trained, layout):
     for said in trained[layout][1]:
         assert said["imported"]
         assert 0 < said["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
 
 
 @pytest.mark.parametrize("layout", each(*TAKES_OVER.values()))
-def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(trained, layout, tmp_path):
+def test_peft_computes_with_exported_adapters_what_merged_weights_do(trained, layout, tmp_path):
     """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
     directory = trained[layout][0]
     base = json.loads((directory / "job.json").read_text())["model"]
@@ -231,7 +231,7 @@ def test_peft_loads_exported_adapters_and_computes_what_the_merged_weights_do(tr
 
 
 @pytest.mark.parametrize("layout", each("dense", "dense-TP2"))
-def test_adapters_that_peft_made_begin_a_trainer_and_are_exported_as_they_were(trained, layout, tmp_path):
+def test_pefts_adapters_load_into_a_trainer_and_are_exported_unchanged(trained, layout, tmp_path):
     """Log-probs of the trainer, and of what its checkpoint is exported to, beside those of peft's own model."""
     directory, model = trained[layout][0], trained.model(layout)
     export_adapters(directory / "of_trained", tmp_path / "adapters", model, TRAINED["alpha"])

@@ -63,7 +63,7 @@ def laboratory(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> La
     return Laboratory(tmp_path_factory.mktemp("muon"), tiny_model)
 
 
-def test_matrices_take_the_steps_of_a_plain_muon_and_all_else_those_of_adamw(laboratory):
+def test_matrices_take_muons_steps_and_everything_else_adamws(laboratory):
     (said,) = laboratory["single"]
     assert said["matrices"] > 0 and said["moved"] > 1e-3
     assert said["distance"] <= 1e-5

@@ -137,7 +137,7 @@ def is_frozen(name: str) -> bool:
 
 
 @each_layout("frozen")
-def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(laboratory, name, part):
+def test_frozen_parameters_have_neither_gradient_nor_state(laboratory, name, part):
     seen = set()
     for said in laboratory[name]:
         for parameter, (unchanged, trainable, has_gradient) in said["frozen"].items():
@@ -152,7 +152,7 @@ def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(l
 
 
 @each_layout("frozen")
-def test_freezing_changes_no_other_gradient_also_where_layers_are_recomputed(laboratory, name, part):
+def test_freezing_changes_no_other_gradient_also_with_recomputation(laboratory, name, part):
     plain, frozen = (laboratory.tensors(name, file) for file in ("gradients", "frozen_gradients"))
     assert plain.keys() == frozen.keys()
     for parameter, gradient in plain.items():
@@ -180,23 +180,21 @@ def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laborat
 
 
 @each_layout("skipped")
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank_and_changes_no_bit(laboratory, name, part):
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(laboratory, name, part):
     for rank, said in enumerate(laboratory[name]):
         assert said["skipped"] == 1.0 and said["skip_left_all"], rank
         assert said["after_skip"] == 0.0 and said["after_skip_moved"], rank
 
 
 @each_layout("skipped")
-def test_too_many_skips_in_a_row_stop_every_rank_with_the_parameter_where_it_began(laboratory, name, part):
+def test_too_many_skips_stop_every_rank_with_the_first_bad_parameter(laboratory, name, part):
     ((code, about, sentence),) = {tuple(said["stopped"]) for said in laboratory[name]}
     assert (code, about) == ("trainer.max_skipped", "trainer.optimizer.max_skipped")
     assert "model.layers.2.mlp.experts.6.down_proj.weight" in sentence
 
 
 @each_layout("without_signal")
-def test_an_update_without_any_gradient_leaves_weights_and_moments_and_another_term_of_the_loss_steps(
-    laboratory, name, part
-):
+def test_an_update_without_gradient_changes_neither_weights_nor_moments(laboratory, name, part):
     for rank, said in enumerate(laboratory[name]):
         assert said["without_signal_alone"] == [1.0, True, True, 0.0], rank
         for term in WITH_TERMS:
@@ -215,7 +213,7 @@ def test_main_weights_follow_an_independent_fp32_adamw_with_its_own_groups(labor
     assert said["norms"] == pytest.approx([OPTIMIZER["clip_grad"]] * 5, rel=1e-4), "every step must clip"
 
 
-def test_weights_of_a_bf16_model_are_the_main_weights_rounded_and_these_hold_more(laboratory):
+def test_weights_of_a_bf16_model_are_the_rounded_main_weights(laboratory):
     said = laboratory["single"][0]["bfloat16"]
     assert said["rounded"] and not said["exact"]
 
@@ -230,7 +228,7 @@ def test_moments_on_the_host_give_the_same_bits(laboratory, name, kind):
 
 
 @each_kind()
-def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(laboratory, name, kind):
+def test_host_moments_continue_with_another_fraction_on_the_host(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"host_moments_{kind}_restored"] and said[f"host_moments_{kind}_went_on"]
 
@@ -241,7 +239,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_another_learning_rate(laboratory, 
 
 
 @each_kind()
-def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(laboratory, name, kind):
+def test_a_checkpoint_before_the_first_step_changes_nothing(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"unstepped_{kind}"] == [True, True]
 
@@ -271,7 +269,7 @@ def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, na
 
 
 @pytest.mark.slow("needs .venv/transformer-engine, a start of ranks")
-def test_moments_in_bf16_are_planned_saved_and_offloaded_by_transformer_engines_adam(laboratory):
+def test_bf16_moments_are_planned_saved_and_offloaded(laboratory):
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     for said in laboratory.run_in("EP2", ["short"], "rank_with_engine"):

@@ -32,7 +32,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(layout["world_size"])]
 
 
-def test_gradients_that_are_summed_beside_the_backward_pass_are_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_reduced_during_the_backward_pass_are_equal(ranks: list[dict[str, Any]]) -> None:
     """Weights, metrics and a checkpoint that goes on without it."""
     for said in ranks:
         first, second, *_ = said["begun"]
@@ -45,7 +45,7 @@ def test_gradients_that_are_summed_beside_the_backward_pass_are_the_same_bits(ra
             assert [*map(pytest.approx, after)] == beside
 
 
-def test_weights_that_are_gathered_beside_the_forward_pass_are_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+def test_weights_gathered_during_the_forward_pass_are_equal(ranks: list[dict[str, Any]]) -> None:
     """Between the updates of a step; when it ends they are whole: on every rank, in a checkpoint, for log-probs."""
     for said in ranks:
         for at_once, beside in (said["gathered"][:2], said["gathered"][2:]):

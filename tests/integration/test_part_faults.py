@@ -124,9 +124,7 @@ def run(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
 @pytest.mark.parametrize("name", PARTS)
-def test_a_run_goes_on_when_a_part_that_can_be_replaced_is_killed_or_stopped(
-    name: str, signum: signal.Signals, run: Struck
-) -> None:
+def test_a_run_survives_a_kill_or_stop_of_any_replaceable_part(name: str, signum: signal.Signals, run: Struck) -> None:
     part, found = PARTS[name], []
     before = run.restarts(part.restarts) if part.restarts else 0
 

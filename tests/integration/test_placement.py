@@ -42,7 +42,7 @@ def cluster() -> Iterator[None]:
         machines.shutdown()
 
 
-def test_neighbours_in_rank_share_a_machine_and_engines_the_gpus_of_their_ranks(cluster: None) -> None:
+def test_neighbouring_ranks_share_a_machine_and_engines_their_gpus(cluster: None) -> None:
     gpus = PackedGpus("the trainers", MACHINES * GPUS, cpus=0.1, deadline_s=300)
     actors = [ray.remote(Actor).options(num_cpus=0.1, **gpus.options(rank)).remote() for rank in range(MACHINES * GPUS)]
     places = ray.get([actor.__ray_call__.remote(place_of) for actor in actors], timeout=600)

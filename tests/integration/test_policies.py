@@ -88,9 +88,7 @@ def test_each_policy_trains_its_own_trajectories_under_its_own_keys(two: Path) -
     assert actor.keys() == judge.keys() and any(not torch.equal(actor[name], judge[name]) for name in actor)
 
 
-def test_a_checkpoint_holds_every_policy_and_a_resumed_run_goes_on_as_the_whole_one(
-    two: Path, train: Train, tmp_path: Path
-) -> None:
+def test_a_resumed_run_of_several_policies_equals_the_whole_one(two: Path, train: Train, tmp_path: Path) -> None:
     state = read_state(two / "checkpoints" / "iter_0000002")
     assert state.policies.keys() == {"judge"} and state.policies["judge"]["layout"] == state.layout
     assert any(name.startswith("policies/judge/") for name in read_manifest(two / "checkpoints" / "iter_0000002"))

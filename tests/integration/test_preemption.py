@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow("four whole runs")]
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_a_run_that_is_told_to_leave_while_it_generates_keeps_complete_groups_and_goes_on(
+def test_a_preempted_run_keeps_complete_groups_and_continues(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path, colocate: bool
 ):
     directory = tmp_path / "d"

@@ -22,7 +22,7 @@ STEPS = 90
 STRIKES = 20
 
 
-def test_struck_at_random_moments_a_run_has_the_metrics_of_one_that_was_left_alone(
+def test_a_run_struck_at_random_moments_has_the_metrics_of_one_left_alone(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     seed = random.randrange(1 << 30)

@@ -65,7 +65,7 @@ def struck(config: Path, moments: Sequence[Moment] = STRIKES, ahead: int | None 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_struck_run_of_another_kind_has_the_metrics_of_one_that_was_left_alone(
+def test_struck_runs_of_other_kinds_have_the_metrics_of_those_left_alone(
     kind: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     if "nixl" in kind:

@@ -19,7 +19,7 @@ STORES = matching("ray::MirrorStore")
 MIRRORED = "recovery/mirrored_step"
 
 
-def test_a_lost_rank_takes_its_state_from_memory_and_without_that_the_steps_since_the_checkpoint_are_trained_again(
+def test_a_lost_rank_continues_from_memory_or_from_the_checkpoint(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:
     """The second recovery trains every step from the initial weights: that all have the metrics which the run had

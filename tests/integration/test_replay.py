@@ -91,7 +91,7 @@ def test_a_replay_has_bitwise_the_metrics_also_with(case, tiny_model, task_of_su
 
 
 @pytest.mark.slow("a whole run")
-def test_the_last_steps_are_trained_again_on_another_layout_from_a_checkpoint(uninterrupted, tmp_path):
+def test_the_last_steps_are_repeated_on_another_layout(uninterrupted, tmp_path):
     """`make test` has its parts: the replay above, other layouts that go on from a checkpoint with the same losses
     (test_checkpoints), a whole run that forks one (test_run_checkpoints)."""
     kept = sorted((uninterrupted / "run" / "checkpoints").glob("iter_???????"))

@@ -24,9 +24,7 @@ def assert_bitwise_equal(uninterrupted: Path, directory: Path) -> None:
 
 
 @pytest.mark.slow("two whole runs")
-def test_one_request_at_a_time_a_killed_and_resumed_run_has_bitwise_the_same_losses(
-    uninterrupted, tiny_model, task_of_sums, tmp_path
-):
+def test_a_killed_run_with_one_request_at_a_time_has_the_same_losses(uninterrupted, tiny_model, task_of_sums, tmp_path):
     directory = tmp_path / "killed"
     config = recording_config(directory, tiny_model, task_of_sums)
     at = random.randint(2, STEPS - 1)
@@ -62,9 +60,7 @@ def resumed_at(step: int, config: Path) -> None:
     run.assert_nothing_left()
 
 
-def test_a_run_whose_driver_is_killed_while_it_saves_has_bitwise_the_same_losses(
-    uninterrupted, tiny_model, task_of_sums, tmp_path
-):
+def test_a_run_killed_during_a_save_has_the_same_losses(uninterrupted, tiny_model, task_of_sums, tmp_path):
     """`test_run.py` kills a trainer."""
     directory = tmp_path / "killed"
     config = recording_config(directory, tiny_model, task_of_sums)
@@ -74,9 +70,7 @@ def test_a_run_whose_driver_is_killed_while_it_saves_has_bitwise_the_same_losses
 
 
 @pytest.mark.slow("two whole runs")
-def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_same_tokens(
-    uninterrupted, tiny_model, task_of_sums, tmp_path
-):
+def test_a_run_killed_during_a_save_resumes_with_the_same_tokens(uninterrupted, tiny_model, task_of_sums, tmp_path):
     directory = tmp_path / "killed"
     config = recording_config(directory, tiny_model, task_of_sums, concurrency=64)
     killed_while_it_saves(TrainProcess(config), directory)

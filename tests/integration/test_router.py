@@ -173,7 +173,7 @@ def every_layout(*names: str) -> pytest.MarkDecorator:
 
 
 @every_layout("V3 R3", "Qwen R3")
-def test_replayed_routes_of_the_engine_give_the_gradients_of_a_model_forced_to_them(laboratory, layout, name):
+def test_replayed_routes_give_the_gradients_of_forced_routes(laboratory, layout, name):
     model = name.split()[0]
     own, expected = (laboratory.expected(model, routes) for routes in ("own", "engine"))
     assert difference(own.gradients, expected.gradients)[0] > 0.1  # its own routes would not do

@@ -205,9 +205,7 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
         assert said["engine"][name] == pytest.approx(said["trainer"][name], rel=1e-3)
 
 
-def test_colocated_engines_sleep_while_trainers_train_and_a_trainer_that_is_killed_ends_the_run_in_one_sentence(
-    tiny_model, task_of_sums, tmp_path
-):
+def test_colocated_engines_sleep_and_a_killed_trainer_ends_the_run(tiny_model, task_of_sums, tmp_path):
     """With nucleus sampling, a teacher, recomputed old log-probs, which are weighed against the engine's, and replayed
     routes, which change nothing of that."""
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}

@@ -36,9 +36,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return [span.version for span in trajectory.spans if span.version is not None]
 
 
-def test_generation_goes_on_through_publications_and_evaluations_and_no_trajectory_is_older_than_the_bound(
-    tiny_model: Path, task_of_sums: Path, tmp_path: Path
-):
+def test_generation_runs_through_publications_within_the_bound(tiny_model: Path, task_of_sums: Path, tmp_path: Path):
     rollout = {"sampling": {"max_new_tokens": 2 * TOKENS}, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:2]))
@@ -85,7 +83,7 @@ def test_generation_goes_on_through_publications_and_evaluations_and_no_trajecto
 
 
 @pytest.mark.slow("a whole run and its resumption")
-def test_partial_rollouts_of_colocated_engines_go_on_in_the_next_step_and_after_a_stop(
+def test_partial_rollouts_continue_in_the_next_step_and_after_a_stop(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):
     """Half-done rollouts are in the checkpoint that SIGUSR1 writes, token for token; what older versions sampled is not

@@ -77,7 +77,7 @@ def test_what_was_asked_for_is_kept_and_exported(run, tiny_weights):
 
 
 @pytest.mark.slow("a second whole run")
-def test_where_the_optimizer_cannot_go_weights_alone_do_and_learn_preferences(run, tmp_path):
+def test_weights_without_optimizer_load_and_learn_preferences(run, tmp_path):
     """The model is what the first run has exported, and its weights are those of that run's checkpoint, so the first
     margin is 0 and its loss ln 2. Of each pair the chosen answer is the demonstrated one, the other is one more."""
     prompts = run.parent / "prompts.jsonl"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(
     "mode", [pytest.param("fast", marks=pytest.mark.slow("a whole run; exact mode is the other")), "exact"]
 )
-def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mode, task_of_sums, tmp_path):
+def test_two_trainer_and_two_engine_ranks_agree_after_every_publication(mode, task_of_sums, tmp_path):
     model = tmp_path / "model"
     make_deepseek(model)
     config = write_config(

@@ -78,7 +78,7 @@ def test_two_trainer_ranks_and_an_engine_agree_after_every_publication(directory
     assert {"model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.bias"} <= moved
 
 
-def test_tokens_masks_and_rewards_that_are_trained_are_those_that_the_slime_hook_gave(directory):
+def test_trained_tokens_masks_and_rewards_are_those_of_the_slime_hook(directory):
     given = [json.loads(line) for line in (directory / "given.jsonl").open()]
     rewards = set()
     for step, groups in trained(directory).items():
@@ -98,7 +98,7 @@ def test_tokens_masks_and_rewards_that_are_trained_are_those_that_the_slime_hook
     assert len(rewards) > 1
 
 
-def test_groups_that_the_filter_drops_or_that_do_not_end_are_counted_and_replaced_and_no_prompt_is_lost(directory):
+def test_filtered_and_endless_groups_are_counted_and_replaced(directory):
     rows, groups = steps(directory / "run"), trained(directory)
     dropped = [json.loads(line) for line in (directory / "run" / "dropped.jsonl").open()]
     counted = Counter((drop["step"], drop["reason"]) for drop in dropped)

@@ -13,7 +13,7 @@ from tests.integration.runs import TrainProcess, steps, write_config
 pytestmark = pytest.mark.integration
 
 
-def test_the_critic_of_a_run_warms_up_and_learns_and_its_reference_is_refreshed(uninterrupted):
+def test_the_critic_warms_up_and_learns_and_the_reference_is_refreshed(uninterrupted):
     rows = steps(uninterrupted / "run")
     # The first step warms the critic up: the policy is measured, not trained.
     assert "loss/policy" not in rows[1] and "optim/grad_norm" not in rows[1] and rows[1]["gap/tokens"] > 0
@@ -32,7 +32,7 @@ def test_the_critic_of_a_run_warms_up_and_learns_and_its_reference_is_refreshed(
 
 
 @pytest.mark.slow("a second whole run")
-def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_policy(tiny_model, task_of_sums, tmp_path):
+def test_a_critic_in_separate_ranks_trains_at_the_same_time(tiny_model, task_of_sums, tmp_path):
     config = write_config(
         tmp_path,
         tiny_model,

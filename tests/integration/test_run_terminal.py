@@ -94,7 +94,7 @@ def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(train, tmp_p
     assert all(each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {} for each in trajectories)
 
 
-def test_ten_repairs_are_rewarded_as_the_policy_has_chosen_to_make_them_or_not(train, tiny_model: Path) -> None:
+def test_repairs_are_rewarded_by_the_policys_choice(train, tiny_model: Path) -> None:
     trajectories = train(
         EXAMPLES / "tasks.jsonl",
         "tests.integration.hooks.repairing_or_not",

@@ -91,7 +91,7 @@ class Job:
 
 
 @pytest.mark.slow("a whole run over two nodes")
-def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_the_same_losses(
+def test_a_preempted_job_over_two_nodes_ends_with_the_same_losses(
     slurm: Slurm, uninterrupted: Path, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):
     directory = tmp_path / "d"
@@ -117,7 +117,7 @@ def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_t
     assert recorded_tokens(directory) == recorded_tokens(uninterrupted)
 
 
-def test_a_job_on_a_bad_node_is_submitted_again_without_it_but_not_for_ever(slurm: Slurm, tmp_path: Path):
+def test_a_job_on_a_bad_node_is_resubmitted_without_it(slurm: Slurm, tmp_path: Path):
     broken = "slimx() { [[ $SLURMD_NODENAME == n1 && $1 == health ]] && echo 'GPU-7: broken' && return 1; "
     setup = write_setup(tmp_path, broken + 'command slimx "$@"; }')
     job = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", str(tmp_path / "absent.yaml"), setup=setup)

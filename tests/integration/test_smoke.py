@@ -43,7 +43,7 @@ def test_a_sound_node_passes_every_check(tmp_path: Path):
     assert "2 engines" in found["publications are verified"][1]
 
 
-def test_a_check_that_fails_is_named_ends_those_that_need_it_and_is_the_exit_status(tmp_path: Path):
+def test_a_failed_check_skips_its_dependents_and_is_the_exit_status(tmp_path: Path):
     done = smoke(tmp_path / "smoke", "trainer.pipeline=3")
     assert done.returncode == 1, done.stdout + done.stderr
     states, findings = zip(*outcomes(tmp_path / "smoke").values(), strict=True)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow("a whole run of 60 steps
 STEPS = 60
 
 
-def test_a_soak_of_a_few_dozen_steps_strikes_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_short_soak_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     # Nothing but leaps shows in so few steps: growth is for hours.
     small = ["--steps", STEPS, "--strike-every", 8, "--save-every", 10, "--warm", 20, "--sample-seconds", 1]
     done = subprocess.run(

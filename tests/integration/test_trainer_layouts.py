@@ -186,7 +186,7 @@ def test_loss_and_gradients_of_one_rank_are_those_of_transformers(laboratory, or
     assert single.last["first_step"]["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
-def test_ten_supervised_steps_of_one_rank_are_those_of_transformers_with_torchs_adamw(laboratory, models):
+def test_supervised_steps_of_one_rank_equal_transformers_with_adamw(laboratory, models):
     oracle = Oracle(models["model"])
     parameters = list(oracle.model.parameters())
     # Vectors (norms) are not decayed.
@@ -272,7 +272,7 @@ def test_gradients_of_the_first_step_are_those_of_one_rank(laboratory, name):
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_ten_supervised_steps_with_the_distributed_optimizer_are_those_of_one_rank(laboratory, name):
+def test_supervised_steps_with_the_distributed_optimizer_equal_one_rank(laboratory, name):
     layout, single = laboratory[name], laboratory["single"]
     losses = [[step["loss/sft"] for step in each.last["steps"]] for each in (layout, single)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[1]) == STEPS - 1
@@ -309,7 +309,7 @@ def test_positions_with_other_experts_than_the_engines_are_counted_exactly(labor
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_measuring_the_gap_without_training_gives_what_the_step_then_reports(laboratory, name):
+def test_the_measured_gap_equals_that_of_the_step(laboratory, name):
     measured, step = laboratory[name].last["gap"], laboratory[name].last["grpo_step"]
     assert measured == {key: step[key] for key in step if key.startswith(("gap/", "routes/"))}
     assert len(measured) == 8
@@ -374,16 +374,14 @@ def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laborator
 
 @pytest.mark.slow("test_checkpoints::test_weights_alone_go_where_the_optimizer_cannot")
 @pytest.mark.parametrize(("name", "other"), [("EP2", "DP2")])
-def test_optimizer_state_that_cannot_move_to_expert_parallel_ranks_is_refused_with_the_directory(
-    laboratory, name, other
-):
+def test_optimizer_state_that_cannot_move_is_refused(laboratory, name, other):
     for said in laboratory[name].ranks:
         told = said[f"after_restore_of_{other}"]
         assert told[:2] == ["checkpoint.load", str(laboratory[other].directory / "checkpoint")]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_truncated_file_of_a_checkpoint_is_refused_on_every_rank_with_the_directory(laboratory, name):
+def test_a_truncated_checkpoint_file_is_refused_on_every_rank(laboratory, name):
     directory = laboratory[name].directory / "damaged"
     for rank, said in enumerate(laboratory[name].ranks):
         assert said["damaged"][:2] == ["checkpoint.load", str(directory)], rank

@@ -40,7 +40,7 @@ def run(
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
-def test_a_rank_that_is_killed_or_stopped_is_replaced_while_the_run_goes_on(moment: Moment, run: Struck) -> None:
+def test_a_killed_or_stopped_rank_is_replaced_during_the_run(moment: Moment, run: Struck) -> None:
     before, seen = run.recovered(), completed_steps(run.directory)
     run.strike(moment)
     began = time.monotonic()

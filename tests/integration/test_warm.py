@@ -53,7 +53,7 @@ def sleeping(program: Path, mark: str, **variables: str) -> Iterator[tuple[subpr
             client.kill()
 
 
-def test_a_program_has_the_arguments_directory_variables_files_and_parent_of_its_start(program: Path) -> None:
+def test_a_program_has_the_environment_and_parent_of_its_start(program: Path) -> None:
     with program.open() as file:
         process = subprocess.Popen(
             [interpreter(), "-u", program, str(file.fileno()), "3"],
@@ -76,7 +76,7 @@ def test_a_signal_ends_the_program_and_its_client(program: Path, signum: signal.
         wait_for(lambda: not lives(forked) and not programs(mark))
 
 
-def test_a_client_that_is_killed_before_its_request_or_with_its_program_ends_no_other(program: Path) -> None:
+def test_a_killed_client_ends_no_other_program(program: Path) -> None:
     mark = f"killed-{os.getpid()}"
     with sleeping(program, mark) as (client, forked):
         with connected(str(interpreter().parent / "driver")):  # the zygote waits for its request, then sees both ends

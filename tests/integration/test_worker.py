@@ -15,7 +15,7 @@ from tests.integration.conftest import ROOT
 pytestmark = pytest.mark.integration
 
 
-def test_an_offloaded_worker_publishes_the_same_bytes_also_from_other_addresses(tiny_model: Path, tmp_path: Path):
+def test_an_offloaded_worker_publishes_the_same_bytes(tiny_model: Path, tmp_path: Path):
     (tmp_path / "job.json").write_text(json.dumps({"model": str(tiny_model), "out": str(tmp_path)}))
     # In a process that is not forked from another: of a fork's memory a part is its parent's.
     command = [sys.executable, "-m", "tests.integration.worker_rank", str(tmp_path / "job.json"), "0"]

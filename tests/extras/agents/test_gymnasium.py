@@ -71,7 +71,7 @@ async def test_a_way_over_the_lake_is_told_turn_by_turn_and_paid_at_its_end(gymn
     assert await multi_turn.reward(RewardContext(PROMPT, None, "", False), trajectory) == 1.0
 
 
-async def test_gigpo_compares_turns_of_several_rollouts_that_began_in_the_same_state(gymnasium):
+async def test_gigpo_compares_turns_with_equal_states_across_rollouts(gymnasium):
     """Both rollouts are twice in (0, 0), and in (1, 0); only the first goes on from there to the goal. Returns with
     gamma 0.5 are 2^-k, k the turns to the goal, and 0 in the second."""
     ways = (
@@ -110,7 +110,7 @@ async def test_an_environment_that_tells_no_states_apart_describes_no_turns():
     assert trajectory.turns == []
 
 
-async def test_turns_without_an_action_change_nothing_and_end_the_rollout_at_last(gymnasium):
+async def test_turns_without_an_action_change_nothing_and_end_the_rollout(gymnasium):
     ctx, trajectory = await play(
         "down", "fly", "up up", "down", "", "jump", "dance", "down", **LAKE, invalid_reward=-0.25, max_invalid=3
     )

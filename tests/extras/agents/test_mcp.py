@@ -180,7 +180,7 @@ async def test_a_long_result_is_cut_and_says_so(url):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("stdio", marks=pytest.mark.slow("both kinds of servers")), "http"])
-async def test_a_call_that_takes_too_long_is_told_and_the_second_ends_the_rollout(kind, url):
+async def test_the_second_call_beyond_its_deadline_ends_the_rollout(kind, url):
     server = STDIO if kind == "stdio" else {"url": url}
     late = calling("hang")
     trajectory, ctx, script = await play(server, late, calling("add", a=1, b=1), "2", call_deadline=10.0)

@@ -72,7 +72,7 @@ async def test_sampled_ids_stand_where_their_text_would_be_tokenized_otherwise()
     assert found.token_ids[len(engine.prompts[0]) :][:8].tolist() == [*encode("it is "), 0, END]
 
 
-async def test_an_answer_that_the_agent_rewrote_begins_a_branch_and_leaves_the_other_whole():
+async def test_a_rewritten_answer_starts_a_branch():
     async def rewrite(client: Any, prompt: Any) -> None:
         first = await chat(client, USER)
         second = {"role": "user", "content": "More?"}
@@ -91,7 +91,7 @@ async def test_an_answer_that_the_agent_rewrote_begins_a_branch_and_leaves_the_o
     assert sampled == ["a<end>bc<end>", "a<end>d<end>"], "where each token came from is kept"
 
 
-async def test_sub_agents_summaries_and_second_tries_are_trajectories_of_one_rollout():
+async def test_sub_agents_and_summaries_are_trajectories_of_one_rollout():
     async def busy(client: Any, prompt: Any) -> None:
         first = await chat(client, USER)
         await asyncio.gather(
@@ -197,7 +197,7 @@ async def test_tool_calls_are_parsed_and_malformed_ones_are_text():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-async def test_a_parser_sees_the_special_tokens_that_mark_calls_but_the_agent_does_not(apart):
+async def test_special_tokens_of_calls_reach_the_parser_but_not_the_agent(apart):
     async def look(client: Any, prompt: Any) -> None:
         for content, calls in (("so", ["add"]), ("so", [])):
             answer = await chat(client, USER, tools=TOOLS)

@@ -222,7 +222,7 @@ async def test_a_session_that_does_not_exist_is_not_found():
     await messages(Script("2"), look)
 
 
-async def test_a_harness_that_compacts_its_history_makes_several_trajectories_of_one_rollout():
+async def test_a_compacted_history_makes_several_trajectories_of_one_rollout():
     """The session of a coding agent: two tool turns, a summary in place of the past, and work after it."""
 
     async def harness(client: Any) -> None:

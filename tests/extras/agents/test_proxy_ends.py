@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-async def test_what_cannot_be_carried_out_is_refused_in_the_apis_own_shape_and_is_no_part_of_the_rollout():
+async def test_unsupported_requests_are_refused_in_the_apis_error_format():
     async def refused(client: Any, prompt: Any) -> None:
         for case, (options, code, text) in REFUSED.items():
             with pytest.raises(openai.BadRequestError) as caught:
@@ -119,7 +119,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_an_agent_that_falls_over_a_limit_has_not_failed_its_conversation_is_cut_off(limit):
+async def test_an_agent_at_a_limit_has_not_failed_its_conversation_is_truncated(limit):
     options, text = LIMITS[limit]
 
     async def forever(client: Any, prompt: Any) -> None:
@@ -138,7 +138,7 @@ async def test_an_agent_that_falls_over_a_limit_has_not_failed_its_conversation_
     assert cut.metadata["result"] is None and trained(cut).startswith("2<end>")
 
 
-async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reason():
+async def test_agents_that_fail_or_sample_nothing_are_dropped_with_a_reason():
     async def raises(client: Any, prompt: Any) -> None:
         await chat(client, USER)
         raise KeyError("tool")
@@ -230,7 +230,7 @@ async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
     assert [trained(trajectory) for trajectory in found] == ["2<end>", "3<end>"]
 
 
-async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_of_the_rollout():
+async def test_a_stream_that_the_agent_leaves_is_not_part_of_the_rollout():
     async def leaves(client: Any, prompt: Any) -> None:
         async for chunk in (stream := await ask(client, USER, stream=True)):
             if chunk.choices[0].delta.content:

@@ -104,7 +104,7 @@ class Thread:
             yield f"<assistant>{answer}<end>\n"
 
 
-async def test_a_coding_agents_session_is_as_many_trajectories_as_it_has_pasts_and_each_answer_is_trained_once():
+async def test_a_coding_agents_session_has_a_trajectory_per_history():
     import anthropic  # 3 s of a core, which a worker that only collects this file does without
 
     threads: dict[str, Thread] = {}
@@ -184,7 +184,7 @@ CODEX: dict[str, Any] = {
 """Parameters that a harness of OpenAI's responses sends with every request."""
 
 
-async def test_what_a_harness_of_the_responses_api_sends_by_default_is_served_and_told():
+async def test_default_parameters_of_a_harness_are_listed_as_overridden():
     shell = {"type": "function", **TOOLS[0]["function"], "strict": False}
     developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}
 
@@ -341,7 +341,7 @@ async def test_tools_are_forced_for_parsers_with_a_grammar_only():
     assert found.metadata["errors"] == {"unsupported_value": 1}
 
 
-async def test_an_agent_that_forces_every_answer_leaves_nothing_to_train_and_is_given_up():
+async def test_an_agent_that_forces_every_answer_is_dropped():
     async def forces(client: Any, prompt: Any) -> None:
         await ask(client, USER, tools=TOOLS, tool_choice="required")
 
@@ -350,7 +350,7 @@ async def test_an_agent_that_forces_every_answer_leaves_nothing_to_train_and_is_
     assert given_up.value.reason == "agent without trained answers"
 
 
-async def test_calls_that_do_not_parse_and_requests_that_nobody_waited_for_are_counted():
+async def test_unreadable_calls_and_abandoned_requests_are_counted():
     begun = asyncio.Event()
 
     async def gate(number: int) -> None:

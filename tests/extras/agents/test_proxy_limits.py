@@ -73,7 +73,7 @@ async def test_nonsense_is_refused_with_the_name_of_the_field(case: str):
     assert (status, error["param"]) == (400, param)
 
 
-async def test_arguments_nested_too_deeply_are_shown_to_the_model_as_they_were_written():
+async def test_arguments_nested_too_deeply_are_shown_to_the_model_unparsed():
     deep = "[" * 100_000
     turns = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}, *USER]
     status, error = await served(lambda url: post(url, body(messages=turns)))

@@ -84,7 +84,7 @@ def test_calls_in_the_format_of_hermes():
 # Programs -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_program_gets_the_prompt_but_not_its_answer_and_what_it_writes_comes_back():
+async def test_a_program_gets_the_prompt_without_its_answer():
     code = "import os, sys; print(sys.stdin.read(), os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])"
     out = await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT)
     told, url, _ = out.rsplit(" ", 2)
@@ -98,7 +98,7 @@ async def test_a_program_sees_the_metadata_that_is_named_and_no_solution():
     assert json.loads(out)["metadata"] == {"level": 3}
 
 
-async def test_a_program_that_writes_without_end_is_ended_and_leaves_nothing_in_the_temporary_directory(
+async def test_a_program_that_writes_without_end_is_killed_without_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -109,7 +109,7 @@ async def test_a_program_that_writes_without_end_is_ended_and_leaves_nothing_in_
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_program_that_fills_its_pipe_and_ignores_the_end_of_its_rollout_is_not_waited_for(
+async def test_a_program_that_ignores_the_end_of_its_rollout_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(agent_process, "MAX_WRITTEN", 1 << 20)

@@ -53,7 +53,7 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient]:
     await boxes.close()
 
 
-async def test_a_request_that_cannot_be_carried_out_is_refused_and_none_is_the_servers_fault(tmp_path):
+async def test_invalid_requests_are_refused_and_none_is_a_server_error(tmp_path):
     deep = b"[" * 100_000
     bodies = [
         *(b"", b"null", b"[]", b'"x"', b"1" * 5000, b"\xff\xfe", b'{"command"', deep, b'{"command":' + deep),

@@ -166,7 +166,7 @@ def test_a_call_that_is_made_again_is_not_done_again(server, box):
 # Either side has gone -------------------------------------------------------------------------------------------------
 
 
-def test_a_box_whose_client_died_is_ended_and_one_whose_client_thinks_is_not(server, box, place):
+def test_a_box_of_a_dead_client_is_ended_but_not_one_of_an_idle_client(server, box, place):
     before = state(server)["expired"]
     program = (
         "import os, sys; from slimx.extras.boxes.remote import RemoteBox, RemoteServer\n"
@@ -188,7 +188,7 @@ def test_a_box_that_the_server_has_ended_is_lost_by_name(server):
     box.end()
 
 
-async def test_a_killed_server_ends_the_rollout_and_the_next_one_removes_its_boxes(place):
+async def test_a_restarted_server_removes_the_boxes_of_the_killed_one(place):
     directory = place / "killed"
     directory.mkdir()
     images = ("--images", str(place / "images"))

@@ -115,7 +115,7 @@ def test_the_machine_outside_cannot_be_seen_or_written(box):
 # Limits -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_box_whose_owner_died_is_removed_by_the_next_sweep_and_a_living_one_is_not(box, base, image):
+def test_the_next_sweep_removes_boxes_of_dead_owners_only(box, base, image):
     program = (
         "import os, sys; from pathlib import Path; from slimx.extras.boxes.bubblewrap import BubblewrapBox\n"
         "BubblewrapBox(Path(sys.argv[1]), base=Path(sys.argv[2])); os._exit(0)"
@@ -126,7 +126,7 @@ def test_a_box_whose_owner_died_is_removed_by_the_next_sweep_and_a_living_one_is
     assert box.run(["true"]).ok
 
 
-def test_counting_stops_where_a_program_adds_entries_faster_than_they_are_counted(tmp_path):
+def test_counting_stops_if_entries_are_added_faster_than_counted(tmp_path):
     for number in range(100):
         (tmp_path / str(number)).touch()
     assert rootfs.used(tmp_path) == 100 * rootfs.ENTRY
@@ -147,7 +147,7 @@ def test_counting_stops_where_a_program_adds_entries_faster_than_they_are_counte
     ],
     ids=["link", "hard link", "device", "name", "bomb"],
 )
-def test_an_image_that_leads_out_or_is_too_large_is_refused_and_leaves_nothing(base, tmp_path, member, code, about):
+def test_an_image_with_outside_members_or_too_large_is_refused_cleanly(base, tmp_path, member, code, about):
     made = archive(tmp_path / "bad.tar", plain("good", 1), member)
     with refused(code, about=about or str(made)):
         BubblewrapBox(made, base=base, image_mib=1)

@@ -51,7 +51,7 @@ def told(directory: Path) -> list[tuple[list[str], str]]:
     return [json.loads(line) for line in (directory / "log").read_text().splitlines()]
 
 
-def test_a_container_is_made_without_network_and_powers_and_within_every_limit(stand_in, tmp_path):
+def test_a_container_has_no_network_no_capabilities_and_every_limit(stand_in, tmp_path):
     limits = Limits(seconds=5, memory_mib=256, processes=8, disk_mib=16)
     ContainerBox("python:3.12", limits, engine=stand_in(), user="1000:1000", cpus=0.5).end()
     (words, profile), *_ = [each for each in told(tmp_path) if each[0][0] == "create"]

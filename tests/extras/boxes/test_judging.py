@@ -48,7 +48,7 @@ def carried(left: bytes, began: bytes = tar(), *kept: str, tests: Path | None = 
         }
 
 
-def test_files_are_carried_kept_ones_are_as_they_began_and_tests_go_over_all(tmp_path):
+def test_kept_files_are_restored_and_tests_replace_all(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_a.py").write_bytes(b"test")
     left = tar(
@@ -158,7 +158,7 @@ class Boxes:
         pass
 
 
-async def test_a_fresh_box_that_does_not_take_the_files_is_no_failure_of_the_model(monkeypatch):
+async def test_a_fresh_box_that_refuses_files_is_not_a_failure_of_the_model(monkeypatch):
     terminal = Terminal()
     terminal._task, terminal._box = Task(tests=Checks(command=("true",))), Boxes("large")  # type: ignore[assignment]
     monkeypatch.setattr(terminal, "_begin", lambda task, seconds=None: Boxes("large"))

@@ -60,7 +60,7 @@ def test_a_large_input_reaches_a_program_that_is_slow_to_read():
     ],
     ids=["loop", "sleep", "loop without streams", "fork bomb", "flood", "memory of all"],
 )
-def test_a_program_that_does_not_end_is_killed_at_the_limit_with_all_its_processes(program, ended):
+def test_an_endless_program_is_killed_with_all_its_processes(program, ended):
     limits = replace(QUICK, seconds=0.5) if ended == "time" else PATIENT
     box = Marked(limits)
     ran = box.run_blocking(program)
@@ -256,7 +256,7 @@ def test_a_prompt_without_tests_is_refused(tests):
     assert (refused.value.code, refused.value.about) == ("reward.tests", "p7")
 
 
-def test_a_run_with_this_reward_does_not_start_where_the_sandbox_does_not_hold(monkeypatch):
+def test_a_run_does_not_start_if_the_sandbox_does_not_hold(monkeypatch):
     from tests.extras.rewards.reward_stand import hooks_of
 
     hooks_of(function="code", options={"seconds": 3.0})

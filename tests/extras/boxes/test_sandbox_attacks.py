@@ -69,7 +69,7 @@ time.sleep(300)
 
 
 @pytest.mark.skipif(memory_group.find() is None, reason="needs a memory control group that this process may divide")
-def test_memory_that_no_process_has_resident_is_bounded_by_the_control_group():
+def test_the_control_group_bounds_memory_without_resident_pages():
     """Four processes within their own limits keep 384 MiB at a limit of 128 MiB + 8 MiB."""
     ran = run(HIDING)
     assert ran.ended == "memory" and ran.seconds < SMALL.seconds
@@ -129,7 +129,7 @@ def test_groups_of_version_2_are_made_where_memory_is_handed_on(
     assert found[:1] == ([] if directory is None else [Hierarchy(tmp_path / "cgroup" / directory, 2)])
 
 
-def test_roots_own_groups_are_not_divided_unless_they_are_marked_as_delegated(system, monkeypatch):
+def test_only_delegated_control_groups_of_root_are_divided(system, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "getxattr", lambda path, name: (_ for _ in ()).throw(OSError()))
     assert memory_group._hierarchies(system("unit", {"": "memory", "unit": ""})) == []
@@ -237,7 +237,7 @@ def test_a_run_that_is_given_up_as_it_begins_leaves_no_process():
         assert box.processes() == []
 
 
-async def test_slow_programs_leave_the_shared_threads_alone_and_end_when_they_are_closing():
+async def test_slow_programs_leave_the_shared_threads_alone():
     box = Sandbox(Limits(seconds=1200.0))
     runs = [asyncio.create_task(box.run("import time; time.sleep(1000)")) for _ in range(24)]
     await asyncio.sleep(0.5)

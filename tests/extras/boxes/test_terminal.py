@@ -219,21 +219,21 @@ def config(base: Path, **options: Any) -> Config:
         ({"root": "files/sums.py"}, "box.image"),
     ],
 )
-def test_a_prompt_whose_box_cannot_begin_is_refused_before_the_run_by_its_name(task, tmp_path, more, code):
+def test_a_prompt_whose_box_cannot_start_is_refused_before_the_run(task, tmp_path, more, code):
     hooks = load_hooks(config(tmp_path))
     check_generated(hooks.generate, [task()], None)
     with refused(code, about="p"):
         check_generated(hooks.generate, [task(**more)], None)
 
 
-def test_a_deadline_that_ends_before_the_tests_do_is_refused_before_the_run(task, tmp_path):
+def test_a_deadline_shorter_than_the_tests_is_refused_before_the_run(task, tmp_path):
     hooks = load_hooks(config(tmp_path, call_deadline=79.0))  # 60 s of tests, 10 s of one program, 10 s to copy files
     with refused("tools.limit", about="rollout.options.call_deadline"):
         check_generated(hooks.generate, [task()], None)
     check_generated(hooks.generate, [task(tests=TESTS | {"seconds": 59})], None)
 
 
-def test_the_trial_of_a_box_has_the_time_of_its_tests_and_not_that_of_a_program(task, tmp_path):
+def test_the_trial_of_a_box_has_the_time_limit_of_its_tests(task, tmp_path):
     check_generated(load_hooks(config(tmp_path, box={"seconds": 0.001})).generate, [task()], None)
 
 

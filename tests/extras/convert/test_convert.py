@@ -107,7 +107,7 @@ def test_layers_that_differ_cannot_be_stacked_and_dense_ones_are(deepseek, tmp_p
 
 
 @pytest.mark.parametrize("kept", ["layernorm", "norm"])
-def test_norms_over_all_heads_stand_under_slimxs_and_slimes_key_and_either_is_read(tmp_path, kept):
+def test_norms_over_all_heads_are_read_under_slimxs_or_slimes_key(tmp_path, kept):
     source = write_checkpoint(tmp_path / "source", MINIMAX_M2)
     megatron = go(run.hf_to_megatron(source), tmp_path / "megatron")
     metadata = FileSystemReader(megatron / "release").read_metadata()
@@ -121,7 +121,7 @@ def test_norms_over_all_heads_stand_under_slimxs_and_slimes_key_and_either_is_re
     assert same(tensors_of(go(run.megatron_to_hf(megatron, source), tmp_path / "hf")), tensors_of(source)) == []
 
 
-def test_a_tied_output_layer_that_a_checkpoint_stores_all_the_same_comes_back(tmp_path):
+def test_a_stored_tied_output_layer_is_restored(tmp_path):
     """Published Qwen3-0.6B and 1.7B have tie_word_embeddings and lm_head.weight."""
     source = write_checkpoint(tmp_path / "source", QWEN3)
     assert "lm_head.weight" not in tensors_of(source)
@@ -152,7 +152,7 @@ def test_a_copy_that_differs_in_one_bit_is_refused_by_name(deepseek, tmp_path, m
         assert (error.value.code, error.value.about) == ("checkpoint.copy", name)
 
 
-def test_stored_keeps_bits_or_refuses_and_config_json_says_the_dtype_that_is_there(qwen, tmp_path):
+def test_stored_keeps_every_bit_and_config_json_names_the_dtype(qwen, tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     mixed = shutil.copytree(qwen, tmp_path / "mixed")
     change(mixed, **{name: tensors_of(qwen)[name].float()})
@@ -168,7 +168,7 @@ def test_stored_keeps_bits_or_refuses_and_config_json_says_the_dtype_that_is_the
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_whole_stacks_and_a_padded_vocabulary_that_another_system_wrote_are_read(qwen, tmp_path, per_layer):
+def test_stacked_layers_and_a_padded_vocabulary_are_read(qwen, tmp_path, per_layer):
     tensors = stand_in(qwen, per_layer=per_layer)
     # A tensor whose elements are stored in another order than its shape says.
     key = next(key for key in tensors if key.endswith("linear_proj.weight"))
@@ -210,7 +210,7 @@ def test_tensors_that_a_trainer_does_not_hold_come_from_the_original(deepseek, t
 
 
 @pytest.mark.parametrize("model", ["qwen", "deepseek"])
-def test_a_rank_of_the_target_layout_finds_all_it_holds_in_files_of_its_own(request, tmp_path, model):
+def test_each_rank_of_the_target_layout_reads_only_its_own_files(request, tmp_path, model):
     source = request.getfixturevalue(model)
     conversion = run.hf_to_megatron(source, layout=LAYOUT)
     files = {int(Path(file.name).name.split("_")[2]): file for file in conversion.files}

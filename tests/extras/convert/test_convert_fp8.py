@@ -135,7 +135,7 @@ def test_codes_of_fp8_blocks_are_not_taken_for_another_dtype():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e5m2])
-def test_a_dtype_that_would_be_misread_is_refused_by_name_wherever_it_is_read(qwen, tmp_path, dtype):
+def test_a_dtype_that_would_be_misread_is_refused_by_every_reader(qwen, tmp_path, dtype):
     name = "model.layers.1.self_attn.k_proj.weight"
     source = shutil.copytree(qwen, tmp_path / "source")
     change(source, **{name: tensors_of(qwen)[name].to(dtype)})

@@ -69,7 +69,7 @@ def test_a_damaged_source_is_one_sentence_and_nothing_is_written(qwen, tmp_path,
 
 
 @pytest.mark.parametrize("target", ["../blobs/lost", "tokenizer.json"], ids=["nowhere", "itself"])
-def test_a_link_to_a_file_that_is_not_there_is_refused_by_name_before_anything_is_written(qwen, tmp_path, target):
+def test_a_dangling_link_is_refused_before_anything_is_written(qwen, tmp_path, target):
     """As in a cache of the Hugging Face Hub that lost a file: the output would be without a tokenizer."""
     source, megatron = shutil.copytree(qwen, tmp_path / "source"), go(run.hf_to_megatron(qwen), tmp_path / "megatron")
     (source / "tokenizer.json").symlink_to(target)
@@ -267,7 +267,7 @@ def test_a_tensor_that_the_configuration_does_not_know_is_refused_by_name(qwen, 
     check_refused(write_megatron(tmp_path / "m", more, tmp_path / "witness"), qwen, "megatron.unknown", MORE[what])
 
 
-def test_norms_and_an_output_layer_that_the_configuration_lacks_are_refused_by_name(tmp_path):
+def test_norms_and_output_layers_unknown_to_the_config_are_refused(tmp_path):
     source = write_checkpoint(tmp_path / "source", QWEN3 | {"tie_word_embeddings": False})
     megatron = go(run.hf_to_megatron(source), tmp_path / "megatron")
     tied = fields(shutil.copytree(source, tmp_path / "tied"), tie_word_embeddings=True)

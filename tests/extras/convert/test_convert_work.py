@@ -61,7 +61,7 @@ class Numbers:
         (directory / "notes").write_text(json.dumps(notes, sort_keys=True))
 
 
-def test_a_killed_conversion_goes_on_after_its_finished_files_and_gives_the_same_bytes(tmp_path):
+def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.extras.convert.test_convert_work import Numbers; "
         "from slimx.extras.convert.work import convert; "
@@ -198,7 +198,7 @@ def test_what_another_puts_beside_finished_files_stops_the_next_try(tmp_path, na
     assert content(partial) == before
 
 
-def test_what_another_puts_there_meanwhile_stays_when_the_conversion_is_given_up(tmp_path):
+def test_foreign_files_survive_an_abandoned_conversion(tmp_path):
     class Given(Numbers):
         def writing(self) -> contextlib.AbstractContextManager[None]:
             put(tmp_path / "out.partial/mine", "file")

@@ -56,7 +56,7 @@ def test_minimaxs_norms_on_the_cpu_are_those_over_all_heads_of_all_ranks() -> No
         torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), expected)
 
 
-def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu_as_long_as_sglang_does_not() -> None:
+def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu() -> None:
     """Fails in its second part once SGLang applies the factor: then remove the hook, or outputs would be scaled
     twice."""
     block = SimpleNamespace(routed_scaling_factor=2.5)

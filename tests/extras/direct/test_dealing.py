@@ -110,7 +110,7 @@ def least_busiest(plan: Plan, ranks: int, engines: int) -> float:
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_every_byte_of_every_engine_comes_once_and_the_busiest_link_carries_what_the_layouts_force(case: Layouts):
+def test_every_byte_arrives_once_and_the_busiest_link_carries_the_minimum(case: Layouts):
     plan = case.plan()
     dealt = deal(plan, engines=case.engines, grain=1)
     assert dealt.targets == case.engine * case.engines and dealt.count == plan.count
@@ -161,7 +161,7 @@ def test_amounts_are_poured_on_top_of_what_only_some_can_send():
     assert parts[1].tolist() == pytest.approx([0.2, 0.8])
 
 
-def test_quantised_moves_are_cut_between_blocks_and_packed_to_the_same_bytes():
+def test_quantized_moves_are_cut_between_blocks_to_the_same_bytes():
     """Four ranks that hold the same matrices: the buckets are those of the plan as it was compiled."""
     shapes = {"a": (1024, 256), "b": (384, 128)}
     parts = [
@@ -206,7 +206,7 @@ def test_dealing_takes_the_memory_that_is_reckoned_with():
     assert 0.7 * BYTES < peak / engines / len(plan.moved) <= BYTES
 
 
-def test_more_engines_than_memory_has_room_for_are_refused_before_it_is_taken():
+def test_engines_that_exceed_memory_are_refused_before_allocation():
     case = Layouts(2, 1, 1, ((4, 1, ((0, 1),), True),))
     with pytest.raises(SlimxError) as error:
         deal(case.plan(), engines=2**40)

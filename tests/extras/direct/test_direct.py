@@ -34,7 +34,7 @@ def stand() -> Iterator[Stand]:
         yield Stand(stack)
 
 
-def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:
+def test_engine_ranks_get_their_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:
     held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
     # A bucket is sent before the one before it is taken, twice over: slots are used again.
     for transfer in (stand.next(), stand.next()):
@@ -146,7 +146,7 @@ def ended(sender: DirectSender, done: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_an_engine_that_was_started_again_gets_new_memory_and_the_other_goes_on(stand: Stand) -> None:
+def test_a_restarted_engine_gets_new_memory_and_the_other_continues(stand: Stand) -> None:
     stand.receivers[1].close()
     stand.receivers[1] = stand.receiver(1, f"again-{time.monotonic_ns()}")
     stand.connect(1)

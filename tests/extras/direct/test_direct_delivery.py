@@ -143,7 +143,7 @@ class Stand:
         return self.senders.sent[-1]
 
 
-async def test_engines_get_changes_of_what_they_attest_and_each_so_often_whole_weights() -> None:
+async def test_engines_get_changes_relative_to_the_state_they_report() -> None:
     stand = Stand(EVERY_FULL)
     told = [await stand.publish(0, 1) for _ in range(6)]
     assert told == [{0: base, 1: base} for base in (0, 1, 2, 3, 0, 5)]
@@ -238,7 +238,7 @@ async def begun(*fails: SlimxError | None) -> Stand:
 
 
 @pytest.mark.parametrize("unreached", [False, True])
-async def test_a_rank_of_which_several_engines_get_nothing_costs_no_engine_and_the_second_time_is_lost(
+async def test_a_rank_that_reaches_no_engine_is_lost_the_second_time(
     unreached: bool,
 ) -> None:
     stand = await begun(*([None, None] if unreached else [lacking(1), lacking(1)]))
@@ -280,7 +280,7 @@ async def test_what_one_engine_alone_lacks_is_its_own_fault(other: SlimxError | 
     assert errors == [stand.engines[0].fails, other]
 
 
-async def test_ranks_that_meet_no_engine_cost_none_and_one_that_no_rank_meets_is_lost_alone() -> None:
+async def test_an_engine_that_no_rank_reaches_is_lost_alone() -> None:
     stand = Stand(None)
     unmet = LinkError("no route", code="direct.metadata", about="trainer rank 0")
     for fails, codes in (({0, 1}, ["direct.sender"] * 2), ({1}, [None, "direct.metadata"])):
@@ -291,7 +291,7 @@ async def test_ranks_that_meet_no_engine_cost_none_and_one_that_no_rank_meets_is
         await stand.delivery.end()
 
 
-async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_with_one_of_them() -> None:
+async def test_an_engine_is_lost_with_any_of_its_machines() -> None:
     stand = Stand(EVERY_FULL, machines=(2, 2))
     assert await stand.publish(0, 1) == dict.fromkeys(range(4), 0)
     assert stand.senders.edges == [0, 1, 2, 3, 4] and sorted(stand.senders.met) == [0, 1, 2, 3]
@@ -304,7 +304,7 @@ async def test_trainer_ranks_write_to_every_machine_of_an_engine_which_is_lost_w
     assert stand.senders.sent[-1] == {0: 1, 1: 1}, "neither of its machines gets anything more"
 
 
-async def test_every_machine_of_an_engine_gets_all_tensors_that_have_hugging_faces_names() -> None:
+async def test_every_machine_of_an_engine_gets_all_hugging_face_tensors() -> None:
     """Engines over other numbers of machines take such a plan: no layout fits them all."""
     stand = Stand(EVERY_FULL, machines=(2, 1), hf=True)
     assert await stand.publish(0, 1) == dict.fromkeys(range(3), 0)

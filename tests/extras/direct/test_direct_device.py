@@ -29,7 +29,7 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.
     return use_emulator(emulator_library, monkeypatch)
 
 
-def test_every_engine_rank_gets_its_own_bytes_in_the_memory_of_its_gpu_and_a_changed_one_is_found() -> None:
+def test_engine_ranks_get_their_bytes_in_gpu_memory_and_changes_are_found() -> None:
     held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
     paths = set()
     with ExitStack() as stack:

@@ -131,7 +131,7 @@ async def test_machines_of_an_engine_take_their_own_ranks_bytes() -> None:
             assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
 
 
-async def test_each_machine_of_an_engine_takes_all_tensors_with_hugging_face_names() -> None:
+async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors() -> None:
     by_name = compile_plan(
         MegatronLayout(MODEL.table, SIZES).parts(),
         checkpoint_parts(MODEL.table),

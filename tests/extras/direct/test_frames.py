@@ -53,7 +53,7 @@ def cases() -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
             yield *versions(number, nbytes, item, share), item
 
 
-def test_a_frame_is_what_its_definition_says_and_makes_the_new_bytes_of_the_old() -> None:
+def test_a_frame_turns_old_bytes_into_new_ones_by_its_definition() -> None:
     kinds: set[str] = set()
     for before, after, item in cases():
         frame = encoded(before, after, item)

@@ -115,7 +115,7 @@ def test_over_a_hundred_versions_changes_bring_what_whole_files_bring(stand: Sta
     assert min(sent) < 0.01 and np.mean(sent) < 0.5
 
 
-def test_files_are_read_once_and_kept_as_long_as_the_newest_version_needs_them(stand: Stand) -> None:
+def test_files_are_read_once_and_kept_while_the_newest_version_needs_them(stand: Stand) -> None:
     reader, back = ChainReader(ITEM), ChainReader(ITEM)
     counts = []
     for version in range(EVERY_FULL + 1):

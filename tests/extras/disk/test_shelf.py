@@ -32,7 +32,7 @@ def written(shelf: VersionDirectory, manifest: Manifest, *packed: Packed) -> lis
     return [shelf.add(number, one.bucket, one.file.bytes) for number, one in enumerate(packed)]
 
 
-def test_a_version_on_disk_is_read_without_its_writer_and_is_what_safetensors_reads_too(peers, tmp_path):
+def test_a_version_on_disk_is_read_without_its_writer_and_by_safetensors(peers, tmp_path):
     first, second, (peer,) = Packed(2), Packed(2, kib=8), peers
     shelf = VersionDirectory(tmp_path)
     buckets = written(shelf, MANIFEST, first, second)
@@ -53,7 +53,7 @@ def test_a_version_on_disk_is_read_without_its_writer_and_is_what_safetensors_re
         asyncio.run(stored.begin(Manifest(policy="actor", version=8, trainer_step=8, membership_epoch=3)))
 
 
-def test_a_changed_byte_on_disk_is_found_and_a_damaged_manifest_is_refused_by_name(peers, tmp_path):
+def test_changed_bytes_and_damaged_manifests_are_refused_by_name(peers, tmp_path):
     (peer,), shelf = peers, VersionDirectory(tmp_path)
     written(shelf, MANIFEST, Packed())
     shelf.commit()
@@ -70,7 +70,7 @@ def test_a_changed_byte_on_disk_is_found_and_a_damaged_manifest_is_refused_by_na
         newest(tmp_path)
 
 
-def test_an_unfinished_version_does_not_count_and_the_newest_complete_one_stays_alone(tmp_path):
+def test_unfinished_versions_are_ignored_and_old_ones_removed(tmp_path):
     shelf, packed = VersionDirectory(tmp_path), Packed()
     written(shelf, MANIFEST, packed)
     shelf.commit()

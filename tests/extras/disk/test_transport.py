@@ -65,9 +65,7 @@ def test_only_changes_are_put_together_beside_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engines", [{"urls": ["http://127.0.0.1:8000"]}, {"tensor": 16, "nodes": 2}], ids=str)
-def test_changes_are_refused_where_no_process_on_one_machine_puts_them_together(
-    tmp_path: Path, engines: dict[str, Any]
-) -> None:
+def test_changes_are_refused_without_a_process_to_apply_them(tmp_path: Path, engines: dict[str, Any]) -> None:
     config_of(tmp_path, engines)
     with invalid("publish.delta_beside"):
         config_of(tmp_path, engines, delta={"every_full": 10})

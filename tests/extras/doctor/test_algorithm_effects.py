@@ -26,7 +26,7 @@ def by_key(found: list[Effect]) -> dict[str, Effect]:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "bradley_terry"])
-def test_every_term_of_a_preset_changes_the_gradient_where_the_policy_moves_in_a_step(name):
+def test_every_term_of_a_preset_changes_the_gradient(name):
     algorithm = {"name": name} | ({"teacher": "t"} if name == "distillation" else {})
     found = effects(config(algorithm, updates_per_step=1 if name == "dpo" else 2))
     assert found

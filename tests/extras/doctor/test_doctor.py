@@ -78,7 +78,7 @@ def test_distributions_of_flash_attention_are_those_that_trainers_look_for():
     assert doctor.FLASH == backends.FLASH
 
 
-def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_told(tmp_path, monkeypatch):
+def test_missing_compilers_are_reported_and_flash_attn_4_is_a_note(tmp_path, monkeypatch):
     """Examines a bare machine after `make venv`: no toolkit, no Python.h, and a deep_ep that asserts one."""
     package = tmp_path / "deep_ep"
     package.mkdir()
@@ -124,7 +124,7 @@ def test_cubins_of_blackwell_are_missed_there_alone(tmp_path, monkeypatch):
     assert packaged.problem is None and downloaded.problem is None and str(cubin.parents[1]) in downloaded.text
 
 
-def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_note(screen, monkeypatch):
+def test_a_version_out_of_range_is_missing_and_one_off_the_lock_is_a_note(screen, monkeypatch):
     true = importlib.metadata.version
     versions = {"megatron-core": "0.17.0", "ray": "2.59.0"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or true(name))

@@ -88,7 +88,7 @@ def test_adapters_are_there_and_have_an_active_port(places):
         (None, 0),
     ],
 )
-def test_a_driver_without_the_options_of_deep_ep_is_a_note_where_there_are_adapters(places, params, missing):
+def test_a_driver_without_the_options_of_deep_ep_is_a_note(places, params, missing):
     required = NodeRequirements(gpus=1, disk_gib=0, shm_gib=0, paths=[])
     if params is not None:
         places.driver.write_text(params)
@@ -99,7 +99,7 @@ def test_a_driver_without_the_options_of_deep_ep_is_a_note_where_there_are_adapt
     assert all("EnableStreamMemOPs" in note for note in notes)
 
 
-def test_recent_errors_of_the_hardware_count_and_old_ones_or_those_of_programs_do_not(places):
+def test_only_recent_hardware_errors_count(places):
     lines = [
         (9_900, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."),
         (9_900, "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault"),

@@ -51,7 +51,7 @@ def test_a_replay_sums_in_the_order_of_the_run_that_it_replays() -> None:
     assert mode_of(config(rollout=engines)) == mode_of(config(rollout=replay)) == Exact(4)
 
 
-def test_log_probs_are_the_trainers_own_only_where_its_engines_sampled_them() -> None:
+def test_log_probs_are_reused_only_if_the_runs_engines_sampled() -> None:
     assert config().samples_known
     assert not config(numerics={"mode": "fast"}).samples_known
     assert not config(schedule={"max_staleness": 1}).samples_known
@@ -213,7 +213,7 @@ def test_half_of_attention_by_another_backend_is_refused(step: str) -> None:
         ExactServer(1).attention_backend(runner)
 
 
-def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotation() -> None:
+def test_keys_and_values_are_stored_if_cuda_leaves_that_to_the_rotation() -> None:
     query, key, value = torch.randn(3, 3 * 16).chunk(3, dim=1)
     rotary, slots = SimpleNamespace(base=10000.0, rotary_dim=8, head_size=8), torch.tensor([4, 0, 2])
     kept = SimpleNamespace(value=value, k_buffer=torch.zeros(5, 16), v_buffer=torch.zeros(5, 16), cache_loc=slots)

@@ -131,7 +131,7 @@ def test_gated_activation() -> None:
 
 
 @pytest.mark.parametrize("dimensions", [24, 64, 128])
-def test_rotary_frequencies_are_the_nearest_numbers_to_transformers_formula(dimensions: int) -> None:
+def test_rotary_frequencies_are_the_nearest_fp32_to_transformers_formula(dimensions: int) -> None:
     for base in (10000.0, 150000.0, 1e6, 1e7):
         x = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
         with mpmath.workprec(300):

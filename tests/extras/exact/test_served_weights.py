@@ -72,7 +72,7 @@ def test_one_tensor_is_dequantised_as_the_specification_does_it(dtype: torch.dty
         blocks.dequantise(codes, scales[:3], (32, 64), dtype)
 
 
-def test_experts_are_dequantised_from_what_they_hold_now_where_they_have_tokens() -> None:
+def test_experts_with_tokens_are_dequantized_from_their_current_codes() -> None:
     x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
     codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))

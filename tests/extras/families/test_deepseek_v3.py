@@ -87,7 +87,7 @@ def test_parameters_are_as_many_as_the_published_models_count(hf: dict[str, Any]
     assert round(size(weight_table(hf).checkpoint_shapes().values())) == billions
 
 
-def test_the_prediction_layer_of_v3_is_built_or_frozen_and_nothing_of_it_is_lost():
+def test_the_prediction_layer_of_v3_is_trained_or_preserved():
     built, plain = weight_table(V3, 1), weight_table(V3)
     without = plain.checkpoint_shapes()
     assert len(without) == 45395
@@ -99,7 +99,7 @@ def test_the_prediction_layer_of_v3_is_built_or_frozen_and_nothing_of_it_is_lost
         assert dict(table.aliases) == {f"model.layers.61.{name}": original for name, original in shared.items()}
 
 
-def test_v3_has_the_685_billion_elements_of_its_page_with_prediction_layer_and_scales():
+def test_v3_has_the_published_number_of_elements():
     table = weight_table(V3, 1)
     shapes = table.checkpoint_shapes()
     copies = [shapes[original] for original in table.aliases.values()]
@@ -226,7 +226,7 @@ def test_what_megatron_would_compute_otherwise_is_refused_by_name(tmp_path: Path
         read_model(tmp_path)
 
 
-def test_more_prediction_layers_than_the_checkpoint_has_are_refused_with_both_numbers(tmp_path: Path):
+def test_too_many_prediction_layers_are_refused_with_both_numbers(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(V3))
     with refused("model.mtp_layers", about="trainer.megatron.mtp_num_layers"):
         read_model(tmp_path, mtp_layers=2)

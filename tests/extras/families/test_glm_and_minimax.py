@@ -244,7 +244,7 @@ def test_a_family_that_upstream_cannot_build_is_refused_with_the_reason(tmp_path
         read(tmp_path, {"architectures": [architecture]})
 
 
-def test_upstream_still_needs_cuda_kernels_where_families_are_refused_or_adapted_for_it():
+def test_refusals_because_of_missing_cuda_kernels_are_still_needed():
     """When one of these fails, upstream can do without them: correct the reason in UNBUILDABLE, or let
     slimx.extras.recurrent.adapters.megatron.delta_net or .mamba go."""
     from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet

@@ -135,7 +135,7 @@ def test_each_engine_rank_receives_what_sglang_cuts_out_for_it(whole, engine):
     assert forms["model.layers.0.self_attn.sinks"][0] == "bfloat16"
 
 
-def test_rows_that_alternate_are_shared_by_pairs_and_a_summed_bias_is_held_once():
+def test_alternating_rows_are_split_by_pairs_and_summed_biases_kept_once():
     for size in (1, 2):
         for rank in range(size):
             shape, rects = Deinterleave().local([(8, 3)], 0, rank, size)
@@ -215,7 +215,7 @@ def configured(tmp_path: Path, publish: dict[str, Any], **sglang: Any) -> Config
     )
 
 
-def test_engines_take_their_own_layout_with_the_kernel_whose_layout_is_known(tmp_path: Path):
+def test_engines_use_a_local_layout_only_with_a_known_kernel(tmp_path: Path):
     plan = published(tmp_path, "cuda", HF, {}, **gpt_oss.ENGINE_ARGUMENTS)
     assert plan.encoding == "local" and plan.plan.unread == ()
 

@@ -35,7 +35,7 @@ def packed(tensors: Tensors) -> Tensors:
     return out
 
 
-def test_mxfp4_is_dequantised_as_transformers_does_it_and_as_the_standard_says():
+def test_mxfp4_is_dequantized_as_in_transformers_and_the_standard():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)
     scales = torch.arange(116, 132, dtype=torch.uint8).view(1, 2, 8)
     ours = mxfp4.dequantise(blocks, scales)

@@ -125,7 +125,7 @@ def test_the_published_kimi_files_hold_as_many_tensors_and_elements():
     assert kimi_k25.unsupported(PUBLISHED) is None
 
 
-def test_mimo_has_the_published_number_of_parameters_with_its_prediction_layer():
+def test_mimo_has_the_published_number_of_parameters():
     table = mimo.weight_table(MIMO)
     names = {name.removeprefix("model.mtp_layers.0.") for name in table.frozen}
     assert {"input_proj.weight", "token_layernorm.weight", "self_attn.q_proj.bias", "mlp.down_proj.weight"} < names
@@ -228,7 +228,7 @@ def test_buffers_are_carried_over_whatever_their_shape(tmp_path: Path):
     assert differing({name: carried[name] for name in buffers}, buffers) == []
 
 
-def test_a_runs_export_carries_the_vision_tower_and_is_not_called_quantised(tmp_path: Path, published_kimi):
+def test_an_export_contains_the_vision_tower_and_is_not_called_quantized(tmp_path: Path, published_kimi):
     source, wanted = published_kimi
     out, table = tmp_path / "out", kimi_k25.weight_table(KIMI)
     out.mkdir()

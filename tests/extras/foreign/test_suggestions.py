@@ -50,7 +50,7 @@ def test_every_foreign_name_leads_to_keys_or_to_a_reason_and_is_no_key(name):
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_foreign_values_are_of_keys_that_there_are_and_lead_to_values_that_they_take(tmp_path, key):
+def test_foreign_values_lead_to_values_that_their_keys_accept(tmp_path, key):
     assert key in known_keys(Config)
     file = written(tmp_path)
     for word, value in VALUES[key].items():
@@ -103,7 +103,7 @@ def test_a_section_is_not_suggested_as_the_value_of_a_number(tmp_path):
     assert "trainer.data" not in str(caught.value)
 
 
-def test_a_key_in_the_file_is_told_the_line_to_write_and_blamed_on_the_file(tmp_path):
+def test_a_foreign_key_in_a_file_is_answered_with_the_line_to_write(tmp_path):
     file = written(tmp_path, trainer={"lr": 0.5}, data={"train_batch_size": 64})
     with refused("config.unknown_key") as caught:
         load_config(file, ["run.seed=3"])

@@ -90,7 +90,7 @@ async def test_a_request_that_takes_longer_than_the_idle_time_is_answered():
         writer.close()
 
 
-async def test_the_connection_that_waits_longest_makes_room_and_those_that_are_answered_stay():
+async def test_the_longest_idle_connection_makes_room_for_new_ones():
     answer, connections = asyncio.Event(), Connections(most=3, idle=HANGS_S)
     async with serving(connections, answer) as port:
         busy = [await opened(port, ASK) for _ in range(2)]

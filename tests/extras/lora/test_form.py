@@ -41,7 +41,7 @@ def test_a_run_has_the_form_that_it_configures() -> None:
     assert form_of(config_of(LORA, "alone")).served().contract() == {"rank": 4, "scales": {"actor": 2.0}}
 
 
-def test_a_server_that_computes_with_adapters_is_started_with_them_and_must_attest_them() -> None:
+def test_a_server_with_adapters_must_confirm_them() -> None:
     spec = replace(CPU, form=ServedLora({"actor": 8.0}, 4, ("q_proj", "o_proj")))
     argv = server_argv(spec)
     assert (server_form(argv), server_form(server_argv(CPU))) == (ServedLora({"actor": 8.0}), ServedForm())
@@ -79,7 +79,7 @@ class Beside:
         return torch.full((2, 2), 3.0)
 
 
-def test_weights_leave_merged_or_with_their_adapters_beside_them_and_are_exported_merged() -> None:
+def test_weights_leave_merged_or_with_adapters_and_are_exported_merged() -> None:
     weights, adapter = {"x.weight": torch.zeros(2, 2)}, Beside()
     part = Part("x.weight", (2, 2), (0,), ("x",), (Rect(0, 0, 0, 2, 2, 0, 0),))
     plan = compile_plan([part], [part], precision=Precision("float32", "float32"), bucket_bytes=64, ranks=1)

@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout) | {"weights": len(weights)}
 
 
-def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_without_that(
+def test_sglang_computes_with_unpinned_adapters_what_merged_weights_do(
     report: dict[str, Any],
 ) -> None:
     """Removes the need for a GPU (`lora.served_on_cpu`). One batch then uses two adapters of different scales and none,
@@ -61,7 +61,7 @@ def test_sglang_pins_memory_for_adapters_and_computes_what_merged_weights_do_wit
     assert report["distance"] <= 1e-5 < 0.1 < report["effect"], report
 
 
-def test_adapters_are_published_with_their_base_and_then_alone_and_are_proven_with_it(report: dict[str, Any]) -> None:
+def test_adapters_are_published_with_their_base_then_alone_and_verified(report: dict[str, Any]) -> None:
     """Checks that each policy's publication writes its slot only, and verifies the base and every slot. Requests
     without an adapter get the first policy's; another policy cannot publish another base."""
     refusals = ["receiver.no_adapters", "receiver.no_base", "receiver.policy", "receiver.other_base"]

@@ -64,7 +64,7 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(tensor=2, pipeline=2, data=2)], ids=["one", "TP2-PP2-DP2"])
-def test_adapters_that_are_published_alone_leave_the_ranks_as_they_were_read(qwen, tmp_path, sizes):
+def test_adapters_published_alone_have_pefts_bits(qwen, tmp_path, sizes):
     """Checks each module's A and B, however the ranks split them; one rank sends data that several have."""
     config, tensors = adapters()
     found = PeftAdapters(write(tmp_path / "peft", config, tensors))

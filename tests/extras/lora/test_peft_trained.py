@@ -103,7 +103,7 @@ def test_ranks_merge_to_what_peft_computes(config, lora, sizes, dense, tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(tensor=2, expert=2, expert_tensor=1)], ids=["one", "TP2-EP2"])
-def test_experts_that_are_modules_of_transformers_4_are_those_that_peft_converts(sizes, experts, tmp_path):
+def test_experts_of_transformers_4_equal_those_that_peft_converts(sizes, experts, tmp_path):
     """Uses the names of most adapters of models with experts; peft 0.21.2 loads them with transformers 5."""
     random = torch.Generator().manual_seed(4)
     tensors = {}

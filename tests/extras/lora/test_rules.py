@@ -85,7 +85,7 @@ def test_what_the_model_does_not_have_is_refused(qwen):
 
 
 @pytest.mark.parametrize("argument", [{"enable_lora": True}, {"lora_paths": ["a=b"]}])
-def test_engines_that_are_published_to_serve_no_adapters_and_none_does_on_the_cpu(qwen, argument):
+def test_policy_engines_and_cpu_engines_refuse_sglangs_own_adapters(qwen, argument):
     """Covers trained adapters and runs without: a layer that SGLang has wrapped cannot be published to."""
     served = {"name": "actor", "sglang": argument}
     key = f"rollout.engines.sglang.{next(iter(argument))}"
@@ -133,7 +133,7 @@ def test_runs_in_which_adapters_were_never_published_alone_are_refused(sections,
         ({"sglang": {"quantization": "fp8"}}, "sglang.quantization"),
     ],
 )
-def test_engines_that_were_never_given_adapters_alone_are_refused_in_whatever_group(engine, key):
+def test_engines_untested_with_adapters_alone_are_refused_in_any_group(engine, key):
     groups = [{"name": "plain"}, {"name": "other", **engine}]
     with invalid("unproven", about=f"rollout.engines.{key}"):
         config("m", ATTENTION, rollout={"prompts": "p", "engines": groups}, **ALONE)

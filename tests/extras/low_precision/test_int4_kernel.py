@@ -60,7 +60,7 @@ def test_codes_and_values_are_those_of_compressed_tensors() -> None:
     assert same(rounded, dequantise(codes, scales))
 
 
-def test_rounding_again_changes_nothing_for_any_largest_element_and_any_code() -> None:
+def test_rounding_twice_equals_rounding_once() -> None:
     amax = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     weight = torch.zeros(len(amax), GROUP, dtype=torch.bfloat16)
     spread = torch.arange(-7, 8).float() / 7

@@ -176,7 +176,7 @@ def test_metadata_that_no_writer_writes_is_refused(tmp_path, changed):
     assert (error.value.code, error.value.about) == ("megatron.metadata", str(file))
 
 
-def test_what_a_checkpoint_says_of_itself_is_read_beside_its_tensors_and_among_them(tmp_path):
+def test_metadata_is_read_from_common_pt_and_from_the_tensors(tmp_path):
     """megatron-core 0.19 writes no `common.pt`, but a list of one dictionary among the tensors."""
     told = {"args": argparse.Namespace(vocab_size=77), "iteration": 3}
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "none", no_dist=True)

@@ -63,7 +63,7 @@ def test_what_was_never_proven_beside_offloaded_activations_is_refused(trainer, 
 @pytest.mark.parametrize(
     ("sections", "about"), [({"numerics": {"mode": "exact"}}, "numerics.mode"), ({"critic": {}}, "critic")]
 )
-def test_neither_exact_mode_nor_a_critic_is_proven_beside_offloaded_activations(sections, about):
+def test_exact_mode_and_critics_are_refused_with_offloaded_activations(sections, about):
     with invalid("unproven", about=about):
         settings({"offload_activations": ALL}, **sections)
 

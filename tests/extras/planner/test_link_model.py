@@ -186,7 +186,7 @@ def test_messages_are_pairs_of_ranks_that_share_a_bucket():
     assert found.sends.sum() == found.receives.sum() == len(pairs)
 
 
-def test_with_hugging_face_names_every_engine_rank_takes_everything_and_trainers_send_it_once_per_engine():
+def test_hugging_face_tensors_are_sent_once_per_engine():
     plan = compile_plan(
         MegatronLayout(weight_table(HF), SOURCES).parts(),
         checkpoint_parts(weight_table(HF)),

@@ -71,7 +71,7 @@ def test_an_export_has_memory_of_its_own(model):
     assert {a.weights - b.weights for a, b in paired(found.report, plain.report)} == {room}
 
 
-def test_the_product_of_the_largest_weight_and_a_part_of_a_bucket_lie_on_the_gpu(model):
+def test_merging_counts_the_largest_product_and_a_part_of_a_bucket(model):
     _, found = planned(model, "cuda", numerics={"dtype": "bfloat16"})
     _, without = planned(model, "cuda", numerics={"dtype": "bfloat16"}, trainer=TRAINER | {"lora": None})
     (packed,) = {record.publication for record in without.report.trainer_memory}

@@ -235,7 +235,7 @@ def test_a_refusal_is_one_sentence_and_exit_code_2(plan, overrides, code, about,
     assert all(value in str(refusal) for value in values if isinstance(value, str))
 
 
-def test_codes_that_the_engines_of_a_cpu_do_not_take_are_a_violation_of_the_plan(plan):
+def test_number_formats_that_cpu_engines_lack_are_violations(plan):
     code, text = plan(SHALLOW, *IN_FP8, "cluster.device=cpu")
     config = load_config(plan.directory / "run.yaml", [*IN_FP8, "cluster.device=cpu"])
     assert code == 2 and "numerics.mode=exact" in text.splitlines()[-1]
@@ -258,7 +258,7 @@ def test_a_config_that_is_no_models_is_refused_with_its_file(plan, content, code
 
 
 @pytest.mark.parametrize(("predicted", "shown"), [(1.2, True), (0.8, True), (1.3, False), (0.7, False)])
-def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(plan, monkeypatch, predicted, shown):
+def test_predictions_are_shown_only_while_the_model_is_right_here(plan, monkeypatch, predicted, shown):
     monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([predicted] * 3, [1.0] * 3))
     code, text = plan(SHALLOW, *RUN_30B, "--predict")
     assert code == 0
@@ -305,7 +305,7 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
 CHANGES = ("publish.transport=nixl", "publish.bucket_mib=64", "publish.delta={every_full: 10}")
 
 
-def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_rank_0(plan):
+def test_direct_transfers_take_memory_at_every_rank_and_engine(plan):
     def figures(*overrides: str) -> tuple[dict, int]:
         arguments = ("cluster.device=cpu", "publish.bucket_mib=64", *overrides, "--json")
         report = json.loads(plan(SHALLOW, *RUN_30B, *arguments)[1])
@@ -365,7 +365,7 @@ def test_rollouts_that_find_no_room_in_kv_caches_are_counted_in_a_warning(plan, 
     assert [[number for number in numbers(warning) if number > 1][:2] for warning in found] == counts, found
 
 
-def test_each_policy_is_planned_with_its_own_layout_and_its_problems_bear_its_name(plan):
+def test_each_policy_is_planned_with_its_layout_and_named_problems(plan):
     run = ("trainer={world_size: 2, expert: 2}", "publish.transport=memory", "cluster.device=cpu")
     code, text = plan(SHALLOW, *run, "policies.judge.trainer={world_size: 4, expert: 4}", "--json")
     assert code == 0, text
@@ -379,7 +379,7 @@ def test_each_policy_is_planned_with_its_own_layout_and_its_problems_bear_its_na
     assert code == 2 and json.loads(text[: text.rindex("}") + 1])["violations"][0].startswith("policies.judge: ")
 
 
-def test_the_plan_names_the_chosen_transport_and_refuses_one_that_cannot_reach(plan: Planning) -> None:
+def test_the_plan_names_the_transport_and_refuses_unreachable_ones(plan: Planning) -> None:
     code, text = plan(SHALLOW, "cluster.device=cpu", "--json")
     publication = json.loads(text)["publication"]
     assert code == 0 and publication["transport"] == "memory" and publication["transport_note"]

@@ -35,7 +35,7 @@ def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     )
 
 
-def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
+def test_a_run_that_does_not_fit_gets_the_nearest_layout(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, H100)
     assert code == 2
     (refused,) = lines_of(text, "slimx: ")
@@ -182,7 +182,7 @@ def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, 
     assert problems == [f"rollout.engines.sglang.{key}" for key in refused]
 
 
-def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_starts(plan):
+def test_engines_beyond_the_transports_reach_are_refused(plan):
     """Fills the first node with trainers, so that engines are on the second."""
     code, text = plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc")
     (refused,) = lines_of(text, "slimx: ")

@@ -205,7 +205,7 @@ def test_a_dense_layer_keeps_what_korthikanti_count():
     assert layer.total == (34 - 2 + 4 + 8) * 2048 * 1024 + rows
 
 
-def test_attention_with_sinks_keeps_a_mask_and_keys_of_every_head_and_no_scores():
+def test_attention_with_sinks_keeps_a_mask_and_keys_but_no_scores():
     """Plans gpt-oss-120b on TP2 with one rollout at its longest: scores of 32 heads would be 12.5 GiB in fp32."""
     model = {"hidden_size": 2880, "num_attention_heads": 64, "num_query_groups": 8, "kv_channels": 64}
     model |= {"ffn_hidden_size": 2880}

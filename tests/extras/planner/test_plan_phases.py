@@ -130,7 +130,7 @@ def test_gpus_of_their_own_hold_what_is_theirs():
     assert set(weighed(trainer())) == {"load", "restore", "train", "save"}, "without engines nothing is published"
 
 
-def test_a_critic_in_the_trainers_ranks_adds_its_state_and_takes_turns_with_activations():
+def test_a_critic_in_the_trainers_ranks_adds_its_state_to_each_phase():
     critic = trainer(activations=7).model_copy(update={"model": "critic"})
     both = weighed(trainer(activations=5), critic)
     assert both["save"] == 3 + 2 * (2 + 4 + 6) and both["train"] == both["save"] + 7
@@ -278,7 +278,7 @@ def test_batches_that_recovery_keeps_are_counted_by_their_own_bytes(tmp_path):
     assert kept_batches(config_of(), spec, batch) == 0
 
 
-def test_experts_of_a_sample_of_rollouts_fill_at_most_the_micro_batches_that_these_are_in(tmp_path):
+def test_sampled_experts_fill_only_the_micro_batches_of_their_rollouts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     spec = read_model(tmp_path)
     sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 1}}
@@ -292,7 +292,7 @@ def test_experts_of_a_sample_of_rollouts_fill_at_most_the_micro_batches_that_the
     assert experts == 2 * 4 * 2500 * (len(spec.moe_layers) * spec.transformer["moe_router_topk"] + 1)
 
 
-def test_mirrors_are_counted_once_where_they_are_sent_from_and_twice_where_they_are_kept() -> None:
+def test_mirrors_count_once_at_the_sender_and_twice_at_the_keeper() -> None:
     sizes = {}
     for every in (0, 2):
         config = config_of(recovery={"trainers": 1, "mirror_every": every}, checkpoint={"every": 5})
@@ -301,7 +301,7 @@ def test_mirrors_are_counted_once_where_they_are_sent_from_and_twice_where_they_
     assert sizes[2] - sizes[0] == 3 * 8 * GIB, "one rank"
 
 
-def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp_path):
+def test_disk_counts_simultaneous_checkpoints_exports_and_rollouts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
     spec = read_model(tmp_path)
     config = config_of(
@@ -318,7 +318,7 @@ def test_disk_counts_checkpoints_that_are_there_at_once_exports_and_rollouts(tmp
     assert found.nbytes == found.checkpoint * 6 + found.export * 5 + found.rollouts
 
 
-def test_a_gpu_that_is_nearly_full_in_any_phase_is_warned_of_with_its_phase():
+def test_a_nearly_full_gpu_is_a_warning_with_its_phase():
     def phase(name: Phase, left: float, gpu: str = "shared") -> PhasePeak:
         parts = (MemoryPart(name="weights", nbytes=int(H100.memory - left * GIB)),)
         return PhasePeak(gpu=gpu, group="actor", phase=name, parts=parts)

@@ -85,7 +85,7 @@ def test_weights_that_would_go_another_way_than_memory_are_refused(plan, argumen
     assert not any(problem.code == "policies.transport" for problem in alone.problems)
 
 
-def test_engines_that_generate_for_two_policies_are_counted_once_with_a_slot_for_each(plan):
+def test_shared_engines_count_once_with_a_slot_per_policy(plan):
     """Gives both servers of the group all slots; each policy sends to both."""
     lora = "lora: {rank: 4, alpha: 8, targets: [attention]}"
     adapters = (f"trainer={{world_size: 2, expert: 1, {lora}}}", "publish.adapters=alone", "cluster.gpu=h100")

@@ -68,7 +68,7 @@ def test_what_a_reward_model_does_not_do_is_refused(changes, code, about):
         Config.model_validate(sections(**changes))
 
 
-def test_a_reward_model_takes_held_out_pairs_without_engines_and_has_no_output_layer():
+def test_a_reward_model_takes_held_out_pairs_without_engines():
     spec = configured_model(Config.model_validate(sections()))
     assert "output_layer.weight" not in {row.name for row in spec.table.rows}
     assert "lm_head.weight" in spec.table.frozen
@@ -94,7 +94,7 @@ def test_a_pair_with_a_margin_is_taken():
     check_pair(Prompt(id="p", messages=[], answer="right", metadata={"rejected": "wrong", "margin": 1}))
 
 
-def test_the_head_is_written_and_read_in_the_layout_of_sequence_classification(tmp_path):
+def test_the_head_has_the_layout_of_sequence_classification(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 4}))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     assert read_score(tmp_path) is None

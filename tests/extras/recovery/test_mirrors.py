@@ -100,7 +100,7 @@ async def mirrored(tmp_path: Path, quick: list[Any], monkeypatch: pytest.MonkeyP
     return out
 
 
-async def test_new_ranks_begin_from_the_newest_mirrors_and_each_was_kept_on_the_other_machine(
+async def test_new_ranks_start_from_the_newest_mirrors_on_other_machines(
     mirrored: Mirrored,
 ) -> None:
     stand, world = mirrored.stand, mirrored.stand.world
@@ -119,7 +119,7 @@ async def test_new_ranks_begin_from_the_newest_mirrors_and_each_was_kept_on_the_
     assert found["recovery/mirrored_step"] == 2 and stand.recovery.bases() == {0, 2}
 
 
-async def test_mirrors_that_are_lost_leave_the_newest_checkpoint_and_others_are_begun(mirrored: Mirrored) -> None:
+async def test_without_mirrors_ranks_start_from_the_newest_checkpoint(mirrored: Mirrored) -> None:
     stand, world = mirrored.stand, mirrored.stand.world
     for step in range(2):
         await stand.train(step)

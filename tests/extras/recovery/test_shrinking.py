@@ -23,7 +23,7 @@ from tests.unit.orchestration.checkpointing_stand import LAYOUT
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_data_parallel_ranks_become_fewer_by_whole_shards_and_leave_experts_their_ranks() -> None:
+def test_data_parallel_ranks_shrink_by_whole_shards() -> None:
     def data(**sizes: int) -> list[int]:
         return [smaller.data for smaller in fewer(Sizes(**sizes))]
 
@@ -50,7 +50,7 @@ def test_what_cannot_shrink_or_was_never_seen_to_is_refused(
     assert list(broken([can_shrink], facts | {"recovery": Recovery(trainers=1)})) == []
 
 
-def test_a_rank_that_stands_for_several_takes_their_micro_batches_in_order_and_gives_them_back_apart() -> None:
+def test_a_rank_for_several_takes_their_micro_batches_in_order() -> None:
     group = object.__new__(TrainerGroup)
     group.sizes, group.folds = Sizes(data=2), 2
     shards = [[f"{shard}{batch}" for batch in range(3)] for shard in range(4)]
@@ -74,9 +74,7 @@ async def stand(tmp_path: Path) -> Stand:
     return await Stand(tmp_path, world).open()
 
 
-async def test_where_a_place_is_lacking_fewer_ranks_go_on_from_the_checkpoint_and_what_they_compute_counts(
-    stand: Stand, tmp_path: Path
-) -> None:
+async def test_fewer_ranks_continue_from_the_checkpoint_if_places_are_lacking(stand: Stand, tmp_path: Path) -> None:
     world = stand.world
     await stand.train(0)
     await stand.save(1)
@@ -98,7 +96,7 @@ async def test_where_a_place_is_lacking_fewer_ranks_go_on_from_the_checkpoint_an
         await stand.train(4)
 
 
-async def test_a_save_that_was_interrupted_is_written_by_fewer_ranks_under_their_own_sizes(stand: Stand) -> None:
+async def test_an_interrupted_save_is_written_by_fewer_ranks(stand: Stand) -> None:
     world = stand.world
     await stand.train(0)
     world.writes = False

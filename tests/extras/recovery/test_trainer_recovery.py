@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 SFT = {"name": "sft"}
 
 
-async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the_one_that_broke(
+async def test_new_ranks_repeat_the_steps_since_the_checkpoint(
     tmp_path: Path, quick: list[Any], ended: list[Any]
 ) -> None:
     world = World(tmp_path)
@@ -49,7 +49,7 @@ async def test_new_ranks_train_the_steps_since_the_checkpoint_again_and_then_the
     assert stand.recovery.metrics()["recovery/trainers"] == 1 and [restart.error for restart in stand.restarts] == [""]
 
 
-async def test_ranks_that_are_lost_while_they_come_back_are_replaced_too_until_none_is_left(tmp_path: Path) -> None:
+async def test_ranks_lost_during_recovery_are_replaced_until_none_is_left(tmp_path: Path) -> None:
     world = World(tmp_path, replaced=3)
     stand = await Stand(tmp_path, world).open()
     await stand.train(0)
@@ -90,7 +90,7 @@ async def test_a_failure_that_a_death_caused_elsewhere_is_one(tmp_path: Path) ->
     assert stand.recovery.replaced == 2
 
 
-async def test_new_ranks_that_compute_something_else_end_the_run_by_name_and_nobody_tries_again(tmp_path: Path) -> None:
+async def test_different_results_of_new_ranks_end_the_run(tmp_path: Path) -> None:
     world = World(tmp_path)
     stand = await Stand(tmp_path, world).open()
     await stand.train(0)
@@ -102,7 +102,7 @@ async def test_new_ranks_that_compute_something_else_end_the_run_by_name_and_nob
     assert stand.recovery.replaced == 1
 
 
-async def test_a_save_whose_ranks_died_is_written_by_new_ones_when_they_are_at_its_step(tmp_path: Path) -> None:
+async def test_an_interrupted_save_is_written_by_new_ranks_at_its_step(tmp_path: Path) -> None:
     world = World(tmp_path)
     stand = await Stand(tmp_path, world).open()
     await stand.train(0)
@@ -196,7 +196,7 @@ def test_what_recovery_was_never_proven_with_is_refused(changed: dict[str, Any],
     Config.model_validate(values | {"recovery": {}} | {"checkpoint": {}})
 
 
-def test_a_transport_that_new_trainers_were_never_proven_with_is_refused_when_it_is_chosen() -> None:
+def test_untested_transports_are_refused_with_trainer_recovery() -> None:
     def found(transport: str, replaced: int, device: str = "cpu") -> list[str]:
         publish = Publish(transport=transport, staging="bucket")
         facts = {"recovery": Recovery(trainers=replaced), "publish": publish, "device": device, "schedule": Schedule()}

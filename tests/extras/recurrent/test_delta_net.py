@@ -81,7 +81,7 @@ def run(tmp_path: Path, **sections: Any) -> Config:
     )
 
 
-def test_the_published_model_has_its_parameters_and_three_delta_nets_to_one_attention(tmp_path: Path):
+def test_the_published_model_has_three_delta_nets_per_attention_layer(tmp_path: Path):
     spec = read(tmp_path, NEXT)
     shapes = spec.table.checkpoint_shapes()
     assert round(sum(map(math.prod, shapes.values())) / 1e9, 1) == 79.7
@@ -108,7 +108,7 @@ def test_only_layers_of_attention_have_a_kv_cache(tmp_path: Path):
     assert kv_bytes(spec.transformer, spec.layer_kind, EngineSizes(), 2, None) == 2 * 12 * 2 * 256 * 2
 
 
-def test_context_parallel_ranks_exchange_what_a_delta_net_projects_and_puts_out(tmp_path: Path):
+def test_context_parallel_ranks_exchange_inputs_and_outputs_of_delta_nets(tmp_path: Path):
     spec = read(tmp_path, NEXT)
     shapes = {part.name: part.shape for part in MegatronLayout(spec.table, Sizes()).parts()}
     projected, put_out = (shapes[f"decoder.layers.0.self_attention.{name}.weight"] for name in ("in_proj", "out_proj"))

@@ -99,7 +99,7 @@ def by_definition(net: Net, slot: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [None, 1, 2, 70], ids=["whole", "after one", "after two", "after a chunk"])
-def test_prompts_in_parts_and_tokens_one_by_one_give_what_the_definition_does(cut: int | None):
+def test_chunked_prompts_and_single_tokens_equal_the_definition(cut: int | None):
     net = Net()
     untouched = net.conv[net.others].clone(), net.states[net.others].clone()
     stops = {slot: length if cut is None else min(cut, length) for slot, length in LENGTHS.items()}
@@ -117,7 +117,7 @@ def test_prompts_in_parts_and_tokens_one_by_one_give_what_the_definition_does(cu
     assert net.conv[net.others].equal(untouched[0]) and net.states[net.others].equal(untouched[1])
 
 
-def test_qwen3_5s_operators_part_and_norm_what_its_attention_and_delta_nets_project():
+def test_qwen3_5s_operators_split_and_normalize_projections():
     qkvz, ba, tokens, head = torch.randn(3, CHANNELS + VALUES * VALUE), torch.randn(3, 2 * VALUES), 3, 6
     qkv, z, b, a = delta_net.split_projections(qkvz, ba, KEYS, VALUES, KEY, VALUE)
     assert torch.cat([qkv, z.flatten(1)], dim=-1).equal(qkvz) and torch.cat([b, a], dim=-1).equal(ba)

@@ -73,7 +73,7 @@ def test_the_published_model_has_its_parameters_and_layers(tmp_path: Path):
     assert shapes["backbone.layers.51.mixer.experts.127.down_proj.weight"] == (2688, 1856)
 
 
-def test_a_request_keeps_three_inputs_of_each_convolution_and_a_state_of_each_head(tmp_path: Path):
+def test_a_request_keeps_three_inputs_per_convolution_and_a_state_per_head(tmp_path: Path):
     spec = read(tmp_path, NANO)
     channels, heads, head, state = 64 * 64 + 2 * 8 * 128, 64, 64, 128
     assert spec.layer_kind.state_elements(spec.transformer) == (23 * 3 * channels, 23 * heads * head * state)

@@ -82,7 +82,7 @@ async def test_the_same_text_has_the_same_language_each_time(package):
         metadata(("punctuation:no_comma", {"commas": 0})),
     ],
 )
-def test_prompts_that_could_not_be_judged_as_they_mean_are_refused_before_the_run(package, wrong):
+def test_prompts_that_cannot_be_judged_are_refused_before_the_run(package, wrong):
     parts = [
         {"name": "if", "function": "ifeval", "where": {"dataset": "ifeval"}},
         {"name": "rest", "function": "exact", "where": {"dataset": "sums"}},

@@ -195,7 +195,7 @@ async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
     assert server.received[-1][1] == asked
 
 
-async def test_an_answer_of_a_reward_server_is_bounded_and_no_redirect_is_followed():
+async def test_responses_of_a_reward_server_are_bounded_and_not_redirected():
     async with Server((200, "1" + " " * (MAX_RESPONSE // 2)), (200, "1" + " " * MAX_RESPONSE)) as server:
         assert await remote.reward(context(), trajectory(), url=server.url, retries=0) == 1
         with refused("reward.server", about=server.url) as caught:
@@ -239,7 +239,7 @@ def chat(text: str) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
-async def test_a_judge_reads_question_answer_and_response_and_its_last_score_counts():
+async def test_a_judge_reads_question_answer_and_response_and_scores_last():
     async with Server(chat("Score: 3? No. Score: 7.5")) as server:
         value = await judge.reward(context("{answer} is {x}", "4"), trajectory(), url=server.url)
     assert value == 0.75
@@ -370,7 +370,7 @@ def test_a_section_of_rewards_that_contradicts_itself_is_refused(reward, code, a
         ),
     ],
 )
-def test_prompts_without_the_answer_that_a_reward_compares_with_are_refused_where_they_are_many(reward, share, lacking):
+def test_many_prompts_without_answers_are_refused(reward, share, lacking):
     rows = [("a", "1", "sums"), ("b", None, "free"), ("c", "3", "sums")]
     prompts = [Prompt(id=name, token_ids=[1], answer=answer, metadata={"set": of}) for name, answer, of in rows]
     hook, config = hooks_of(**reward).reward, RewardConfig(**reward)

@@ -81,7 +81,7 @@ def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
 # In the flow ----------------------------------------------------------------------------------------------------------
 
 
-async def test_each_rollout_is_scored_from_its_first_trained_token_on_and_the_scores_survive_a_checkpoint():
+async def test_rollouts_are_scored_from_their_first_trained_token():
     teacher = FakeTeacher()
     outcome = await maker(teacher).make(prompts()[0], group_id="g", number=0)
     assert outcome.reason is None and len(teacher.asked) == 2
@@ -96,7 +96,7 @@ async def test_each_rollout_is_scored_from_its_first_trained_token_on_and_the_sc
 LIKELIEST = {"algorithm__teacher_top_k": 3, "algorithm__teacher_kl_coef": 0.5, "algorithm__teacher_coef": 0.0}
 
 
-async def test_the_likeliest_tokens_of_each_place_are_kept_and_reach_the_trainers():
+async def test_top_tokens_of_each_position_reach_the_trainers():
     outcome = await maker(FakeTeacher(), **LIKELIEST).make(prompts()[0], group_id="g", number=0)
     assert outcome.reason is None
     trajectories = decode_groups(encode_groups([outcome.group]))[0].trajectories
@@ -194,7 +194,7 @@ class Unable(FakeTeacher):
         return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(said, start)]
 
 
-async def test_a_trained_token_that_the_teacher_cannot_say_fails_its_rollout_alone():
+async def test_a_token_outside_the_teachers_vocabulary_fails_its_rollout_alone():
     teacher = Teacher(Unable(), 1)
     tool = trajectory([0, 1, 0, 1])
     await teacher.score(tool)
@@ -234,7 +234,7 @@ def prompt_of(name: str, field: str = "dataset") -> Prompt:
 
 
 @pytest.mark.parametrize("field", ["dataset", "kind"])
-async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_others_go_to_the_common_one(field):
+async def test_metadata_selects_the_teacher_of_a_prompt(field):
     teachers = {name: FakeTeacher() for name in ("wise", "other", "common")}
     engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
     changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
@@ -252,7 +252,7 @@ async def test_a_prompts_metadata_says_which_teacher_scores_its_rollouts_and_oth
     assert len(teachers["common"].asked) == 2
 
 
-def test_prompts_without_a_teacher_and_teachers_without_prompts_are_refused_before_the_start():
+def test_prompts_without_teachers_and_teachers_without_prompts_are_refused():
     both = [prompt_of("sums"), prompt_of("primes")]
     algorithm = config_of(**{**SERVED, **TWO}).algorithm
     check_taught(algorithm, both)
@@ -288,7 +288,7 @@ def test_teachers_that_do_not_fit_are_refused_by_their_entry(changes, code, abou
 # To the trainers ------------------------------------------------------------------------------------------------------
 
 
-def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_of_every_rollout():
+def test_scores_are_aligned_with_predicted_tokens_and_required():
     given = trajectory([0, 1, 0, 1], teacher_logprobs=np.array([np.nan, -1, np.nan, -3], np.float32))
     weights = loss_weights([given], "token")
     algorithm = config_of(**SERVED).algorithm

@@ -62,7 +62,7 @@ def test_a_prompt_without_a_teacher_is_refused(dataset, codes):
         ({"algorithm__name": "sft"}, "algorithm.unused", "algorithm.teacher_engine"),
     ],
 )
-def test_a_teacher_that_cannot_score_what_is_sampled_is_refused_in_one_sentence(changes, code, named):
+def test_a_teacher_that_cannot_score_the_samples_is_refused(changes, code, named):
     config_of(**SERVED)
     with invalid(code, about="algorithm.teacher_engine") as caught:
         config_of(**{**SERVED, **changes})
@@ -83,7 +83,7 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return own, other
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(vocabularies):
+def test_a_teacher_with_another_vocabulary_is_refused_by_token(vocabularies):
     own, other = vocabularies
     tokenizer = load_tokenizer(own)
 

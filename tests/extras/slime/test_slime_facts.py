@@ -52,7 +52,7 @@ def keep(args, samples):
 """
 
 
-async def test_samples_of_a_run_have_global_numbers_in_generate_reward_and_filter(mine):
+async def test_samples_have_global_indices_in_generate_reward_and_filter(mine):
     """Samples are numbered as by slime's data source: group_index by prompt, index by sample, through the whole run."""
     name = mine(TELLS)
     config = config_of(
@@ -186,7 +186,7 @@ async def test_the_hub_itself_is_a_reward_that_goes_by_rm_type(scope):
     assert (refused.value.code, refused.value.about) == ("slime.rm_type", "ifbench")
 
 
-async def test_a_reward_that_asks_for_the_runs_reward_is_refused_in_place_of_recursing(mine):
+async def test_a_reward_that_asks_for_itself_is_refused(mine):
     name = mine(
         f"from {HUB} import async_rm, batched_async_rm\n"
         "async def rm(args, sample):\n    return await async_rm(args, sample)\n"

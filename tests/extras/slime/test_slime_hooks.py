@@ -180,7 +180,7 @@ async def generate(args, sample, sampling_params):
 """
 
 
-async def test_a_conversation_that_is_rendered_and_tokenised_again_is_served_where_its_ids_are_those_sampled(mine):
+async def test_a_retokenized_conversation_is_accepted_if_its_ids_are_equal(mine):
     """As tool-calling agents do: text in, no log-probs asked for, the tokens made from the chat template at the end."""
     hook = load(f"{mine(CONVERSATION)}.generate", apply_chat_template=False)
     engine = Scripted("46", "47", "48")

@@ -133,7 +133,7 @@ def test_a_model_without_an_indexer_has_no_choice_to_replay(tmp_path: Path):
     assert (problem.code, problem.about) == ("sparse.replay", "trainer.indexer_replay")
 
 
-def test_a_layer_of_multi_token_prediction_neither_takes_nor_leaves_a_choice():
+def test_a_prediction_layer_neither_shares_nor_provides_a_choice():
     """Gives it the number of the decoder's first layer, as megatron-core does."""
     from megatron.core.packed_seq_params import PackedSeqParams
 

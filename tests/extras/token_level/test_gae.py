@@ -32,7 +32,7 @@ def test_advantages_and_returns_are_the_recursion_over_trained_tokens(gamma, lam
         assert returns[row].tolist() == pytest.approx(expected[1], abs=1e-12)
 
 
-def test_values_and_rewards_beside_the_trained_tokens_change_nothing_not_even_nan():
+def test_values_outside_trained_tokens_change_nothing_not_even_nan():
     rewards, values, mask = batch(4)
     expected = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     spoiled = [torch.where(mask, x, math.nan) for x in (rewards, values)]
@@ -51,7 +51,7 @@ def test_a_batch_by_hand_with_a_tools_answer_between_two_turns():
     assert returns.tolist() == [[0.9375, 1.75, 0, 3, 0]]
 
 
-def test_the_score_falls_on_the_last_trained_token_and_the_kl_penalty_on_all_of_them():
+def test_the_reward_is_paid_at_the_last_trained_token_kl_at_all():
     mask = torch.tensor([[False, True, True, False], [False, False, False, False], [True, False, False, True]])
     kl = torch.tensor([[9.0, 0.5, -1.0, 9.0], [9.0] * 4, [2.0, math.inf, math.nan, 0.0]])
     rewards = token_rewards(torch.tensor([1.0, 5.0, -1.0]), mask, kl=kl, kl_coef=0.1)
@@ -59,7 +59,7 @@ def test_the_score_falls_on_the_last_trained_token_and_the_kl_penalty_on_all_of_
     assert torch.allclose(rewards, torch.tensor(expected))
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens_of_the_whole_batch():
+def test_whitened_advantages_have_mean_0_and_deviation_1():
     values, _, mask = batch(5)
     white = whiten(values, mask)
     assert white[~mask].eq(0).all()

@@ -74,9 +74,7 @@ def test_what_ends_a_run_early_is_told_and_raised(server, alerts, error, kind, a
     assert (event["event"], event["about"]) == (kind, about) and "\n" not in event["text"]
 
 
-def test_a_server_that_fails_for_a_moment_gets_the_event_and_one_that_goes_on_failing_is_counted(
-    server, alerts, notes, monkeypatch
-):
+def test_a_failing_server_gets_retries_and_lost_events_are_counted(server, alerts, notes, monkeypatch):
     monkeypatch.setattr(webhook, "PAUSES_S", (0.0, 0.0))
     with alerting(alerts, server.url):
         server.statuses = [503, 500]
@@ -137,7 +135,7 @@ def row(reward: float, silent: float, norm: float, prefix: str = "") -> dict[str
     return {prefix + name: value for name, value in values.items()}
 
 
-def test_steps_without_a_signal_are_counted_by_policy_and_told_after_5_10_20(server, alerts, notes):
+def test_steps_without_signal_are_reported_after_5_10_and_20(server, alerts, notes):
     signal = Signal({"": True, "policy/b/": True, "policy/c/": False})
     counts = []
     with alerting(alerts, server.url):

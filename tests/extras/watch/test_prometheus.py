@@ -98,7 +98,7 @@ def test_engines_are_scraped_through_and_one_that_does_not_answer_is_down(sink, 
         }
 
 
-def test_a_connection_that_sends_nothing_ends_and_strange_requests_leave_no_thread(tmp_path, monkeypatch, capsys):
+def test_idle_connections_and_malformed_requests_leave_no_thread(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
     sink = PrometheusSink("r", tmp_path, "127.0.0.1", 0)
     before = threading.active_count()

@@ -113,7 +113,7 @@ def test_what_may_not_be_looked_into_is_named_with_what_to_do(run, monkeypatch):
     assert run_stacks(run).count("SYS_PTRACE") == len(members(run))
 
 
-async def test_who_waited_in_vain_leaves_the_stacks_behind_and_other_errors_do_not(run):
+async def test_only_passed_deadlines_write_stacks(run):
     notes: list[str] = []
     await keep_stacks(run, notes.append, SlimxError("refused", code="x"))
     await keep_stacks(run, notes.append, ValueError("broken"))
@@ -126,7 +126,7 @@ async def test_who_waited_in_vain_leaves_the_stacks_behind_and_other_errors_do_n
         file.unlink()
 
 
-def test_stacks_written_in_the_same_second_have_a_file_each_and_the_oldest_files_go(tmp_path, monkeypatch):
+def test_stacks_of_one_second_have_separate_files_and_old_ones_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 3)
     monkeypatch.setattr(module, "stacks", lambda directory: [])
     files = [module.write_stacks(tmp_path, f"engine e{n}") for n in range(5)]

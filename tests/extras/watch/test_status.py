@@ -102,9 +102,7 @@ def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
     assert numbers(engine)[-2:] == [2, 1], "machines and restarts"
 
 
-def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_rollouts_wait_for(
-    run, monkeypatch, capsys
-):
+def test_restarts_and_waits_are_shown_with_their_reasons(run, monkeypatch, capsys):
     restart = {"part": "engine actor-0", "at": time.time(), "seconds": 14.2}
     failed = restart | {"reason": "it hangs", "error": "no memory"}
     again = restart | {"reason": "no memory", "error": ""}
@@ -270,7 +268,7 @@ def checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return ended.value.code or 0
 
 
-def test_ranks_that_have_not_answered_when_others_have_are_named_with_their_logs(run, monkeypatch, capsys):
+def test_late_ranks_are_named_with_their_logs(run, monkeypatch, capsys):
     now = time.time()
     late = {"what": "the training step", "ranks": ["trainers rank 3"], "logs": ["RUN/logs/trainers-3.log"], "of": 4}
     values = {"written": now, "step": 4, "phase": "train", "since": now - 30, "rollouts": None, "late": late}

@@ -207,7 +207,7 @@ def test_a_long_text_is_cut_in_the_middle_and_says_how_much_is_left_out():
     assert short.startswith("a") and short.endswith("b") and numbers(short) == [CHARACTERS]
 
 
-def test_a_growing_file_is_parsed_once_a_torn_line_waits_and_a_cut_file_is_read_anew(tmp_path):
+def test_a_growing_file_is_parsed_once_and_a_cut_file_again(tmp_path):
     parsed: list[int] = []
     file = tmp_path / "lines.jsonl"
     growing = Growing(file, lambda values: parsed.append(values["step"]) or values["step"], keep=3)
@@ -225,7 +225,7 @@ def test_a_growing_file_is_parsed_once_a_torn_line_waits_and_a_cut_file_is_read_
     assert list(growing.records) == [1]
 
 
-def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewhere_runs(page):
+def test_only_the_pages_addresses_are_answered(page):
     for path in (
         "/%2e%2e/config.yaml",
         "/config.yaml",
@@ -249,7 +249,7 @@ def test_nothing_but_the_pages_own_addresses_is_answered_and_nothing_from_elsewh
         assert page.status_for(host) == 400, host
 
 
-def test_only_who_has_the_token_sees_anything_and_no_cookie_outlives_the_process(run):
+def test_only_the_token_gives_access_and_no_cookie_outlives_the_process(run):
     with served(Content(run)) as page:
         for path in ("/", "/page.js", "/api/status", "/?token=wrong", "/?token=", "/?token=%ff"):
             assert page.get(path).status_code == 403, path

@@ -106,7 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(GLM, False, id="GLM-4.5", marks=pytest.mark.slow("full grid of families")),
     ],
 )
-def test_sglangs_own_draft_gets_the_trained_layer_and_one_wrong_number_in_it_is_seen(
+def test_sglangs_draft_gets_the_trained_layer_and_errors_in_it_are_found(
     hf: dict[str, Any], fused: bool, tmp_path: Path
 ) -> None:
     """Two accounts of the draft: SGLang's loader, and the table that publications are planned with."""
@@ -144,7 +144,7 @@ def planned(config: Config, model: Path) -> set[str]:
     return {tensor.name for bucket in buckets for tensor in bucket.tensors}
 
 
-def test_the_plan_brings_the_layer_to_engines_that_draft_by_it_and_to_no_others(model: Path) -> None:
+def test_the_plan_sends_the_layer_only_to_engines_that_draft_by_it(model: Path) -> None:
     plain = planned(configured(model), model)
     assert planned(configured(model, **OWN), model) - plain == {row.name for row in deepseek_v3.draft_rows(HF)}
     assert planned(configured(model, "trainer.megatron.mtp_num_layers=0", **OWN), model) == plain

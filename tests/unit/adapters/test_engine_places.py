@@ -170,7 +170,7 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
 
 
 @pytest.mark.parametrize("last", [2, 3], ids=["rows are left", "to the end"])
-def test_a_share_of_every_section_is_the_same_in_the_tensor_and_where_it_is_held(last: int) -> None:
+def test_shares_of_sections_are_equal_in_the_tensor_and_its_place(last: int) -> None:
     """A convolution [9, 1, 4] of which a rank holds rows 1 to 2, 4, and 6 or 6 and on, as one parameter."""
     tensor, runs = torch.randint(0, 255, (9, 1, 4), dtype=torch.uint8), ((1, 2), (4, 1), (6, last))
     rows = [row + k for row, count in runs for k in range(count)]

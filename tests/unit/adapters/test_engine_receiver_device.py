@@ -105,7 +105,7 @@ def test_bytes_that_changed_on_the_device_are_refused_before_any_copy(model) -> 
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
 
 
-def test_a_device_that_fails_while_it_copies_ends_the_publication_with_the_model_as_it_was(model, emulator) -> None:
+def test_a_failing_device_ends_the_publication_before_the_model_changes(model, emulator) -> None:
     receiver, slot, before = receiver_of(model), Slot(), held(model)
     receiver.begin(manifest=manifest())
     argument = slot.pack(checkpoint(LAYOUT))

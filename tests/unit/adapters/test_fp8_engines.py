@@ -92,7 +92,7 @@ def check(engines: Built) -> None:
         assert scales == {"float32"}, name
 
 
-def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(tmp_path: Path) -> None:
+def test_every_parameter_of_an_fp8_engine_is_reached(tmp_path: Path) -> None:
     """Whole dense layers with DeepEP, DeepEP alone, and engines whose own layout is published to."""
     engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
     assert len(engines) == len(OFTEN)

@@ -144,15 +144,13 @@ def test_an_engine_that_starts_from_int4_loads_the_very_codes(engines):
         assert engine["layers"] == hf["num_hidden_layers"] - hf.get("first_k_dense_replace", 0)
 
 
-def test_marlin_arranges_the_codes_anew_so_that_none_could_be_written_or_read_back(engines):
+def test_marlin_rearranges_codes_so_they_cannot_be_written(engines):
     """The rule publish.int4 asks for Triton's kernels."""
     assert engines["qwen3", False]["held"] is None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_publication_brings_a_rank_the_bytes_that_it_holds_when_it_starts_from_the_conversion(
-    engines, places, name: str
-):
+def test_a_publication_gives_the_bytes_of_a_start_from_the_conversion(engines, places, name: str):
     hf, rank = MODELS[name]
     sent = {t.name: [f"{t.dtype}:{','.join(map(str, t.shape))}", t.checksum] for t in published(places[name], hf)[rank]}
     held = engines[name, True]

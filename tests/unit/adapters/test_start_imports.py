@@ -58,12 +58,12 @@ def test_a_model_that_a_processor_lacks_kernels_for_costs_servers_no_other(monke
     assert found["EntryClass"] == [f"sglang.srt.models.{name}" for name in others]
 
 
-def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_and_trackers():
+def test_untrained_processes_import_megatron_core_without_compilers():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNCOMPILED], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False", "True"] and done.returncode == 0, done.stderr
 
 
-def test_a_tokenizer_is_loaded_without_the_generation_of_text_and_models_complete_in_a_trainer_too(tmp_path: Path):
+def test_a_tokenizer_loads_without_text_generation(tmp_path: Path):
     script = """
 import sys
 from slimx.adapters.transformers import import_transformers

@@ -217,7 +217,7 @@ def test_turns_that_began_in_the_same_state_are_compared_by_hand():
         assert array.tolist() == pytest.approx([whole, both, both, whole, whole, whole])
 
 
-def test_turns_are_compared_across_the_group_whatever_their_number_and_order():
+def test_turns_are_compared_across_the_group_in_any_order():
     members = [
         episode(0, 1.0, ["s", "t", "s"], [0.0, 0.0, 1.0]),
         episode(1, 0.0, ["t", "s"], [0.0, 0.0]),
@@ -251,7 +251,7 @@ def test_turns_without_a_state_are_refused_by_name(turns, code):
 # DPO ------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
+def test_the_policy_gradient_of_preferences_is_the_dpo_gradient():
     """-log sigmoid(beta ((c - c_ref) - (r - r_ref))), averaged over pairs, by autograd; and by hand for one pair."""
     import torch
 

@@ -84,7 +84,7 @@ def test_kl_in_the_loss(estimator, unbiased):
     agree(Algorithm(**keys), batch(4), formula)
 
 
-def test_a_token_that_reference_and_policy_judge_wildly_differently_stays_finite():
+def test_extreme_reference_log_probs_stay_finite():
     policy, reference = torch.tensor([-0.1, -100.0]), torch.tensor([-100.0, -0.1])
     assert ESTIMATORS["low_variance"](policy, reference).tolist() == [10.0, 10.0]
     assert ESTIMATORS["k3"](policy, reference).tolist() == pytest.approx([98.9, math.exp(20) - 21])
@@ -179,7 +179,7 @@ def test_truncation_by_hand_and_its_metrics():
     assert metrics["correction/outside"].item() == pytest.approx(0.75, abs=1e-12)
 
 
-def test_decoupled_ppo_is_the_clipped_objective_at_the_proximal_policy_times_the_weight_of_the_behaviour():
+def test_decoupled_ppo_is_clipped_at_the_proximal_policy_times_its_weight():
     """AReaL's formula: (proximal / behaviour) min(u A, clip(u) A) with u = policy / proximal; none above 5."""
 
     def formula(b: list[list[Token]]) -> Number:
@@ -300,7 +300,7 @@ def test_order_packing_and_microbatches_change_nothing(name):
             assert torch.allclose(found[number], gradient, rtol=0, atol=1e-14), number
 
 
-def test_a_correction_changes_no_weight_where_the_old_logprobs_are_the_engines():
+def test_a_correction_has_no_effect_on_the_engines_log_probs():
     _, _, inputs = packed(batch(1))
     _, metrics = policy_loss(
         replace(inputs, rollout_logprobs=inputs.old_logprobs),

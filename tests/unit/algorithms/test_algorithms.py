@@ -240,7 +240,7 @@ def test_k3_by_hand():
     assert k3(policy, other).tolist() == pytest.approx([1 - math.log(2), 0, math.log(2) - 0.5], abs=1e-12)
 
 
-def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_zero():
+def test_k3_is_the_expected_kl_and_precise_near_zero():
     assert (POLICY * k3(POLICY.log(), OTHER.log())).sum().item() == pytest.approx(kl(POLICY, OTHER), abs=1e-12)
     # d^2 / 2 = 5e-9 for a difference of 1e-4: exp(d) - 1 - d in float32 would lose all its digits.
     near = k3(torch.tensor([-1.0]), torch.tensor([-1.0001])).item()
@@ -264,7 +264,7 @@ def test_kl_to_the_reference_is_that_of_the_policy():
     assert found == pytest.approx(kl(POLICY, OTHER), abs=1e-12)
 
 
-def test_kl_between_rollout_and_policy_is_estimated_from_the_tokens_that_the_rollout_policy_sampled():
+def test_kl_between_rollout_and_policy_uses_the_rollouts_tokens():
     found = metric_of("kl/rollout", sampled_by=OTHER, policy=POLICY, old_logprobs=OTHER.log())
     assert found == pytest.approx(kl(OTHER, POLICY), abs=1e-12)
 
@@ -276,7 +276,7 @@ def test_kl_between_rollout_and_policy_is_zero_where_they_agree():
 # Advantages -----------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_without_the_standard_deviation_are_deviations_from_the_mean():
+def test_advantages_without_deviation_are_differences_from_the_mean():
     assert grpo([1.0, 0.0, 0.5], normalize_std=False).tolist() == [0.5, -0.5, 0.0]
     algorithm = Algorithm(advantages={"normalize_std": False})
     assert group_advantages(algorithm, by_hand()[1]) == [1.0, -1.0]
@@ -296,7 +296,7 @@ def test_advantages_do_not_depend_on_other_groups_or_their_sizes():
     assert group_advantages(ALGORITHM, second) == alone[::-1]
 
 
-def test_a_rollout_of_several_trajectories_counts_once_and_shares_its_advantage():
+def test_a_rollout_of_several_trajectories_counts_once():
     """Rollout means 0.5 (of 1 and 0), 1.5, 1: mean 1, std 0.5. Counted per trajectory the mean would be 0.875."""
     trajectories = [
         rollout("g", 0, 1.0, 2, rollout_id="r0", id="r0/a"),
@@ -318,7 +318,7 @@ def test_supervised_trajectories_need_no_reward():
     assert group_advantages(Algorithm(name="sft"), group) == [1.0, 1.0, 1.0]
 
 
-def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_and_changes_no_gradient():
+def test_measurements_change_no_gradient():
     """The ratio is that to the old log-probs, whoever they are of; the KL to the rollout is that to the engine."""
     inputs = random_inputs(3)
     n = len(inputs.weight)

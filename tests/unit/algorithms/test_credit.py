@@ -78,7 +78,7 @@ def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
     ]
 
 
-def test_values_of_several_policies_come_back_in_the_order_of_the_trajectories() -> None:
+def test_values_of_several_policies_return_in_trajectory_order() -> None:
     given = [group()]
     values = {name: [t.id for each in of_policy(given, name) for t in each.trajectories] for name in ("judge", "actor")}
     assert in_order(given, values) == [trajectory.id for trajectory in given[0].trajectories]
@@ -122,7 +122,7 @@ def test_a_credit_that_is_none_or_has_nothing_to_share_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
-def test_shared_credit_is_refused_where_rollouts_of_one_policy_are_compared_by_their_mean(name: str) -> None:
+def test_shared_credit_is_refused_if_it_averages_out(name: str) -> None:
     shared = {"algorithm__name": name, "algorithm__credit": "shared"}
     alone = {"policies__solver": {"shares": "actor"}}
     for policies in ({}, alone):

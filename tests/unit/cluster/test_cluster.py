@@ -134,7 +134,7 @@ async def test_a_refusal_of_a_rank_waits_for_no_death(tmp_path):
     assert error.value.code == "no"
 
 
-def test_what_a_process_said_in_an_earlier_start_does_not_explain_its_death(tmp_path):
+def test_logs_of_an_earlier_start_do_not_explain_a_death(tmp_path):
     log = tmp_path / "trainer-0.log"
     log.write_text("a warning of yesterday\n")
     begin_log(log)

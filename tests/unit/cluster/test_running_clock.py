@@ -79,7 +79,7 @@ loop.run_until_complete(main())
 """
 
 
-def test_a_process_that_was_stopped_for_longer_than_a_deadline_still_takes_the_answer():
+def test_a_process_stopped_beyond_a_deadline_still_takes_the_response():
     with subprocess.Popen(
         [sys.executable, "-c", ROLLOUT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

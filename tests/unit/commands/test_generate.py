@@ -164,7 +164,7 @@ def test_an_evaluation_scores_every_set(model, tmp_path):
     assert few.split() == ["few", "3", "1.000", "1.000"] and everything.split() == ["all", "3", "1.000", "1.000"]
 
 
-def test_engines_start_from_what_training_would_or_from_the_given_checkpoint(model, tmp_path):
+def test_engines_start_from_the_training_or_the_named_checkpoint(model, tmp_path):
     config = config_in(tmp_path, model, schedule__colocate=True)
     assert without_trainers(config, None).rollout.policy_engines[0].model is None
     assert not without_trainers(config, None).schedule.colocate

@@ -22,7 +22,7 @@ def commands(text: str) -> list[str]:
     return [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t"]
 
 
-def test_every_control_and_format_character_below_the_emoji_is_shown_by_its_code():
+def test_control_and_format_characters_are_shown_by_code():
     for number in range(0x10000):
         letter = chr(number)
         if letter not in "\n\t\u00ad\u200c\u200d" and unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):

@@ -243,7 +243,7 @@ def test_a_layout_that_cannot_be_is_refused_with_its_key(command, file, override
     assert (code, about) in command.codes(file, *overrides)
 
 
-def test_a_rollout_that_a_microbatch_does_not_hold_is_told_how_many_tokens_it_needs(command, file):
+def test_a_rollout_beyond_a_micro_batch_is_refused_with_its_tokens(command, file):
     keys = ["rollout.max_prompt_tokens=60", "rollout.sampling.max_new_tokens=8", "trainer.max_tokens_per_microbatch=66"]
     told = {"code": "batch.microbatch", "about": "trainer.max_tokens_per_microbatch"}
     assert numbers(command.refuses(file, *keys, **told))[-1] == 67
@@ -292,7 +292,5 @@ def test_a_rollout_that_a_microbatch_does_not_hold_is_told_how_many_tokens_it_ne
         ),
     ],
 )
-def test_what_megatron_or_the_machine_cannot_run_is_refused_before_anything_starts(
-    command, file, model, overrides, code, about, named
-):
+def test_impossible_layouts_are_refused_before_anything_starts(command, file, model, overrides, code, about, named):
     command.refuses(file, *overrides, code=code, about=about.format(model=model), named=[named])

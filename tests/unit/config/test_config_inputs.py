@@ -94,7 +94,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
         ("rollout.generate=broken.generate", "dotted.raised", "NameError"),
     ],
 )
-def test_a_hook_that_cannot_serve_is_refused_with_its_key_and_the_right_shape(
+def test_an_unsuitable_hook_is_refused_with_the_right_signature(
     command, file, override, code, named, tmp_path, monkeypatch
 ):
     (tmp_path / "hooks.py").write_text(

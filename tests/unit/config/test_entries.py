@@ -33,7 +33,7 @@ def test_one_entry_of_a_list_takes_a_key_and_keeps_the_others(file, key):
     assert (group.name, group.max_total_tokens, group.tensor) == ("a", 99, 2)
 
 
-def test_the_place_behind_the_last_is_a_new_entry_and_defaults_have_places_too(file):
+def test_an_index_behind_the_last_adds_an_entry_with_defaults(file):
     config = load_config(file, ["rollout.engines.1.name=b", "trainer.optimizer.betas.0=0.8"])
     assert [group.name for group in config.rollout.engines] == ["a", "b"]
     assert config.trainer.optimizer.betas == (0.8, 0.95)
@@ -110,7 +110,7 @@ def test_a_mapping_and_a_list_are_emptied_from_the_command_line(tmp_path, overri
     assert not value
 
 
-def test_an_emptied_mapping_takes_new_keys_and_an_emptied_section_its_defaults(tmp_path):
+def test_an_emptied_mapping_takes_new_keys_a_section_its_defaults(tmp_path):
     (tmp_path / "run.yaml").write_text(FULL)
     config = load_config(tmp_path / "run.yaml", ["rollout.options={}", "rollout.options.b=2", "rollout.sampling={}"])
     assert config.rollout.options == {"b": 2} and config.rollout.sampling.stop_token_ids == ()

@@ -108,7 +108,7 @@ def test_every_kind_of_run_has_a_configuration() -> None:
     assert {config.cluster.gpu for config in configs} == {"h100", "gb300"}
 
 
-def test_each_stage_of_the_curriculum_forks_from_the_last_checkpoint_of_the_one_before() -> None:
+def test_curriculum_stages_fork_from_the_previous_last_checkpoint() -> None:
     stages = [load_config(file, []) for file in STAGES]
     assert stages[0].run.fork is None
     for before, stage in pairwise(stages):

@@ -21,7 +21,7 @@ def file_with(directory: Path, **sections: Any) -> Path:
     return directory / "run.yaml"
 
 
-def test_every_other_name_stands_for_a_key_of_the_schema_and_is_none_itself() -> None:
+def test_every_alias_stands_for_a_key_and_is_not_one() -> None:
     schema = Config.model_json_schema()
     for old, name in ALIASES.items():
         *path, last = old.split(".")

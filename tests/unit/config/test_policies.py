@@ -154,7 +154,7 @@ def test_a_policy_whose_adapters_anothers_engines_have_starts_none() -> None:
         ({}, {"trainer": {"load": None}, "publish": {}}, "trainer.lora"),
     ],
 )
-def test_policies_that_one_engine_cannot_have_beside_each_other_are_refused(
+def test_policies_that_cannot_share_an_engine_are_refused(
     judge: dict[str, Any], sections: dict[str, Any], about: str
 ) -> None:
     with invalid("policies.engines_of", about=about):

@@ -82,7 +82,7 @@ def test_rules_of_all_packages_are_asked_when_a_configuration_is_loaded(monkeypa
         all_rules.cache_clear()
 
 
-def test_loading_a_configuration_imports_neither_models_nor_what_takes_long() -> None:
+def test_loading_a_configuration_imports_nothing_slow() -> None:
     """Rules of models and machines are in the same modules."""
     program = (
         "import sys, slimx.config.schema as schema;"
@@ -95,7 +95,7 @@ def test_loading_a_configuration_imports_neither_models_nor_what_takes_long() ->
     assert not loaded & {"numpy", "torch", "megatron", "sglang", "transformers", "ray", "slimx.models.families"}
 
 
-def test_a_configuration_that_was_checked_elsewhere_is_taken_without_the_rules() -> None:
+def test_an_already_checked_configuration_skips_the_rules() -> None:
     """Ranks of trainers get one, and have other things to import."""
     program = (
         "import pickle, sys, slimx.config.schema as schema;"

@@ -40,7 +40,7 @@ def test_token_weights_count_every_trained_token_alike():
     assert [w.tolist() for w in weights] == [[0.25, 0.25, 0.0], [0.0, 0.25], [0.25]]
 
 
-def test_sample_weights_count_every_trajectory_alike_and_leave_out_those_that_train_nothing():
+def test_sample_weights_count_trajectories_equally():
     masks = {"a": [0, 1, 1, 0], "b": [0, 0, 0], "c": [0, 1]}
     weights = loss_weights([trajectory(mask, rollout_id=name) for name, mask in masks.items()], "sample")
     assert [w.tolist() for w in weights] == [[0.25, 0.25, 0.0], [0.0, 0.0], [0.5]]
@@ -113,7 +113,7 @@ def test_greedy_and_unsampled_rows_have_temperature_one(sampling):
     assert make_rows([example], [1.0], loss_weights([example], "token"))[0].temperature.tolist() == [1.0]
 
 
-def test_a_column_without_a_source_is_none_for_all_rows_and_refused_for_some():
+def test_a_column_without_source_is_none_for_all_or_refused_for_some():
     with_it, without = trajectory([0, 1, 1], id="a"), trajectory([0, 1], id="b", logprobs=None)
 
     def rows(*trajectories):
@@ -264,7 +264,7 @@ def test_rows_that_fit_together_are_packed_together():
         assert len(shard) == count, limit
 
 
-def test_a_rank_with_fewer_rows_than_micro_batches_gets_one_of_padding_only():
+def test_a_rank_with_too_few_rows_gets_micro_batches_of_padding():
     """Ten tokens against six and six under a limit of ten: the second rank needs two micro-batches, the first has one
     row."""
     rows = [numbered_row(number, length, routes=True) for number, length in enumerate((10, 6, 6))]
@@ -275,7 +275,7 @@ def test_a_rank_with_fewer_rows_than_micro_batches_gets_one_of_padding_only():
     assert not empty.weight.any() and empty.temperature.tolist() == [1.0] * 4 and empty.routed_experts is None
 
 
-def test_a_trajectory_that_does_not_fit_a_micro_batch_is_refused_with_its_length_and_the_limit():
+def test_a_trajectory_beyond_a_micro_batch_is_refused():
     rows = [numbered_row(0, 5, routes=False), numbered_row(1, 33, routes=False)]
     with refused("data.microbatch", about="trainer.max_tokens_per_microbatch"):
         pack(rows, data_size=1, max_tokens=32)
@@ -305,7 +305,7 @@ def test_rows_whose_routes_have_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("multiple", [2, 3, 4])
-def test_the_number_of_micro_batches_is_a_multiple_of_what_an_interleaved_pipeline_wants(multiple):
+def test_micro_batches_are_a_multiple_for_interleaved_pipelines(multiple):
     for seed in range(10):
         lengths = np.random.default_rng(seed).integers(1, 30, 11).tolist()
         rows = [numbered_row(number, length, routes=False) for number, length in enumerate(lengths)]
@@ -345,7 +345,7 @@ def test_each_way_of_waiting_has_its_own_best_split():
     assert medians[True, True] < 1.13 < medians[False, True], medians
 
 
-def test_in_lockstep_the_rank_with_the_least_so_far_gets_the_heaviest_that_is_left():
+def test_in_lockstep_the_lightest_rank_gets_the_heaviest_row():
     """Micro-batches of 10 and 8, then of 7 and 1: 10 + 1 and 8 + 7."""
     split = distribute([10, 8, 7, 1], [10, 8, 7, 1], data_size=2, max_tokens=10, lockstep=True)
     assert split == [[[0], [3]], [[1], [2]]]

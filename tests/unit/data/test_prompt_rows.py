@@ -161,7 +161,7 @@ def test_a_column_that_a_header_names_twice_is_refused(tmp_path):
         read_prompts(path, SUMS)
 
 
-def test_turns_of_sharegpt_are_read_and_the_last_of_the_assistant_is_the_answer(tmp_path):
+def test_sharegpt_turns_are_read_and_the_last_one_is_the_answer(tmp_path):
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     row = {"id": "x", "conversations": turns}
     path = as_lines(tmp_path / "chat.jsonl", row)

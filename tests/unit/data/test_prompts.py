@@ -199,7 +199,7 @@ def test_a_prompt_is_encoded_up_to_the_reply_or_kept_as_it_is():
     assert prompt.token_ids == [5, 6]
 
 
-def test_a_group_renders_its_prompt_once_and_again_when_a_hook_has_changed_it():
+def test_a_group_renders_its_prompt_once_unless_a_hook_changes_it():
     rendered: list[str] = []
 
     class Counting(FakeTokenizer):
@@ -233,7 +233,7 @@ class OfSeveral(FakeTokenizer):
 
 
 @pytest.mark.parametrize("tokenizer", [FakeTokenizer(), OfSeveral()])
-def test_the_first_prompt_that_is_too_long_or_outside_the_vocabulary_is_named(tokenizer):
+def test_the_first_invalid_prompt_is_named(tokenizer):
     def check(*prompts: Prompt) -> None:
         check_prompts(tokenizer, prompts, "train.jsonl", max_prompt_tokens=4, vocab_size=128)
 

@@ -62,7 +62,7 @@ def test_valid_routes_pass():
         (lambda routes: _with(routes, (7, 3, 2), routes[7, 3, 0]), "routes.twice", ["layer 3", "token 7"]),
     ],
 )
-def test_a_route_that_cannot_be_replayed_is_told_by_trajectory_layer_and_token(spoil, code, named):
+def test_an_invalid_route_is_named_by_trajectory_layer_and_token(spoil, code, named):
     bad = routed("b", 9, seed=1)
     bad.routed_experts = spoil(bad.routed_experts)
     with refused(code, about="b") as told:
@@ -113,7 +113,7 @@ def engine_routes(batch, layers):
     return function(batch, layers, experts=8, topk=3)
 
 
-def test_a_rank_takes_the_columns_of_its_layers_and_valid_routes_for_padding(batch):
+def test_a_rank_takes_its_layers_routes_and_valid_padding(batch):
     whole = engine_routes(batch, [1, 3])
     (cut,) = for_stage([batch], (1, 2, 3))
     assert (engine_routes(cut, [1, 3]) == whole).all()
@@ -133,7 +133,7 @@ def test_routes_that_do_not_fit_a_rank_are_refused(batch):
         engine_routes(replace(batch, routed_experts=batch.routed_experts[..., :2]), [1])
 
 
-def test_only_rows_that_came_with_routes_can_be_compared_and_others_cannot_be_replayed():
+def test_rows_without_routes_are_neither_compared_nor_replayed():
     without = routed("b", 5, 1)
     without.routed_experts = None
     rows = make_rows([routed("a", 9), without], [1.0, 1.0], [np.ones(8) / 12, np.ones(4) / 12])

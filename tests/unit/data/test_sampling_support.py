@@ -62,7 +62,7 @@ def held(support: Support) -> list[list[int]]:
     return [part.tolist() for part in np.split(support.ids, np.cumsum(support.counts)[:-1])]
 
 
-def test_a_trajectory_holds_the_support_of_its_sampled_tokens_and_survives_a_checkpoint():
+def test_a_trajectorys_support_survives_a_checkpoint():
     trajectory = two_turns()
     assert held(trajectory.support) == [[], [], [4, 1], [2, 5, 3], [], []]
     back = decode(Trajectory, encode(trajectory)).support

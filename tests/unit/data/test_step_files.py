@@ -86,7 +86,7 @@ def test_a_step_comes_back_bit_for_bit_and_its_line_says_what_it_holds(config, g
     assert groups[0].trajectories[0].routed_experts is not None
 
 
-def test_only_the_newest_files_stay_and_a_resumed_run_begins_with_none_of_its_own_steps(config, groups, tmp_path):
+def test_only_the_newest_files_stay_and_a_resume_removes_its_steps(config, groups, tmp_path):
     files = files_of(tmp_path, config, keep=3)
     for step in range(1, 6):
         files.write(step, step - 1, groups[:1], {})
@@ -268,7 +268,7 @@ def trained_of(groups: list[Group], *, routes: bool) -> list[TrainedTokens]:
 
 
 @pytest.mark.parametrize("routes", [True, False])
-def test_values_of_trained_tokens_come_back_by_trajectory_and_go_with_their_step(config, groups, tmp_path, routes):
+def test_values_of_trained_tokens_return_by_trajectory(config, groups, tmp_path, routes):
     files = files_of(tmp_path, config, keep=1)
     first = files.write(1, 0, groups, {})
     assert read_trained(first, groups) == {}, "it has not been trained"
@@ -292,7 +292,7 @@ def test_values_of_trained_tokens_come_back_by_trajectory_and_go_with_their_step
 
 
 @pytest.mark.parametrize("damage", ["cut", "another step's", "a number"])
-def test_values_of_trained_tokens_that_are_damaged_or_not_the_steps_are_refused(config, groups, tmp_path, damage):
+def test_damaged_values_of_trained_tokens_are_refused(config, groups, tmp_path, damage):
     files = files_of(tmp_path, config)
     file = files.write(1, 0, groups, {})
     path = files.write_trained(1, trained_of(groups[1:] if damage == "another step's" else groups, routes=True))

@@ -86,7 +86,7 @@ def test_an_engine_does_every_verb_of_a_publication_as_the_protocol_has_it() -> 
         assert all(one.default is not one.empty for one in found[len(wanted) :]), name
 
 
-async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(engine):
+async def test_steps_of_other_publications_do_not_reach_the_server(engine):
     with refused("engine.late", about="stage"):
         await engine.perform("stage", 3, 5, BUCKET, 0)
     await engine.perform("begin", 3, 5, manifest(3), "model")
@@ -179,7 +179,7 @@ async def test_a_refusal_is_told_from_a_server_that_is_gone(engine, monkeypatch,
     assert type(told.value) is kind
 
 
-async def test_a_server_that_breaks_a_connection_and_ends_within_a_second_has_ended(engine):
+async def test_a_server_that_exits_right_after_a_broken_connection_has_ended(engine):
     engine.wire.fails, engine.wire.silent = SlimxError("disconnected", code="http.unreachable"), True
     asyncio.get_running_loop().call_later(0.5, setattr, engine.process, "ended", lambda: "killed by SIGKILL")
     with refused("engine.ended", about="e0", kind=ReceiverLost):
@@ -201,9 +201,7 @@ async def test_what_does_not_land_is_no_fault_of_the_server(engine):
     assert type(told.value) is SlimxError
 
 
-async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(
-    engine, listener, monkeypatch
-):
+async def test_a_server_that_accepts_connections_is_alive(engine, listener, monkeypatch):
     assert await engine.ended() is None
     listener.close()
     engine._listens = False
@@ -248,7 +246,7 @@ def test_kernels_are_told_as_the_first_rank_attests_them():
     assert kernels_of([]) == kernels_of([{"epoch": 0}]) == ""
 
 
-async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answer_reaches_nobody():
+async def test_calls_to_a_lost_engine_fail_and_late_responses_are_dropped():
     handle, actor = await started()
     assert handle.standing is Standing.JOINING and handle.incarnation == 1
     waiting = asyncio.create_task(handle.perform("load", 3))
@@ -302,7 +300,7 @@ class _Failed(Exception):
         self.cause = cause
 
 
-async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_later():
+async def test_an_engine_whose_actor_is_gone_is_lost_to_later_calls():
     """Quarantined between two calls and never started again: the publication goes on with the others."""
     handle = EngineHandle(EngineSpec("e0", "m", "float32", "cpu"), SimpleNamespace, Path("e0.log"), 5)
     handle.actor = None

@@ -66,7 +66,7 @@ async def test_versions_fall_back_to_one_span_and_must_be_numbers() -> None:
         await runner.cleanup()
 
 
-async def test_a_client_names_its_policys_adapters_and_reads_the_version_of_these() -> None:
+async def test_a_client_names_its_adapters_and_reads_their_version() -> None:
     stamps = ("actor=1,judge=5", "actor=2,judge=5", "actor=2,judge=6")
     spans = [{"version": text, "start": number, "end": number + 1} for number, text in enumerate(stamps)]
     tokens = [[-1.5, 4, None], [-0.5, 3, None], [-0.5, 2, None]]
@@ -106,7 +106,7 @@ async def test_log_probs_that_are_nan_are_refused_in_the_engines_name() -> None:
 
 
 @pytest.mark.parametrize(("ids", "wrong"), [([0, 9, 10], "token id 10"), ([0, -1], "token id -1")])
-async def test_a_prompt_beyond_the_vocabulary_is_refused_by_its_first_wrong_token(ids: list[int], wrong: str) -> None:
+async def test_a_prompt_beyond_the_vocabulary_is_refused_by_token(ids: list[int], wrong: str) -> None:
     async with GenerationClient("http://127.0.0.1:9", ModelShape(10)) as client:
         with refused("request.token_ids", about=wrong):
             await client.generate(GenerationRequest(ids, {}, seed=9))
@@ -144,7 +144,7 @@ async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
         assert told.value.status == UNREACHED and "ClientConnectorError" in told.value.message
 
 
-async def test_what_top_k_and_top_p_kept_is_asked_for_where_they_cut_and_must_cover_every_token() -> None:
+async def test_the_support_is_requested_if_truncated_and_must_cover_tokens() -> None:
     kept = {"output_token_sampling_mask": [[4, 7], [3]], "output_token_sampling_logprobs": [-0.25, 0.0]}
     runner, url, bodies = await serve([(200, meta(**kept)), (200, meta(**kept)), (200, meta())])
     try:

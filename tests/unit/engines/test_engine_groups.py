@@ -141,7 +141,7 @@ def test_nodes_that_one_machines_transport_would_leave_idle_are_refused(changes:
     assert asked(config_of(**keys | engines | changes), "cuda") == codes
 
 
-def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:
+def test_remote_servers_are_refused_by_single_machine_transports() -> None:
     """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
     assert (
         is_local("127.0.0.1")
@@ -161,7 +161,7 @@ def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine()
         refuse_elsewhere("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
 
 
-async def test_a_group_begins_behind_the_newest_epoch_that_one_of_its_servers_has_seen() -> None:
+async def test_a_group_starts_after_the_newest_epoch_of_its_servers() -> None:
     """A server that runs already refuses what is older than the publications of the run before."""
 
     async def done(*_: Any) -> None: ...
@@ -205,7 +205,7 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
     assert replace(GPU, host="fd00::1").url == "http://[fd00::1]:31000"
 
 
-def test_a_server_on_gpus_gets_variables_that_a_users_own_take_the_place_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_variables_override_those_of_gpu_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     precompile, warmup, nccl = (
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE",
         "SGLANG_JIT_DEEPGEMM_FAST_WARMUP",
@@ -288,7 +288,7 @@ async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, 
         yield urls, requests
 
 
-async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_each_other(tmp_path: Path) -> None:
+async def test_a_request_goes_to_a_prefill_and_a_decode_server(tmp_path: Path) -> None:
     """The real router, servers that only listen."""
     router = Router(free_port(), free_port(), tmp_path / "log", disaggregated=True)
     async with servers(2) as (urls, requests):

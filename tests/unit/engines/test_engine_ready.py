@@ -30,7 +30,7 @@ async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("external", [False, True])
-async def test_the_collector_of_a_server_that_slimx_starts_is_frozen_when_it_is_ready(
+async def test_the_garbage_collector_is_frozen_when_a_server_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
 ) -> None:
     called = []

@@ -95,7 +95,7 @@ async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monk
     assert engine.state is State.READY and not engine.asleep
 
 
-async def test_an_engine_holds_its_weights_alone_before_a_publication_whenever_it_started(
+async def test_an_engine_owns_its_weights_before_the_first_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
@@ -138,7 +138,7 @@ class Replacing(NumericsMode):
     replaces_layers = True
 
 
-def test_inference_is_deterministic_by_other_operations_and_on_the_cpu_and_seeds_are_kept_elsewhere() -> None:
+def test_inference_is_deterministic_on_the_cpu_and_in_exact_mode() -> None:
     fast = replace(CPU, device="cuda", dtype="bfloat16")
     for spec, deterministic in ((CPU, True), (replace(fast, numerics=Replacing()), True), (fast, False)):
         args = server_args(spec)
@@ -211,7 +211,7 @@ def attested(**backends: str) -> dict:
     return {"capability": 10, "experts": True, "fp8": True, "backends": {**PLAIN, **backends}}
 
 
-def test_a_server_that_resolved_kernels_of_another_layout_is_refused_on_blackwell() -> None:
+def test_kernels_of_another_layout_are_refused_on_blackwell() -> None:
     gpu = replace(CPU, device="cuda", dtype="bfloat16")
     check_backends([attested()], gpu)
     for field, value in (("moe_runner_backend", "flashinfer_trtllm"), ("fp8_gemm_runner_backend", "auto")):
@@ -284,7 +284,7 @@ def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -
     assert process.poll() is not None and not command.is_running()
 
 
-def test_a_stopped_process_of_a_server_is_named_in_its_log_and_the_tree_ends(tmp_path: Path) -> None:
+def test_a_stopped_server_process_is_logged_and_its_tree_ends(tmp_path: Path) -> None:
     process = SupervisedProcess("tree", ["sh", "-c", "sleep 600 & echo up; wait"], tmp_path / "log")
     process.start()
     wait_for(lambda: process.tail() == "up")

@@ -44,7 +44,7 @@ async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch
 
 
 @virtually
-async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after_it():
+async def test_a_deadline_pauses_during_an_outage():
     async with Stand(config_of(schedule__step_deadline=0.4), engine=Away()) as stand:
         stand.maker.outage.begin()
         waiting = asyncio.create_task(stand.next_batch())
@@ -79,7 +79,7 @@ async def test_a_straggler_is_not_given_up_because_no_engine_serves():
 
 
 @virtually
-async def test_a_clock_stands_still_in_outages_that_began_before_it_and_after_it_and_counts_between():
+async def test_a_clock_pauses_in_overlapping_outages_and_counts_between():
     outage, clock, loop = Outage(), Clock(0.4), asyncio.get_running_loop()
     outage.begin()
     outage.begin()

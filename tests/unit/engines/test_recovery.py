@@ -27,7 +27,7 @@ async def test_an_engine_is_in_the_router_only_after_its_admission():
         assert stand.log.count("add http://e0/0") == 1, "one that stays is not taken out and in again"
 
 
-async def test_a_lost_engine_leaves_the_router_first_then_is_ended_and_started_and_waits_for_a_publication():
+async def test_a_lost_engine_leaves_the_router_then_restarts():
     async with Stand() as stand:
         epoch = stand.members.epoch
         await stand.members.quarantine(stand.engines[0], gone())
@@ -79,7 +79,7 @@ async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router(
         assert stand.router.urls == {"http://e1/0"}
 
 
-async def test_an_engine_that_is_back_before_its_old_server_was_added_is_no_member():
+async def test_an_engine_that_returns_before_its_old_server_is_not_a_member():
     async with Stand() as stand:
         first = stand.engines[0]
         await stand.members.quarantine(first, gone())
@@ -123,7 +123,7 @@ async def test_prefill_and_decode_engines_serve_only_together():
             await asyncio.wait_for(failed, 60)
 
 
-async def test_the_run_ends_with_one_sentence_when_the_last_engine_is_gone_for_good():
+async def test_the_run_ends_when_the_last_engine_is_gone():
     async with Stand(restarts=0) as stand:
         waiting = asyncio.create_task(stand.members.failed())
         await stand.members.quarantine(stand.engines[0], gone("e0"))
@@ -147,7 +147,7 @@ async def test_when_all_are_out_the_loop_can_wait_for_the_first_that_is_back():
         assert stand.members.candidates() and not stand.members.members() and not stand.router.urls
 
 
-async def test_a_dead_engine_is_found_by_the_watch_at_once_and_a_sick_one_after_three_checks():
+async def test_a_dead_engine_is_found_at_once_a_sick_one_after_three_checks():
     async with Stand() as stand:
         stand.members.watch()
         stand.engines[0].end = "engine e0 ended with status 1"
@@ -189,7 +189,7 @@ def test_checks_that_time_out_follow_one_another_without_a_pause(part):
     assert 5 + 3 * 8 <= run_virtually(seconds()) <= 5 + 3 * 8 + 0.5
 
 
-async def test_whoever_lost_a_request_has_the_dead_engines_out_when_the_look_returns():
+async def test_a_lost_request_returns_after_dead_engines_have_left():
     async with Stand() as stand:
         stand.engines[1].end = "engine e1 ended with status 1"
         await asyncio.gather(*(stand.members.look() for _ in range(5)))
@@ -197,7 +197,7 @@ async def test_whoever_lost_a_request_has_the_dead_engines_out_when_the_look_ret
 
 
 @pytest.mark.parametrize("how", ["end", "silent"])
-async def test_a_router_that_ends_or_falls_silent_is_started_again_and_told_the_members(how):
+async def test_a_lost_router_is_restarted_with_its_members(how):
     async with Stand() as stand:
         stand.members.watch()
         await stand.members.quarantine(stand.engines[1], gone("e1"))
@@ -219,7 +219,7 @@ async def test_a_router_that_forgot_an_engine_is_told_again():
         assert not stand.restarts
 
 
-async def test_whoever_lost_a_request_with_the_router_has_it_back_when_the_look_returns():
+async def test_a_request_lost_with_the_router_returns_after_its_restart():
     async with Stand() as stand:
         stand.members.keeper.in_flight = lambda: "2 requests of groups g1, g2 are sent again"
         stand.router.end = "it ended"
@@ -228,7 +228,7 @@ async def test_whoever_lost_a_request_with_the_router_has_it_back_when_the_look_
         assert any("g1, g2" in note for note in stand.notes)
 
 
-async def test_an_engine_that_is_admitted_or_lost_while_the_router_is_out_is_not_blamed_for_it():
+async def test_engine_changes_during_a_router_outage_are_not_blamed():
     async with Stand() as stand:
         first, second = stand.engines
         await stand.members.quarantine(first, gone())
@@ -239,7 +239,7 @@ async def test_an_engine_that_is_admitted_or_lost_while_the_router_is_out_is_not
         assert stand.members.failure() is None
 
 
-async def test_a_member_that_a_restarted_router_cannot_add_is_lost_and_the_router_is_not_blamed_for_it():
+async def test_a_member_that_a_new_router_cannot_add_is_lost():
     async with Stand() as stand:
         add = stand.router.add
 
@@ -255,7 +255,7 @@ async def test_a_member_that_a_restarted_router_cannot_add_is_lost_and_the_route
         await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
 
 
-async def test_a_router_that_does_not_come_back_ends_the_run_and_every_failed_restart_is_told():
+async def test_a_router_that_does_not_return_ends_the_run():
     async with Stand() as stand:
         stand.router.starts = failures = [SlimxError("the port is taken"), SlimxError("it ended at once")]
         describe_restarts = list(map(str, failures))
@@ -306,7 +306,7 @@ async def test_restarts_count_no_more_once_an_engine_has_served_long_enough():
         await stand.until(lambda: first.standing is Standing.GONE)
 
 
-async def test_the_reason_of_every_restart_and_of_every_failed_one_is_kept_and_told_at_the_end():
+async def test_reasons_of_all_restarts_are_listed_at_the_end():
     async with Stand(restarts=2, starts=[SlimxError("no memory"), SlimxError("no port")], count=1) as stand:
         await stand.members.quarantine(stand.engines[0], gone())
         with pytest.raises(SlimxError) as told:
@@ -334,7 +334,7 @@ async def test_pauses_between_restarts_grow():
 # Engines that answer health checks and fail requests ------------------------------------------------------------------
 
 
-async def test_an_engine_that_fails_requests_although_its_health_checks_pass_is_found_by_a_lost_request():
+async def test_an_engine_that_fails_requests_is_found_by_a_lost_request():
     async with Stand() as stand:
         asked: list[str] = []
 
@@ -367,7 +367,7 @@ async def test_an_engine_that_ends_while_its_requests_fail_is_lost_by_its_end():
         assert numbers(stand.restarts[0].reason) == [137]
 
 
-async def test_an_engine_that_is_paused_is_asked_for_nothing_and_a_probe_has_a_deadline():
+async def test_a_paused_engine_is_not_probed_and_probes_have_deadlines():
     async with Stand(timeout=0.05) as stand:
 
         async def probe(engine: FakeEngine) -> None:

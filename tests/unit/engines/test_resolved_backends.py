@@ -36,7 +36,7 @@ def test_so_are_all_others() -> None:
 
 
 @pytest.mark.parametrize("file", SERVED, ids=lambda file: file.stem)
-def test_every_configuration_is_taken_on_the_gpu_that_it_names_and_keeps_the_cache_unrounded(file: Path) -> None:
+def test_every_configuration_is_accepted_on_its_gpu(file: Path) -> None:
     gpu = "sm103" if load_config(file, []).cluster.gpu == "gb300" else "sm90"
     rows = [[*map(str.strip, line.split("|"))] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     own = [row for row in rows if row[1].startswith(f"`{file.stem}`") and row[2] == gpu]

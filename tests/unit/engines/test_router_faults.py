@@ -97,7 +97,7 @@ async def serving(directory: Path) -> AsyncIterator[Stand]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
-async def test_a_router_that_is_killed_or_stopped_comes_back_and_no_request_fails(signum, tmp_path):
+async def test_a_killed_or_stopped_router_returns_without_failed_requests(signum, tmp_path):
     async with asyncio.timeout(120), serving(tmp_path) as stand:
         asking = [asyncio.create_task(stand.client.generate(GenerationRequest([1], {}, seed))) for seed in range(6)]
         while sum(server.asked for server in stand.servers) < 6:

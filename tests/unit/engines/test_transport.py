@@ -53,7 +53,7 @@ def config_of(directory: Path, transport: str) -> Config:
 
 
 @pytest.mark.parametrize("name", ["auto", "memory", "cuda_ipc"])
-def test_buckets_in_memory_are_brought_by_the_same_delivery_and_servers_open_them(tmp_path: Path, name: str) -> None:
+def test_memory_buckets_use_the_same_delivery(tmp_path: Path, name: str) -> None:
     config, source = config_of(tmp_path, name), object()
     transport = transport_of(config.publish)
     found, delivery = transport.connect(config, Ranks(), None, source)

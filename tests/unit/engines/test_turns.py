@@ -14,7 +14,7 @@ LIMIT_S = 300.0
 
 
 @virtually
-async def test_an_engine_lost_in_the_trainers_turn_is_ended_at_once_and_started_in_its_own():
+async def test_an_engine_lost_in_the_trainers_turn_starts_in_its_own():
     async with Stand(outage_deadline=0.02) as stand:
         await stand.members.turn.end()
         for engine in stand.engines:
@@ -27,7 +27,7 @@ async def test_an_engine_lost_in_the_trainers_turn_is_ended_at_once_and_started_
         assert stand.members.failure() is None
 
 
-async def test_the_trainers_turn_waits_for_an_engine_that_is_being_started_or_ended():
+async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
     async with Stand() as stand:
         stopping, starting, begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
         stop, start = stand.engines[0].stop, stand.engines[0].start

@@ -82,9 +82,7 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
     ],
     ids=["killed", "stopped", "stopped, and sent more than a pipe holds"],
 )
-async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(
-    environments, signum, text, code
-):
+async def test_a_killed_or_stopped_environment_fails_its_rollout_alone(environments, signum, text, code):
     world, pid = await begin(environments, step_s=5.0 if code == "deadline" else 300.0)
     other, _ = await begin(environments)
     os.kill(pid, signum)
@@ -113,7 +111,7 @@ async def test_a_daemon_ends_with_the_environment_that_left_it(environments: Env
     assert not lives(int((tmp_path / "pid").read_text()))
 
 
-async def test_a_hundred_environments_share_two_places_and_the_driver_stays_responsive(environments):
+async def test_a_hundred_environments_share_two_places(environments):
     gaps, last = [], time.monotonic()
 
     async def beat() -> None:

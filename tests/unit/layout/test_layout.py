@@ -55,7 +55,7 @@ def test_coordinates_are_those_of_megatrons_parallel_state(sizes: Sizes):
             dist.destroy_process_group()
 
 
-def test_sizes_follow_the_configuration_with_megatrons_default_of_expert_tensor():
+def test_sizes_follow_the_configuration_with_megatrons_default():
     config = Trainer(world_size=16, tensor=2, pipeline=2, expert=2)
     assert sizes_of(config) == Sizes(tensor=2, pipeline=2, data=4, expert=2, expert_tensor=2)
     assert sizes_of(Trainer(world_size=4, tensor=2, expert=4, expert_tensor=1)) == Sizes(
@@ -63,7 +63,7 @@ def test_sizes_follow_the_configuration_with_megatrons_default_of_expert_tensor(
     )
 
 
-def test_engine_sizes_that_do_not_divide_each_other_are_refused_with_the_numbers():
+def test_engine_sizes_that_do_not_divide_are_refused():
     sizes = EngineSizes(tensor=8, expert=4, pipeline=2, attention_data=2)
     assert (sizes.world, sizes.attention_tensor, sizes.expert_tensor) == (16, 4, 2)
     with refused("engines.divides", about="rollout.engines.expert"):
@@ -135,7 +135,7 @@ def test_a_row_that_no_stage_holds_is_refused_by_name():
         check_coverage(QWEN.checkpoint_shapes(), parts)
 
 
-def test_a_part_that_two_ranks_hold_whole_though_it_is_split_is_refused_by_name():
+def test_a_split_tensor_that_two_ranks_hold_whole_is_refused():
     with uncovered("table.overlap", 0, 0):
         check(with_output((Rect(0, 0, 0, 140, 12, 0, 0),)), Sizes(tensor=2))
 
@@ -188,7 +188,7 @@ def test_rectangles_that_meet_in_a_corner_are_each_counted():
 
 
 @pytest.mark.parametrize("case", HIDDEN)
-def test_rectangles_that_do_not_cover_a_tensor_once_are_refused_by_name_and_place(case: str):
+def test_rectangles_that_do_not_cover_a_tensor_once_are_refused(case: str):
     rects, code, *place = HIDDEN[case]
     with uncovered(code, *place):
         check(with_output(rects))

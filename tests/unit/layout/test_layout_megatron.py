@@ -31,7 +31,7 @@ from tests.unit.layout.layout_stand import (
 
 @pytest.mark.parametrize("model", ["qwen", "deepseek-mtp", "glm", "minimax"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
-def test_each_rank_holds_what_torch_cuts_out_for_it_and_together_they_hold_all_of_it_once(model: str, sizes: Sizes):
+def test_ranks_together_hold_every_element_once(model: str, sizes: Sizes):
     tiny = MODELS[model]
     whole, split = checkpoint(tiny), split_of(tiny, sizes)
     layout = MegatronLayout(tiny.table, replace(sizes, split=split))

@@ -130,7 +130,7 @@ def test_parameters_are_as_many_as_the_published_models_count(tmp_path: Path, na
     assert served == shapes.keys()
 
 
-def test_the_last_stage_computes_with_a_copy_of_a_tied_embedding_unless_it_predicts_values(tmp_path: Path):
+def test_the_last_stage_copies_a_tied_embedding_unless_it_has_a_value_head(tmp_path: Path):
     spec = read(tmp_path, QWEN3_600M)
     (copy,) = [part for part in MegatronLayout(spec.table, Sizes(pipeline=2)).parts_of(1) if part.copy]
     assert copy.name == "output_layer.weight" and copy.sources == ("model.embed_tokens.weight",)
@@ -140,7 +140,7 @@ def test_the_last_stage_computes_with_a_copy_of_a_tied_embedding_unless_it_predi
 
 
 @pytest.mark.parametrize("hf", [QWEN3_32B, QWEN25_7B, LLAMA_32_1B], ids=["Qwen3", "Qwen2.5", "Llama-3.2"])
-def test_configs_read_the_same_as_published_and_as_transformers_writes_them(tmp_path: Path, hf: dict[str, Any]):
+def test_published_configs_read_like_those_of_transformers(tmp_path: Path, hf: dict[str, Any]):
     from transformers import AutoConfig
 
     kind = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
@@ -188,7 +188,7 @@ def test_expert_parallelism_of_a_dense_model_is_refused_on_both_sides(tmp_path: 
             EngineLayout(spec.engine_table(), sizes)
 
 
-def test_attention_of_each_data_parallel_rank_is_refused_where_sglang_does_not_know_it(tmp_path: Path):
+def test_dp_attention_is_refused_if_sglang_does_not_support_it(tmp_path: Path):
     sizes = EngineSizes(tensor=4, attention_data=2)
     EngineLayout(read(tmp_path, QWEN3_32B).engine_table(), sizes)
     for hf in (QWEN25_7B, LLAMA_3_8B):
@@ -238,7 +238,7 @@ def test_an_unknown_architecture_is_told_how_to_become_known(tmp_path: Path):
 # From outside ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_family_from_outside_is_no_longer_than_promised_and_not_registered():
+def test_an_outside_family_is_short_and_not_registered():
     import examples.mixtral as mixtral
 
     assert len(Path(mixtral.__file__).read_text().splitlines()) < 100

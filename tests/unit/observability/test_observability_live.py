@@ -62,7 +62,7 @@ def test_a_start_is_shown_with_its_seconds_until_the_first_phase():
         assert "starting" not in "".join(shown(table))
 
 
-def test_without_a_terminal_each_step_is_one_line_under_a_header_that_comes_back():
+def test_without_a_terminal_each_step_is_one_line():
     console = plain()
     with LiveTable(100, 0, console, RL_COLUMNS) as table:
         for step in range(HEADER_EVERY + 1):
@@ -115,7 +115,7 @@ def test_notes_are_printed_as_they_are():
     assert len(console.file.getvalue().splitlines()) == 1
 
 
-def test_the_display_shows_the_last_steps_the_present_phase_and_the_progress():
+def test_the_display_shows_steps_phase_and_progress():
     clock = Clock()
     with LiveTable(200, 100, terminal(), RL_COLUMNS, clock=clock) as table:
         for step in range(100, 120):

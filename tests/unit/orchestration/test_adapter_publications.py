@@ -42,7 +42,7 @@ async def test_the_base_goes_out_once_and_again_when_an_engine_was_started_again
     assert run.sent == [(0, "all"), (1, "adapters"), (2, "adapters"), (3, "all"), (4, "adapters")]
 
 
-async def test_an_engine_that_was_lost_on_the_way_does_not_count_as_one_that_holds_the_base():
+async def test_an_engine_lost_on_the_way_does_not_count_as_having_the_base():
     run = Published()
     run.failing = {"e1"}
     await run._publish_once(0)

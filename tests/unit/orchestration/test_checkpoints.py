@@ -95,7 +95,7 @@ async def test_a_failed_write_stops_the_run_with_the_rank_and_the_reason(tmp_pat
     assert bench.saves.newest() is None
 
 
-async def test_reports_that_the_driver_cannot_look_at_stop_the_run_in_the_same_way(tmp_path, monkeypatch):
+async def test_unreadable_reports_stop_the_run_in_the_same_way(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     await bench.checkpoints.save(state(1))
 
@@ -116,7 +116,7 @@ async def test_a_rank_that_never_writes_is_named_after_the_deadline(tmp_path):
     assert late.value.holder == "trainer rank 1"
 
 
-async def test_what_an_interrupted_save_left_is_removed_and_never_taken_for_a_checkpoint(tmp_path):
+async def test_remains_of_an_interrupted_save_are_removed(tmp_path):
     bench = Bench(tmp_path)
     await bench.checkpoints.save(state(1))
     bench.trainers.write(0)
@@ -126,7 +126,7 @@ async def test_what_an_interrupted_save_left_is_removed_and_never_taken_for_a_ch
     assert bench.names == ["iter_0000002"]
 
 
-async def test_a_save_that_is_nearly_done_when_the_run_is_stopped_becomes_complete(tmp_path):
+async def test_a_nearly_complete_save_finishes_when_the_run_is_stopped(tmp_path):
     bench = Bench(tmp_path)
     await bench.checkpoints.save(state(1))
     stopping = asyncio.create_task(bench.checkpoints.stop(grace_s=60))
@@ -211,9 +211,7 @@ async def test_ranks_read_shares_of_about_equal_size_and_every_file_once(tmp_pat
         ({"distributed_optimizer": False}, {"world_size": 2}, "trainer.distributed_optimizer"),
     ],
 )
-async def test_an_optimizer_that_cannot_move_is_refused_with_both_layouts_and_the_way_out(
-    tmp_path, there, trainer, about
-):
+async def test_an_optimizer_that_cannot_move_is_refused_with_both_layouts(tmp_path, there, trainer, about):
     bench = Bench(tmp_path)
     await bench.save(4)
     path, here = bench.saves.newest(), Sizes(data=2, expert=trainer.get("expert", 1))

@@ -103,7 +103,7 @@ async def test_both_are_restored_each_by_its_own_layout(tmp_path):
         (layout_of(CRITIC), Sizes(data=2, expert=2), "resume.layout"),
     ],
 )
-async def test_a_run_that_the_checkpoint_does_not_fit_is_refused_before_anything_starts(tmp_path, there, here, code):
+async def test_a_run_that_does_not_fit_the_checkpoint_is_refused(tmp_path, there, here, code):
     bench = Bench(tmp_path)
     path = await bench.save()
     about = "critic.layout.expert" if code == "resume.layout" else str(path)

@@ -145,9 +145,7 @@ def changed(file: Path, checkpoints: str) -> Iterator[tuple[list[str], str]]:
     ("folder", "check"),
     [("checkpoints", checks.check_training), ("cursor", lambda config: checks.generation_config(config, None))],
 )
-def test_what_a_checkpoint_does_not_fit_is_refused_and_nothing_of_the_run_changes(
-    file: Path, tmp_path: Path, folder: str, check: Any
-) -> None:
+def test_a_checkpoint_mismatch_is_refused_without_changes(file: Path, tmp_path: Path, folder: str, check: Any) -> None:
     config, run = load_config(file), tmp_path / "run"
     saved(config, run / folder)
     (run / "metrics.jsonl").write_text('{"step": 2}\n')
@@ -166,7 +164,7 @@ def test_a_damaged_checkpoint_is_left_to_the_start_which_passes_over_it(file: Pa
     checks.check_training(load_config(file, ["run.seed=2"]))
 
 
-def test_a_directory_that_another_process_has_or_nobody_can_write_is_refused(file: Path, tmp_path: Path) -> None:
+def test_a_locked_or_unwritable_directory_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "afile").write_text("")
     commands = (checks.check_training, lambda config: checks.generation_config(config, None))
     for place in (tmp_path / "afile", tmp_path / "afile" / "run", Path("/proc/nosuch/run")):

@@ -21,7 +21,7 @@ from tests.refusals import invalid, refused
 from tests.unit.rollout.rollout_stand import config_of, prompts, the_tokenizer
 
 
-def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_one():
+def test_pass_at_k_is_the_fraction_of_choices_with_a_right_answer():
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0]]
     found = score({"": rewards}, 1.0, (2, 4, 8))
     for k in (2, 4):
@@ -36,7 +36,7 @@ def test_one_answer_gives_the_accuracy_alone():
     assert score({"": [[1.0], [0.0]]}, 1.0, Eval().ks) == {"eval/accuracy": 0.5}
 
 
-def test_sets_with_names_have_figures_of_their_own_beside_those_of_all_prompts():
+def test_named_sets_have_separate_figures():
     found = score({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]}, 1.0, (2,))
     assert found["eval/accuracy"] == pytest.approx(3 / 8) and found["eval/pass@2"] == pytest.approx(2 / 4)
     assert found["eval/easy/accuracy"] == 1.0 and found["eval/hard/pass@2"] == pytest.approx(1 / 3)
@@ -49,7 +49,7 @@ def test_a_rollout_of_several_trajectories_is_one_answer():
     assert answers(Group(id="g", prompt=prompts()[0], trajectories=several)) == [0.5, 1.0]
 
 
-def test_an_evaluation_gives_the_ks_that_are_asked_for_and_a_failed_prompt_is_wrong():
+def test_a_failed_prompt_is_wrong_in_every_k():
     group = Group(id="g", prompt=prompts()[0], trajectories=[trajectory() for _ in range(3)])
     for number, each in enumerate(group.trajectories):
         each.rollout_id, each.reward = str(number), float(number == 0)
@@ -63,7 +63,7 @@ def test_an_evaluation_gives_the_ks_that_are_asked_for_and_a_failed_prompt_is_wr
     assert [name for name in found if find(name) is None] == []
 
 
-def test_prompts_of_a_file_with_a_name_have_it_unless_their_row_names_another(tmp_path):
+def test_prompts_take_the_name_of_their_file_by_default(tmp_path):
     rows = [{"token_ids": [1], "answer": "A"}, {"token_ids": [2], "answer": "B", "metadata": {"dataset": "mine"}}]
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

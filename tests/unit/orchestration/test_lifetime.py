@@ -78,7 +78,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, lis
         "    except asyncio.CancelledError: pass",  # a task that will not be cancelled
     ],
 )
-def test_sigterm_ends_a_driver_that_hangs_with_the_code_of_the_signal_and_one_sentence(work):
+def test_sigterm_ends_a_hanging_driver_with_its_code(work):
     process = driver(work)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ def test_sigterm_ends_a_driver_that_hangs_with_the_code_of_the_signal_and_one_se
     assert status == 128 + signal.SIGTERM and len(said) == 1 and "SIGTERM" in said[0]
 
 
-def test_a_failure_whose_clean_up_hangs_ends_with_its_own_code_and_sentence():
+def test_a_failure_with_a_hanging_clean_up_keeps_its_code():
     status, said = ended(
         driver(
             "async with lifetime.EndingStack(alarm) as stack:\n"
@@ -97,7 +97,7 @@ def test_a_failure_whose_clean_up_hangs_ends_with_its_own_code_and_sentence():
     assert status == LOST and len(said) == 1 and "trainer rank 1" in said[0]
 
 
-def test_threads_and_tasks_of_hooks_that_never_end_do_not_keep_a_finished_run():
+def test_endless_threads_and_tasks_do_not_keep_a_finished_run():
     began = time.monotonic()
     status, said = ended(
         driver(
@@ -218,7 +218,7 @@ def test_being_asked_to_leave_before_the_loop_is_not_lost_either():
     assert left == [True]
 
 
-def test_sigterm_with_a_grace_asks_to_leave_and_what_then_ends_the_run_ends_it():
+def test_sigterm_with_a_grace_saves_and_leaves():
     async def work(alarm: Alarm) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(alarm.leaving.wait(), 30)
@@ -229,7 +229,7 @@ def test_sigterm_with_a_grace_asks_to_leave_and_what_then_ends_the_run_ends_it()
 
 
 @pytest.mark.parametrize(("grace", "second"), [(0.2, None), (60.0, signal.SIGTERM), (60.0, signal.SIGINT)])
-def test_when_the_grace_is_over_or_a_second_signal_comes_the_run_is_stopped(grace, second):
+def test_a_second_signal_or_the_end_of_the_grace_stops_the_run(grace, second):
     async def work(alarm: Alarm) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(alarm.leaving.wait(), 30)
@@ -295,7 +295,7 @@ def test_the_handlers_of_before_are_back_afterwards():
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
-def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_the_first():
+def test_a_watchdog_ends_nothing_disarmed_and_keeps_its_first_arming():
     left: list[int] = []
     with Watchdog(left.append) as watchdog:
         watchdog.arm(0.05, 3, "first")

@@ -99,7 +99,7 @@ async def test_a_rank_that_is_busy_with_a_call_is_not_taken_for_silent():
     assert (await asyncio.wait_for(watch, HANG_S)).about == "trainer rank 0"
 
 
-async def test_a_stopped_process_is_named_even_inside_a_call_that_all_ranks_wait_in(process):
+async def test_a_stopped_process_is_named_during_a_collective_call(process):
     group = Group()
     group.calling = "step 3 of training"
     group.started[1] = {"pid": process.pid, "machine": machine()}
@@ -162,7 +162,7 @@ async def test_a_part_of_ray_that_answers_with_an_error_is_named():
     assert (await lost({}, {"raylet": broken})).about == "raylet"
 
 
-async def test_a_call_into_ray_that_blocks_leaves_the_event_loop_free_and_names_who_holds_it():
+async def test_a_blocking_call_into_ray_leaves_the_event_loop_free():
     began, beats = time.monotonic(), 0
 
     async def beat() -> None:

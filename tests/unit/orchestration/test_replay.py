@@ -85,7 +85,7 @@ def test_what_a_replay_excludes_is_refused():
         config_of(replay="./d")
 
 
-def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_path):
+def test_a_fork_starts_at_another_runs_checkpoint(tmp_path):
     def checkpoint(directory: Path, step: int) -> Path:
         saves = Saves(directory, keep=9)
         return saves.commit(saves.begin(step), RunState(step, step, policies={}, rollouts={}).files(), {})

@@ -22,7 +22,7 @@ from tests.refusals import refused
 from tests.unit.orchestration.run_stand import LIMIT_S, WAKE, lines, run_of, stopped
 
 
-async def test_every_step_trains_publishes_records_and_saves_and_a_second_run_goes_on(tmp_path, parts):
+async def test_every_step_trains_publishes_and_saves_and_a_second_run_continues(tmp_path, parts):
     parts.lost = 2  # both are tried again
     run = run_of(tmp_path, parts, schedule__steps=2, checkpoint__every=2)
     await asyncio.wait_for(train(run), LIMIT_S)
@@ -92,7 +92,7 @@ async def test_a_checkpoint_reaches_colocated_trainers_while_engines_sleep(tmp_p
     assert parts.done[5] == "publish 1"
 
 
-async def test_a_publication_without_an_engine_waits_for_one_on_devices_that_trainers_have_left(tmp_path, parts):
+async def test_a_publication_without_engines_waits_for_one(tmp_path, parts):
     run = run_of(tmp_path, parts, schedule__colocate=True)
     engines = run.policies["actor"].engines
     members, wake = engines.members, engines.wake
@@ -192,7 +192,7 @@ def spoiling_advantages(groups):
     ("key", "hook", "code"),
     [("credit", spoiling_credit, "rollout.metadata"), ("advantages", spoiling_advantages, "rollout.loss_mask")],
 )
-async def test_a_group_that_credit_or_advantages_spoil_ends_the_run_by_their_name(tmp_path, parts, key, hook, code):
+async def test_a_group_spoilt_by_credit_or_advantages_ends_the_run(tmp_path, parts, key, hook, code):
     path = f"{__name__}.{hook.__name__}"
     run = run_of(tmp_path, parts, schedule__steps=1, **{f"algorithm__{key}": path})
     with refused(code) as caught:

@@ -51,7 +51,7 @@ def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
     assert len(looks) > 100
 
 
-def test_held_is_seen_and_neither_a_lock_file_nor_its_absence_is_taken_for_it(tmp_path):
+def test_a_lock_is_seen_regardless_of_lock_files(tmp_path):
     assert not is_locked(tmp_path)
     (tmp_path / LOCK).touch()
     assert not is_locked(tmp_path)

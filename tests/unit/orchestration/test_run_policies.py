@@ -24,7 +24,7 @@ async def spoken_to_both(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory
     return [draft.finish() for draft in drafts]
 
 
-async def test_two_policies_train_publish_and_save_in_the_same_steps_and_go_on_together(tmp_path, parts):
+async def test_two_policies_train_publish_and_save_in_the_same_steps(tmp_path, parts):
     judge = Parts()
     both = {"further": {"judge": judge}, "generate": spoken_to_both, "policies__judge": {}}
     run = run_of(tmp_path, parts, schedule__steps=2, checkpoint__every=2, **both)

@@ -74,7 +74,7 @@ def _shape(monkeypatch):
     monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda spec: SimpleNamespace(vocab_size=10)))
 
 
-async def test_parts_are_ended_in_the_reverse_order_and_the_engines_take_the_given_places(tmp_path, monkeypatch):
+async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path, monkeypatch):
     parts = Parts(monkeypatch)
     async with service_in(tmp_path, []) as service:
         engines = service.place(["gpu 0"])["actor"]

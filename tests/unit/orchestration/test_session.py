@@ -80,7 +80,7 @@ def run(config: Config, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_newest_checkpoint_that_is_damaged_is_set_aside_for_the_one_before(tmp_path, monkeypatch, capsys):
+def test_a_damaged_newest_checkpoint_is_set_aside(tmp_path, monkeypatch, capsys):
     started = Started(monkeypatch, tmp_path)
     _, second, third, fourth = saved(tmp_path, 1, 2, 3, 4)
     (fourth / "slimx/tickets.bin").write_bytes(b"torn")  # found before anything starts
@@ -208,9 +208,7 @@ async def test_a_start_that_is_refused_leaves_no_part_half_begun(tmp_path, unawa
         ({"fork": "nowhere"}, "run.fork", "nowhere"),
     ],
 )
-def test_a_start_that_cannot_be_is_refused_before_a_model_or_prompts_are_read(
-    tmp_path, monkeypatch, start, code, named
-):
+def test_an_impossible_start_is_refused_before_models_are_read(tmp_path, monkeypatch, start, code, named):
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "other", 2, 3)
     config = config_of(Path("own"))

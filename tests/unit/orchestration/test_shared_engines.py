@@ -115,7 +115,7 @@ async def test_each_policy_brings_the_base_once_and_requests_come_after_the_last
     assert of("e0", await run.step(1)) == ["actor 1 adapters e0/0", "judge 1 adapters e0/0"]
 
 
-async def test_an_engine_that_comes_back_gets_every_policys_adapters_before_requests(run: SimpleNamespace) -> None:
+async def test_a_returning_engine_gets_every_policys_adapters_first(run: SimpleNamespace) -> None:
     await run.step(1)
     await run.stand.members.quarantine(run.stand.engines[0], gone())
     await back(run)
@@ -124,7 +124,7 @@ async def test_an_engine_that_comes_back_gets_every_policys_adapters_before_requ
     assert of("e0", run.stand.log) == ["actor 1 hf e0/2", "judge 1 adapters e0/2", "add e0/2"]
 
 
-async def test_an_engine_that_is_lost_between_two_policies_gets_the_first_ones_again(run: SimpleNamespace) -> None:
+async def test_an_engine_lost_between_two_policies_gets_the_first_ones_again(run: SimpleNamespace) -> None:
     run.stand.engines[0].refuses = "load", "judge", 1
     assert of("e0", await run.step(1)) == [
         "actor 1 adapters e0/0",
@@ -135,7 +135,7 @@ async def test_an_engine_that_is_lost_between_two_policies_gets_the_first_ones_a
     ]
 
 
-async def test_an_engine_that_was_lost_before_the_last_policys_part_is_told_as_lost(run: SimpleNamespace) -> None:
+async def test_an_engine_lost_before_the_last_policys_part_is_reported(run: SimpleNamespace) -> None:
     run.stand.engines[0].standing = Standing.OUT
     run.stand.engines[0].incarnation += 1
     with refused("engine.lost", about="e0", kind=ReceiverLost):
@@ -143,7 +143,7 @@ async def test_an_engine_that_was_lost_before_the_last_policys_part_is_told_as_l
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
-async def test_of_two_engines_the_one_that_refuses_a_policys_adapters_is_out_until_it_has_all(
+async def test_an_engine_that_refuses_adapters_is_out_until_it_has_all(
     run: SimpleNamespace,
 ) -> None:
     """The other one serves on, and holds the new versions of both."""
@@ -161,7 +161,7 @@ async def test_of_two_engines_the_one_that_refuses_a_policys_adapters_is_out_unt
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
-async def test_of_two_engines_one_that_dies_between_the_policies_publications_waits_for_the_next(
+async def test_an_engine_that_dies_between_policies_waits_for_the_next_step(
     run: SimpleNamespace,
 ) -> None:
     first = run.stand.engines[0]
@@ -177,7 +177,7 @@ async def test_of_two_engines_one_that_dies_between_the_policies_publications_wa
 
 @pytest.mark.parametrize("run", [2], indirect=True)
 @pytest.mark.parametrize("before", [["actor"], ["actor", "judge"]], ids=["between", "after"])
-async def test_of_two_engines_one_that_is_back_before_all_publications_have_ended_gets_all_of_the_step(
+async def test_an_engine_that_returns_early_gets_all_policies_of_the_step(
     run: SimpleNamespace, before: list[str]
 ) -> None:
     """It died after the publications of `before`."""

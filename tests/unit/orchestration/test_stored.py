@@ -22,7 +22,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("kind", STORED)
-async def test_weights_that_servers_load_themselves_are_read_whatever_their_dtype_and_shape(tmp_path: Path, kind: str):
+async def test_weights_that_servers_load_are_checked_in_any_dtype(tmp_path: Path, kind: str):
     values, odd = STORED[kind][0].clone(), STORED[kind][1]
     groups = [Engines(name="judges", frozen=True, model=str(tmp_path)), Engines(name="actors")]
     plain = {"a": values, "codes": torch.full((3,), 255, dtype=torch.uint8)}

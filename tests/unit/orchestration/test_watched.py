@@ -53,7 +53,7 @@ async def lose(stand: Stand, *numbers: int) -> None:
         await stand.members.quarantine(stand.engines[number], gone(f"e{number}"))
 
 
-async def test_when_all_engines_were_lost_the_first_that_is_back_gets_the_present_version():
+async def test_the_first_engine_back_gets_the_current_version():
     async with Stand() as stand:
         run = Watched(stand)
         work = run.until_served("http://e0/2")  # lost first, so back first; the other one may have to wait
@@ -61,7 +61,7 @@ async def test_when_all_engines_were_lost_the_first_that_is_back_gets_the_presen
         assert await run.watched(work, STEP) == "done" and run.published[0] == "by the trainers"
 
 
-async def test_while_one_engine_serves_or_the_trainers_train_nothing_is_published():
+async def test_nothing_is_published_while_an_engine_serves_or_trainers_train():
     async with Stand() as stand:
         run = Watched(stand)
 
@@ -129,7 +129,7 @@ async def test_engines_of_several_policies_are_watched_by_their_owner_alone():
         assert await run.watched(work(), STEP) == "done" and run.published == []
 
 
-async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_just_waits():
+async def test_errors_are_raised_and_a_run_without_engines_waits():
     async def work(fail: bool) -> int:
         await asyncio.sleep(0.01)
         if fail:

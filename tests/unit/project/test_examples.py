@@ -29,7 +29,7 @@ async def test_a_right_answer_gets_no_second_turn():
     assert len(engine.prompts) == 1 and trajectory.metadata == {"answer": "46", "turns": 1}
 
 
-async def test_a_wrong_answer_is_kept_and_followed_by_the_hint_and_a_second_answer():
+async def test_a_wrong_answer_is_followed_by_a_hint_and_a_second_answer():
     engine = ScriptedEngine("56", "46")
     trajectory = await two_turn.generate(context(engine), PROMPT)
     assert spans(trajectory) == [

@@ -21,7 +21,7 @@ def step(program: str, name: str = "one", seconds: float = 60, **values: object)
     return Step(name, (sys.executable, "-c", program), seconds, **values)
 
 
-def test_the_tests_of_a_gpu_are_collected_where_there_is_nothing_but_what_they_need(tmp_path: Path) -> None:
+def test_gpu_tests_are_collected_with_their_requirements_alone(tmp_path: Path) -> None:
     collection = without_gpu(no_trainer="")[0]
     found = take(collection, tmp_path / "output.txt", 120, dict(os.environ))
     assert int(found.split()[0]) >= 171
@@ -129,7 +129,7 @@ def test_libraries_are_up_to_date_until_they_or_their_sources_change(tmp_path: P
     assert not library.up_to_date(tmp_path)
 
 
-def test_packages_that_were_unpacked_are_found_by_every_step_and_others_by_none(tmp_path: Path) -> None:
+def test_unpacked_packages_are_found_by_every_step_only(tmp_path: Path) -> None:
     for site in (tmp_path, None):
         paths = check.variables(site)["PYTHONPATH"].split(os.pathsep)
         assert paths[0] == str(ROOT) and (str(tmp_path) in paths) == (site is not None)

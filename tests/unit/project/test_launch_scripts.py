@@ -62,7 +62,7 @@ def test_the_image_has_the_cuda_of_the_lock_and_apex_from_its_source():
         assert f"flash-attn=={version}" in lock, "the lock says why this version"
 
 
-def test_the_kubernetes_job_fits_its_configuration_and_starts_ray_as_node_sh_does():
+def test_the_kubernetes_job_fits_its_configuration():
     policy, job = yaml.safe_load_all((ROOT / "scripts/launch/kuberay.yaml").read_text())
     program, command, file, *overrides = shlex.split(job["spec"]["entrypoint"])
     assert (program, command) == ("slimx", "train")
@@ -110,7 +110,7 @@ def test_every_script_stops_at_its_first_error():
     ("kind", "address"),
     [("4", "10.1.2.3"), ("6", "fd00::5")],
 )
-def test_a_node_takes_its_first_address_of_the_wanted_kind_that_others_can_reach(tmp_path, kind, address):
+def test_a_node_takes_its_first_reachable_address(tmp_path, kind, address):
     first = stub(tmp_path, "hostname", "127.0.1.1 10.1.2.3 172.17.0.1 fe80::1 fd00::5 ")
     assert bash("own_address", FIRST=first, SLIMX_IP=kind).stdout.strip() == address
 
@@ -196,7 +196,7 @@ def test_one_node_runs_what_it_is_given_if_it_is_fit():
     assert unfit.returncode == 1 and "none0" in unfit.stdout and "absent" not in unfit.stderr
 
 
-def test_a_node_without_a_first_node_gives_up_at_the_deadline_and_leaves_nothing(tmp_path):
+def test_a_node_without_a_first_node_gives_up_at_the_deadline(tmp_path):
     before = set(Path("/tmp").glob("slimx-ray.*"))
     done = launch("node.sh", "x.yaml", NODE_RANK="1", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="1")
     assert done.returncode == 1 and f"{tmp_path}/head" in done.stderr and "1 s" in done.stderr
@@ -237,7 +237,7 @@ def test_a_first_node_whose_ray_ends_does_not_wait_for_the_others(tmp_path, seco
 
 @pytest.mark.slow("starts Ray and waits 90 s, in which a busy machine has started it")
 @pytest.mark.integration
-def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends_its_ray(tmp_path):
+def test_a_first_node_reports_how_many_others_joined(tmp_path):
     done = launch("node.sh", "x.yaml", NODE_RANK="0", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="90")
     assert done.returncode == 1, done.stderr
     lines = [line.split(": ", 1)[1] for line in done.stderr.splitlines()]  # without the time
@@ -277,7 +277,7 @@ def slurm_job(tmp_path: Path, start: int, status: int, saved: int | None) -> tup
     return done.returncode, calls.read_text().strip() if calls.exists() else ""
 
 
-def test_a_job_that_lost_a_part_comes_back_while_its_checkpoints_advance_and_twice_without(tmp_path):
+def test_a_job_that_lost_a_part_returns_while_checkpoints_advance(tmp_path):
     again = (99, "requeue 7")
     starts = [slurm_job(tmp_path, start, 69, saved) for start, saved in enumerate((10, 20, 20, 30, 30, 30))]
     assert starts == [again, again, again, again, again, (69, "")]

@@ -55,7 +55,7 @@ def test_a_cuda_build_of_torch_finds_all_that_it_requires_in_the_locks():
     assert {name for name, _ in seen} <= locked
 
 
-def test_hashes_are_those_of_the_wheels_for_this_python_and_else_of_the_source():
+def test_hashes_are_those_of_the_wheels_or_of_the_source():
     def file(name: str, sum: str) -> dict:
         return {"url": f"https://index/{name}", "hashes": {"sha256": sum}}
 

@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(model_dir, tmp_pa
         assert (model_dir / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
-def test_another_seed_gives_other_weights_and_leaves_the_callers_randomness_alone(model_dir, tmp_path):
+def test_another_seed_gives_other_weights_and_keeps_global_randomness(model_dir, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -129,7 +129,7 @@ def test_a_prompt_costs_two_tokens_more_than_its_text_and_a_response_one(tokeniz
     assert len(response) == 3
 
 
-def test_a_character_or_role_that_the_model_does_not_know_is_refused_not_dropped(tokenizer):
+def test_unknown_characters_and_roles_are_refused(tokenizer):
     for message in ({"role": "user", "content": "é"}, {"role": "system", "content": "add"}):
         with pytest.raises(SlimxError, match="prompt 'strange'"):
             encode_prompt(tokenizer, Prompt(id="strange", messages=[message]))
@@ -145,7 +145,7 @@ def test_the_task_holds_every_sum_once_split_as_documented(task_dir):
         assert (prompt.answer, prompt.metadata) == (f"{int(a) + int(b):02d}", {})
 
 
-def test_three_demonstrations_in_ten_are_right_and_the_others_ten_too_large(task_dir):
+def test_three_in_ten_demonstrations_are_right(task_dir):
     demonstrations = read_prompts(task_dir / "demonstrations.jsonl")
     train = {prompt.messages[0]["content"]: int(prompt.answer) for prompt in read_prompts(task_dir / "train.jsonl")}
     assert len(demonstrations) == 51_200
@@ -170,7 +170,7 @@ def test_the_model_can_read_every_prompt_of_the_task(task_dir, tokenizer):
         check_prompts(tokenizer, read_prompts(task_dir / name), task_dir / name, max_prompt_tokens=8, vocab_size=128)
 
 
-def test_pairs_are_right_sums_with_another_number_and_held_out_ones_are_of_held_out_sums(task_dir):
+def test_pairs_are_right_sums_with_another_number(task_dir):
     questions = {}
     for name in (*PAIRS, "heldout.jsonl"):
         lines = [json.loads(line) for line in (task_dir / name).read_text().splitlines()]

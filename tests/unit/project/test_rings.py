@@ -253,7 +253,7 @@ def test_a_session_counts_by_file_and_what_it_deselects(tmp_path: Path) -> None:
     assert shown == {"tests/test_one.py": (1, 1), "tests/test_two.py": (1, 1)}
 
 
-def test_a_worker_that_dies_ends_the_session_and_what_did_not_run_has_failed(tmp_path: Path) -> None:
+def test_a_dead_worker_fails_the_tests_that_did_not_run(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     for number in range(6):
         text = "import os\n\ndef test_dies(): os._exit(9)\n\ndef test_after(): ...\n"

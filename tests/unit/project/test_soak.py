@@ -118,7 +118,7 @@ def test_the_last_step_is_read_though_a_line_is_being_written(tmp_path: Path) ->
     assert last_step(tmp_path) == 2999
 
 
-def test_a_strike_is_recovered_from_three_steps_later_and_stays_with_the_next_process(tmp_path: Path) -> None:
+def test_a_strike_is_recovered_from_after_three_steps(tmp_path: Path) -> None:
     file = tmp_path / "strikes.jsonl"
     strikes = Strikes(1, 1, file)
     strikes.done.append(Strike("router", 9, 20, 0.0))

@@ -72,6 +72,6 @@ def test_the_innermost_span_is_what_a_process_did_at_a_moment() -> None:
     assert found == [("a.py::collection", ""), ("", ""), *fixtures]
 
 
-def test_imports_are_measured_in_a_process_of_their_own_and_only_where_they_succeed() -> None:
+def test_imports_are_measured_in_separate_processes() -> None:
     found = suite.import_seconds({"driver": BURN.format(seconds=0.5), "rank": "import no_such_module"})
     assert list(found) == ["driver"] and found["driver"] >= 0.5

@@ -71,7 +71,7 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
     process.wait()
 
 
-def test_ranks_beside_the_publisher_and_ranks_far_away_fill_the_same_buckets(tmp_path: Path, others):
+def test_local_and_remote_ranks_fill_the_same_buckets(tmp_path: Path, others):
     threads = torch.get_num_threads()
     found: list[Tensors] = [{}, {}]
     for packed, memory in fill_all(PUBLISHER, tmp_path):
@@ -90,7 +90,7 @@ def test_ranks_beside_the_publisher_and_ranks_far_away_fill_the_same_buckets(tmp
         assert all(found[rank][name].equal(tensor.bfloat16()) for name, tensor in expected.items())
 
 
-def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_mapped_anew():
+def test_memory_persists_and_a_new_file_under_an_old_name_is_mapped_again():
     """A closed file's number goes to the next file: the other rank must write into that one."""
     held = held_by_trainers(MODEL, SIZES)
     ranks = [Gatherer(Packer(plan(), rank, dressed(held[rank])), remote=(), group=None) for rank in range(WORLD)]
@@ -111,7 +111,7 @@ def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_m
     assert again == path and Path(path).stat().st_ino != inode and refilled.equal(filled)
 
 
-def test_every_rank_holds_parts_of_buckets_in_turn_and_they_are_those_of_buckets_in_one_memory():
+def test_buckets_owned_in_turn_equal_buckets_in_one_memory():
     held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
     alone = [Gatherer(Packer(plan(), rank, own), remote=(), group=None) for rank, own in enumerate(held)]
     ranks = [

@@ -89,7 +89,7 @@ def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPat
     process.wait()
 
 
-def test_ranks_that_reach_the_publishers_device_and_ranks_that_do_not_fill_the_same_buckets(tmp_path, emulator, others):
+def test_ranks_with_and_without_peer_access_fill_the_same_buckets(tmp_path, emulator, others):
     threads = torch.get_num_threads()
     found: list[Tensors] = [{}, {}]
     paths = set()
@@ -138,7 +138,7 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
     gatherer.close()
 
 
-def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_back_when_it_is_offloaded(emulator):
+def test_a_worker_finds_peers_and_releases_memory_when_offloaded(emulator):
     held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
     model = SimpleNamespace(
         parallel=SimpleNamespace(rank=PUBLISHER, device=DEVICE, host_group=None),

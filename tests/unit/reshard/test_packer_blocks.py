@@ -99,7 +99,7 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
 
 @pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
 @pytest.mark.parametrize("engine", [EngineSizes(), EngineSizes(tensor=4, expert=2)], ids=["whole", "TP4xEP2"])
-def test_buckets_in_int4_hold_the_references_codes_and_scales_of_routed_experts(engine: EngineSizes, trainer: str):
+def test_int4_buckets_have_the_references_codes_and_scales(engine: EngineSizes, trainer: str):
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
     table = int4.FORMAT.chosen(deepseek_v3.engine_table(WIDE))
     served, sizes = replace(SERVED["deepseek"], model=model, table=table), Sizes(tensor=2, expert=2, data=2)

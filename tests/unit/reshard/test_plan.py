@@ -171,7 +171,7 @@ def test_what_one_rank_alone_holds_it_sends_and_copies_are_never_sent():
     assert plan.launches == 1 and len(plan.moves_of(5, 0)) == len(plan.moves_of(0, 5)) == 0
 
 
-def test_a_layer_of_multi_token_prediction_is_left_out_where_only_a_draft_model_would_load_it():
+def test_a_prediction_layer_is_left_out_if_only_a_draft_loads_it():
     table = MODELS["deepseek-mtp"].table
     with_mtp, without = ({part.name for part in checkpoint_parts(table, mtp=mtp)} for mtp in (True, False))
     assert with_mtp == set(table.checkpoint_shapes())
@@ -227,7 +227,7 @@ def test_more_moves_than_the_limit_are_refused(monkeypatch):
     ],
     ids=str,
 )
-def test_a_source_that_lacks_an_element_or_has_it_twice_is_refused_by_name_and_place(rects, code, row, column):
+def test_a_source_with_missing_or_repeated_elements_is_refused(rects, code, row, column):
     rows = max(r.local_row + r.rows for r in rects)
     source = whole_part("a", 8, 6)._replace(shape=(rows, 6), rects=tuple(rects))
     error = refusal([source], [whole_part("a", 8, 6)])
@@ -256,7 +256,7 @@ def test_only_the_gap_that_a_target_asks_for_counts():
     ],
     ids=str,
 )
-def test_a_target_whose_elements_are_not_filled_once_is_refused_by_name_and_place(rects, code, place):
+def test_a_target_with_missing_or_repeated_elements_is_refused(rects, code, place):
     """Rows at the end without any rectangle are padding. `place`: row and column, or the shape that is too small."""
     target = Part("b", (10, 6), (0,), ("a",), rects)
     error = refusal([whole_part("a", 8, 6)], [target])

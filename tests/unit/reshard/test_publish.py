@@ -14,7 +14,7 @@ from tests.unit.reshard.publication_stand import BUCKETS, STAGES, SWITCH, Calls,
 
 
 @pytest.mark.parametrize("staging", ["model", "bucket"])
-async def test_the_source_leaves_shared_devices_before_the_first_engine_takes_the_rest_of_its_memory(staging):
+async def test_the_source_leaves_shared_devices_before_engines_need_them(staging):
     stand = Stand(staging=staging, vacated=True)
     stand.calls.slow.add("e1.verify")
     await stand.publish()
@@ -26,7 +26,7 @@ async def test_the_source_leaves_shared_devices_before_the_first_engine_takes_th
     assert calls.of("trainers").count("release") == 1
 
 
-async def test_an_engine_that_is_lost_before_the_source_leaves_does_not_keep_the_others_from_serving():
+async def test_an_engine_lost_before_the_source_leaves_does_not_block_others():
     stand = Stand(vacated=True)
     stand.calls.fail["e0.load"] = lost("e0")
     done = await stand.publish()
@@ -54,7 +54,7 @@ async def test_every_engine_goes_through_the_stages_in_order(staging, order):
     assert stand.calls.of("trainers")[-1] == "release"
 
 
-async def test_a_bucket_is_gathered_while_the_one_before_is_staged_and_two_are_in_memory_at_most():
+async def test_a_bucket_is_gathered_while_the_previous_one_is_staged():
     calls = Calls()
     calls.slow = {f"e{n}.stage {bucket}" for n in (0, 1) for bucket in range(3)}
     await Stand(calls=calls).publish()
@@ -66,13 +66,13 @@ async def test_a_bucket_is_gathered_while_the_one_before_is_staged_and_two_are_i
         assert calls.at(f"{engine}.stage 0 done") < calls.at("trainers.gather 2")
 
 
-async def test_with_bucket_staging_a_bucket_is_given_back_before_the_next_but_one_is_gathered():
+async def test_with_bucket_staging_a_bucket_is_released_before_the_next_but_one():
     stand = Stand(staging="bucket")
     await stand.publish()
     assert stand.calls.at("e1.load done") < stand.calls.at("trainers.release 0") < stand.calls.at("trainers.gather 2")
 
 
-async def test_a_bucket_on_a_device_is_given_back_as_soon_as_every_engine_has_its_copy():
+async def test_a_device_bucket_is_released_when_every_engine_has_its_copy():
     stand = Stand()
     stand.calls.slow = {"e1.stage 0"}
     stand.publisher.source.buckets = [replace(bucket, path="cuda-ipc:there") for bucket in BUCKETS]
@@ -84,7 +84,7 @@ async def test_a_bucket_on_a_device_is_given_back_as_soon_as_every_engine_has_it
 
 
 @pytest.mark.parametrize("staging", ["model", "bucket"])
-async def test_the_source_gets_its_memory_back_as_soon_as_the_delivery_has_a_copy(staging):
+async def test_the_source_gets_memory_back_when_the_delivery_has_a_copy(staging):
     calls = Calls()
     await Stand(calls=calls, staging=staging, delivery=Copies(calls)).publish()
     buckets = [call for number in range(3) for call in (f"gather {number}", f"release {number}")]
@@ -116,7 +116,7 @@ async def test_an_engine_that_is_ready_serves_although_another_one_still_copies(
     assert calls.at("e1.admit") < calls.at("e0.load done")
 
 
-async def test_names_are_asked_for_once_by_incarnation_and_not_at_every_publication():
+async def test_names_are_requested_once_per_incarnation():
     stand = Stand()
     await stand.publish(1)
     assert [stand.calls.of(engine).count("inventory") for engine in ("e0", "e1")] == [1, 1]
@@ -126,7 +126,7 @@ async def test_names_are_asked_for_once_by_incarnation_and_not_at_every_publicat
         assert [stand.calls.of(engine).count("inventory") for engine in ("e0", "e1")] == [1, 2]
 
 
-async def test_a_second_publication_while_one_runs_is_refused_and_does_not_disturb_it():
+async def test_a_second_publication_is_refused_while_one_runs():
     stand = Stand()
     stand.calls.slow = {"e0.stage 1"}
     first = asyncio.create_task(stand.publish(7))

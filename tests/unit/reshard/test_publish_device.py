@@ -149,7 +149,7 @@ def assert_holds(engine: Engine, factor: float) -> None:
 
 
 @pytest.mark.parametrize("staging", ["model", "bucket"])
-async def test_an_engine_gets_every_version_whole_while_others_are_late_or_refuse(staging: Staging) -> None:
+async def test_engines_get_whole_versions_while_others_are_late_or_refuse(staging: Staging) -> None:
     trainers = Trainers()
     good, bad, late = engines = [Engine(name, trainers) for name in ("good", "bad", "late")]
     members = Members(engines)

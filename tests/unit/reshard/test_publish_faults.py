@@ -18,7 +18,7 @@ from tests.virtual_time import virtually
     [(step, how) for step in STEPS for how in ("refuses", "hangs") if (step, how) != ("admit", "hangs")],
 )
 @virtually
-async def test_an_engine_that_fails_in_any_step_is_quarantined_at_once_and_the_other_gets_the_version(step, how):
+async def test_an_engine_that_fails_in_any_step_is_quarantined_alone(step, how):
     stand = Stand(step_deadline_s=0.2 if how == "hangs" else 300)
     if how == "refuses":
         stand.calls.fail[f"e1.{step}"] = SlimxError("it will not")
@@ -38,7 +38,7 @@ async def test_an_engine_that_fails_in_any_step_is_quarantined_at_once_and_the_o
 
 
 @virtually
-async def test_an_engine_that_was_started_again_meanwhile_is_left_to_the_next_publication():
+async def test_a_restarted_engine_waits_for_the_next_publication():
     stand = Stand()
     stand.calls.slow = {"e0.stage 0"}
     publication = asyncio.create_task(stand.publish())
@@ -52,7 +52,7 @@ async def test_an_engine_that_was_started_again_meanwhile_is_left_to_the_next_pu
     assert (await stand.publish(8)).lost == [] and stand.calls.of("e1")[-1] == "admit"
 
 
-async def test_an_engine_that_verified_fewer_tensors_is_quarantined_and_never_serves():
+async def test_an_engine_that_verified_fewer_tensors_never_serves():
     calls = Calls()
     stand = Stand(FakeEngine("e0", calls), FakeEngine("e1", calls, verified=3), calls=calls)
     done = await stand.publish()
@@ -62,7 +62,7 @@ async def test_an_engine_that_verified_fewer_tensors_is_quarantined_and_never_se
 
 
 @virtually
-async def test_a_hanging_engine_holds_the_others_for_one_step_only_and_not_at_all_once_they_copy():
+async def test_a_hanging_engine_delays_the_others_by_one_step_only():
     stand = Stand(step_deadline_s=0.2)
     stand.calls.hang.add("e0.load")
     publication = asyncio.create_task(stand.publish())
@@ -72,7 +72,7 @@ async def test_a_hanging_engine_holds_the_others_for_one_step_only_and_not_at_al
     assert (await publication).lost == ["e0"]
 
 
-async def test_when_all_engines_are_lost_the_publication_says_so_and_may_be_tried_again():
+async def test_a_publication_without_engines_left_may_be_repeated():
     stand = Stand()
     stand.calls.fail |= {"e0.stage 1": lost("e0"), "e1.load": lost("e1")}
     with refused("publish.lost", about="version 7", kind=NoReceiverLeft) as caught:
@@ -84,7 +84,7 @@ async def test_when_all_engines_are_lost_the_publication_says_so_and_may_be_trie
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_what_every_engine_refuses_is_tried_again_when_they_are_started_again(count):
+async def test_a_refusal_by_every_engine_is_repeated_after_restarts(count):
     """With one engine, its own fault is every engine's: only a restart tells it from the trainers'."""
     calls = Calls()
     stand = Stand(*(FakeEngine(f"e{n}", calls) for n in range(count)), calls=calls)
@@ -99,7 +99,7 @@ async def test_what_every_engine_refuses_is_tried_again_when_they_are_started_ag
 
 
 @pytest.mark.parametrize("step", ["begin", "stage 1"])
-async def test_trainer_ranks_that_die_cost_no_engine_and_the_version_can_be_published_again(step):
+async def test_dead_trainer_ranks_cost_no_engine(step):
     stand = Stand()
     died = TransportLost("a trainer rank died")
     stand.calls.fail |= {f"e{n}.{step}": died for n in (0, 1)}
@@ -148,7 +148,7 @@ async def test_an_engine_of_another_model_ends_the_run_before_the_first_byte(cas
 
 
 @pytest.mark.parametrize("step", ["forms", "begin 7", "gather 0", "gather 2"])
-async def test_a_failure_of_the_trainers_ends_the_publication_and_changes_no_engine(step):
+async def test_a_failure_of_the_trainers_changes_no_engine(step):
     stand = Stand()
     stand.calls.fail[f"trainers.{step}"] = died("rank 3")
     with refused("part.lost", about="rank 3"):
@@ -171,7 +171,7 @@ async def test_trainers_that_hang_are_told_by_name_and_stage(step, stage):
 
 
 @virtually
-async def test_engines_are_not_blamed_for_time_that_was_spent_before_they_were_asked():
+async def test_engines_are_not_blamed_for_time_before_their_call():
     stand = Stand(deadline_s=0.015)
     stand.calls.slow = {"e0.stage 2", "e1.stage 2"}  # answered, in more than what was left
     with pytest.raises(DeadlineError) as caught:

@@ -66,7 +66,7 @@ def test_a_copy_is_the_readers_own(peers) -> None:
     assert copy.tolist() == [3] * 10
 
 
-def test_a_reader_that_is_killed_with_the_memory_open_leaves_it_to_the_others(peers) -> None:
+def test_a_killed_reader_leaves_memory_to_the_others(peers) -> None:
     memory, (first, second) = DeviceMemory(SIZE), peers(2)
     assert first.ask("hold", memory.path) == "held"
     first.process.kill()
@@ -92,7 +92,7 @@ def test_memory_of_an_owner_that_died_is_refused_by_name(peers, emulator) -> Non
     assert numbers(caught.value)[0] == peer.process.pid
 
 
-def test_memory_of_another_machine_and_memory_that_is_not_there_are_refused() -> None:
+def test_memory_of_another_machine_or_none_is_refused() -> None:
     path = DeviceMemory(SIZE).path
     machine = path.removeprefix("cuda-ipc:").partition("/")[0]
     elsewhere = path.replace(machine, "somewhere-else")

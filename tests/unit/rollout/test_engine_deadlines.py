@@ -13,7 +13,7 @@ from tests.unit.rollout.rollout_stand import Stand, config_of
 
 
 @pytest.mark.parametrize("also", [None, ValueError("no tool")])
-async def test_a_step_whose_failures_are_all_deadlines_of_engines_may_be_started_again(also: Exception | None):
+async def test_a_step_that_fails_by_engine_deadlines_alone_may_restart(also: Exception | None):
     async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
         raise also if also and ctx.group_id == "g0" else DeadlineError(REQUEST, 600, "http://router")
 

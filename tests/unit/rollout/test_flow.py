@@ -177,7 +177,7 @@ RUNS = configs(), st.integers(0, 2**32), st.booleans()
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(*RUNS)
-def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(config, seed, kills):
+def test_no_trajectory_is_too_old_and_no_prompt_is_lost_or_repeated(config, seed, kills):
     check_run(config, seed, kills)
 
 
@@ -269,7 +269,7 @@ def test_a_restored_group_is_as_old_as_what_was_sampled_of_it():
     run_virtually(work())
 
 
-def test_an_evaluation_and_its_slots_are_free_while_rollouts_are_interrupted():
+def test_evaluations_run_while_rollouts_are_interrupted():
     config = one_step(concurrency=2, max_rollouts=8, partial=True, schedule__max_staleness=2, rollout_deadline=200)
 
     async def work() -> None:
@@ -287,7 +287,7 @@ def test_an_evaluation_and_its_slots_are_free_while_rollouts_are_interrupted():
 
 
 @pytest.mark.parametrize("patience", [None, 100.0])
-def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_one_in_order_is_trained(patience):
+def test_a_straggler_is_dropped_and_the_next_group_is_trained(patience):
     """The second group's first request is never answered; enough others are done after some 30 s."""
     config = one_step(over_sampling=2, schedule__straggler_deadline=patience, schedule__step_deadline=500)
 
@@ -350,7 +350,7 @@ def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
     run_virtually(work())
 
 
-def test_what_came_is_continued_with_what_is_left_of_the_limits_but_not_where_a_stop_string_may_have_begun():
+def test_interrupted_requests_continue_within_their_limits():
     part = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(0, 2, 4)], "abort", None, 0, 0.0)
     pending = Pending(GenerationRequest([5, 6], {"max_new_tokens": 5, "min_new_tokens": 1}, 3, affinity="g0"))
     assert pending.came is None and pending.rest() is pending.request

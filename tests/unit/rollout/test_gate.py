@@ -61,7 +61,7 @@ def behind(client: Any, closed: Gate, clock: Clock) -> Interruptible:
     return Interruptible(client, Slots(4), clock, closed, Journal())
 
 
-async def test_a_request_that_will_not_be_cancelled_keeps_neither_the_gate_nor_its_rollout(stubborn):
+async def test_a_request_that_cannot_be_cancelled_blocks_nothing(stubborn):
     closed = Gate()
     asking = asyncio.create_task(behind(stubborn, closed, Clock(600)).generate(GenerationRequest([1], SAMPLING, 0)))
     try:
@@ -86,7 +86,7 @@ async def test_a_rollouts_deadline_ends_it_whatever_its_request_does(stubborn):
         stubborn.ended.set()
 
 
-async def test_a_stream_that_does_not_end_is_given_up_and_nobody_waits_for_it_again(stubborn):
+async def test_an_endless_stream_is_abandoned(stubborn):
     closed, told, pieces = Gate(), [], []
 
     async def read() -> None:
@@ -106,7 +106,7 @@ async def test_a_stream_that_does_not_end_is_given_up_and_nobody_waits_for_it_ag
     assert pieces == [[5]] and closed.out == 0 and set(told) == {1}
 
 
-async def test_a_stream_that_nobody_reads_is_asked_to_end_once_in_a_while_and_not_again():
+async def test_an_unread_stream_is_asked_to_end_now_and_then():
     closed, told, left = Gate(), [], asyncio.Event()
 
     async def hold() -> None:

@@ -46,7 +46,7 @@ def batch_of(*trajectories: Trajectory, **metadata: Any) -> Batch:
     return Batch([Group(id="g", prompt=prompt, trajectories=list(trajectories))])
 
 
-async def test_numbers_of_both_hooks_and_parts_of_the_reward_are_metrics_of_the_step():
+async def test_numbers_of_hooks_and_reward_parts_are_metrics():
     async with Stand(config_of(), generate=generate, reward=reward) as stand:
         batch = await stand.next_batch()
     found = group_metrics(batch, passing=0.0)

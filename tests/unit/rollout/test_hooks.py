@@ -188,7 +188,7 @@ def context(engine: FakeEngine | None, **sampling: Any) -> RolloutContext:
     )
 
 
-async def test_turns_have_different_seeds_and_may_override_single_sampling_parameters():
+async def test_turns_have_different_seeds_and_sampling_overrides():
     engine = FakeEngine()
     ctx = context(engine, temperature=0.7, max_new_tokens=4)
     await ctx.engine.generate([1], turn=0)

@@ -118,7 +118,7 @@ def outcomes_of(source: Levels, count: int, share: float) -> list[Outcome]:
     ]
 
 
-def test_a_level_that_is_solved_gives_way_to_the_next_and_one_that_is_too_hard_to_the_one_before() -> None:
+def test_the_level_rises_when_solved_and_falls_when_too_hard() -> None:
     source = make_source(PROMPTS, 1)
     assert source.level == 0 and source.next().metadata["level"] == 0
     source.learn(outcomes_of(source, WINDOW - 1, 1.0))

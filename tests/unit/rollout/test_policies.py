@@ -129,7 +129,7 @@ async def test_a_resumed_group_gives_each_policy_its_own_answers_again() -> None
         each.close()
 
 
-async def test_a_role_that_shares_weights_gives_the_groups_of_one_policy_to_the_last_byte() -> None:
+async def test_a_role_that_shares_weights_equals_one_policy_byte_for_byte() -> None:
     """Whatever comes behind groups (advantages, batches, trainers, publications) knows no roles."""
 
     async def by_roles(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
@@ -170,9 +170,7 @@ async def unknown(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 @pytest.mark.parametrize(("hook", "named"), [(mixed, "judge"), (unknown, "writer")])
-async def test_tokens_of_another_policy_and_trajectories_of_none_are_dropped_with_the_reason(
-    hook: Generate, named: str
-) -> None:
+async def test_foreign_tokens_and_orphaned_trajectories_are_dropped(hook: Generate, named: str) -> None:
     maker, *_ = maker_of(hook)
     outcome = await maker.make(PROMPT, group_id="g0", number=0)
     assert outcome.reason == "generate failed" and named in outcome.detail

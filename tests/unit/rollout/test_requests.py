@@ -70,7 +70,7 @@ async def client_of(
 
 
 @pytest.mark.parametrize("retries", [0, 1, 2])
-async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_seed(retries):
+async def test_a_lost_request_is_repeated_with_the_same_seed(retries):
     for lost in range(retries + 2):
         looks: list[int] = []
 
@@ -102,7 +102,7 @@ async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry
         assert client.retried == 0
 
 
-async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_is_sent_again_after_a_look():
+async def test_a_refused_request_is_final_a_failed_one_is_repeated():
     """Another engine may answer what this one fails; the look finds out whether this one fails everything."""
     for answer, sent in (REFUSAL, 1), (FAULT, 3):
         looks: list[int] = []
@@ -117,7 +117,7 @@ async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_i
             assert len(bodies) == sent and len(looks) == sent - 1
 
 
-async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_nor_its_retries_pass():
+async def test_requests_wait_for_engines_without_losing_deadline_or_retries():
     outage = Outage()
     outage.begin()
     async with client_of(LOST, GOOD, outage=outage, deadline_s=3, retry_s=0.1, retries=1) as (client, bodies):

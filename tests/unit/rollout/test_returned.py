@@ -151,7 +151,7 @@ async def test_what_a_reward_or_a_filter_spoils_drops_its_group_only(hook: str, 
     assert ids_of([batch]) == ["g0", "g2", "g3", "g4"] and batch.dropped == Counter({reason: 1})
 
 
-async def test_a_filter_that_spoils_the_metadata_of_the_prompt_drops_its_group_only() -> None:
+async def test_a_filter_that_spoils_metadata_drops_its_group_only() -> None:
     def keep(group: Group) -> bool:
         group.prompt.metadata |= {"key": object()} if group.id == "g1" else {}
         return True

@@ -71,7 +71,7 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
     assert not [child for child in psutil.Process().children() if child.pid in (first, second)]
 
 
-async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
+async def test_idle_workers_that_are_stopped_are_replaced(deadline_s):
     config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
     runner = RewardProcesses(config, load_reward(config, {}), "no tokenizer is needed", {}, take_s=8.0)
     try:
@@ -127,7 +127,7 @@ async def test_a_worker_that_is_killed_while_it_is_idle_costs_no_call(deadline_s
         runner.close()
 
 
-async def test_a_worker_that_is_stopped_in_a_call_is_killed_at_the_deadline_and_the_next_call_is_judged(deadline_s):
+async def test_a_worker_stopped_in_a_call_is_killed_at_the_deadline(deadline_s):
     runner = processes(workers=1, deadline=deadline_s)
     try:
         pid, _ = await judge(runner, "process")

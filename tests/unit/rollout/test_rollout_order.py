@@ -114,7 +114,7 @@ async def test_stopping_cancels_what_is_in_flight():
 # Seeds and evaluation -------------------------------------------------------------------------------------------------
 
 
-async def test_every_rollout_has_its_own_seed_that_depends_on_run_ticket_and_index_alone():
+async def test_a_rollouts_seed_depends_on_run_ticket_and_index_alone():
     async def seeds_of(**options: Any) -> list[int]:
         async with Stand(config_of(**options), engine=FakeEngine(0.005)) as stand:
             groups = [group for _ in range(2) for group in (await stand.next_batch()).groups]
@@ -138,7 +138,7 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
         assert [each.sampling for each in stand.engine.requests[1:]] == [trained] * 2
 
 
-async def test_an_evaluation_takes_as_many_answers_as_it_is_told_at_its_own_temperature():
+async def test_an_evaluation_has_its_own_number_of_answers_and_temperature():
     config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
     async with Stand(config, reward=one) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)

@@ -162,7 +162,7 @@ def reward_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slimx-reward"]
 
 
-async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_manager(released):
+async def test_a_hanging_reward_is_replaced_by_one_thread(released):
     before = set(reward_threads())
 
     def started() -> set[threading.Thread]:
@@ -177,7 +177,7 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
     await until(lambda: len(started()) == 0)
 
 
-async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_worker(released):
+async def test_a_call_cancelled_before_it_has_a_worker_costs_none(released):
     async def reward(ctx: Any, trajectory: Any) -> float:
         while not released.is_set():
             await asyncio.sleep(0.005)
@@ -346,7 +346,7 @@ def failing(*tickets: int) -> Generate:
     return generate
 
 
-async def test_more_failures_than_the_share_stop_the_run_with_the_numbers_and_the_last_text():
+async def test_too_many_failures_stop_the_run_with_the_last_reason():
     async with Stand(config_of(max_failed_share=0.25), generate=failing(1, 2)) as stand:
         with refused("rollout.failed", about="rollout.max_failed_share") as caught:
             await stand.next_batch()

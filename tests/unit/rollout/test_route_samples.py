@@ -45,7 +45,7 @@ async def test_rollouts_ask_for_experts_as_often_as_they_are_used(options, share
     assert len(asked) >= 24 and sum(asked) == pytest.approx(share * len(asked), abs=1)
 
 
-def test_hooks_of_slimes_form_find_the_experts_of_every_answer_or_look_for_none():
+def test_slime_hooks_get_experts_of_every_answer_or_none():
     flag = "use_rollout_routing_replay"
     assert [RunFacts.of(config_of(**options)).values[flag] for options in ({}, R3)] == [False, True]
 

@@ -57,7 +57,7 @@ async def test_rollouts_in_flight_have_a_bound_of_their_own():
 
 
 @virtually
-async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollouts_deadline():
+async def test_waiting_for_engines_does_not_count_against_a_rollouts_deadline():
     engine = FakeEngine()
 
     async def slow(*arguments: object) -> object:
@@ -71,7 +71,7 @@ async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollo
         assert not batch.dropped
 
 
-async def test_requests_of_an_evaluation_go_first_and_a_place_that_is_not_taken_goes_on():
+async def test_evaluation_requests_go_first_and_unused_places_move_on():
     slots, came, hold = Slots(1), list[str](), asyncio.Event()
 
     async def request(name: str, first: bool = False) -> None:

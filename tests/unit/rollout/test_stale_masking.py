@@ -10,7 +10,7 @@ from slimx.orchestration.batches import make_update_rows
 from tests.unit.rollout.rollout_stand import config_of
 
 
-def test_masking_leaves_the_tokens_of_the_newest_version_of_each_trajectory_and_what_was_inserted():
+def test_masking_leaves_tokens_of_the_newest_version_and_inserted_ones():
     spans = [
         Span(start=0, stop=2, source="prompt"),
         Span(start=2, stop=4, source="sampled", version=3),
@@ -27,7 +27,7 @@ def test_masking_leaves_the_tokens_of_the_newest_version_of_each_trajectory_and_
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_masked_tokens_have_no_weight_and_denominators_count_the_others_alone(masked):
+def test_masked_tokens_have_no_weight_in_denominators(masked):
     config = config_of(prompts_per_step=1, schedule__max_staleness=1, algorithm__mask_stale_tokens=masked)
     prompt = Span(start=0, stop=2, source="prompt")
     mixed = [

@@ -132,7 +132,7 @@ async def test_pieces_are_the_new_tokens_and_the_whole_is_a_completion(increment
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-async def test_a_broken_stream_goes_on_from_the_tokens_that_came_with_the_versions_of_both(incremental):
+async def test_a_broken_stream_continues_with_the_versions_of_both(incremental):
     looks: list[int] = []
 
     async def look() -> None:

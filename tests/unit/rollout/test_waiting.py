@@ -125,7 +125,7 @@ async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
     assert waiting.waiting == 0
 
 
-async def test_a_request_that_waits_for_its_turn_holds_its_tokens_once_in_four_bytes_each():
+async def test_a_waiting_request_stores_its_tokens_once_in_four_bytes_each():
     tokens, waiting = 20_000, asyncio.Event()
 
     class Busy:
@@ -152,7 +152,7 @@ async def test_a_request_that_waits_for_its_turn_holds_its_tokens_once_in_four_b
 @pytest.mark.parametrize(
     "make", [list, tuple, np.array, lambda ids: np.array(ids, np.int16), lambda ids: array("q", ids)]
 )
-def test_a_request_is_the_same_whatever_kind_of_sequence_its_tokens_come_in(make):
+def test_requests_are_equal_for_any_sequence_type(make):
     ids = [7, 1000, 31999]
     asked = GenerationRequest(make(ids), {"max_new_tokens": 8}, 1)
     assert asked == GenerationRequest(ids, {"max_new_tokens": 8}, 1) and list(asked.token_ids) == ids
@@ -206,7 +206,7 @@ def test_each_deadline_is_counted_from_the_beginning_of_its_own_rollout(side):
     run_virtually(run())
 
 
-def test_a_journal_gives_back_each_request_whole_though_it_holds_a_turn_once():
+def test_a_journal_restores_requests_and_stores_turns_once():
     journal, tokens, recorded = Journal(), [7] * 500, []
     for turn in range(20):
         request = GenerationRequest(tokens, {"max_new_tokens": 8}, turn)

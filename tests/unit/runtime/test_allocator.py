@@ -49,7 +49,7 @@ def test_trainers_get_the_option_and_engines_lose_it(given, trainer, engine):
         ("2.11.0+cu130", {}, {}),
     ],
 )
-def test_pinned_memory_has_the_sizes_of_tensors_where_torch_knows_the_option(release, given, expected):
+def test_pinned_memory_is_not_rounded_up_if_torch_supports_it(release, given, expected):
     environment = dict(given)
     set_pinned_sizes(environment, release)
     assert environment == expected

@@ -35,7 +35,7 @@ def test_a_program_in_a_sandbox_ends_in_the_same_words(ended, status, word) -> N
     assert word in ProgramResult("", "", ended, status, 1.0).ending
 
 
-def test_marks_colours_and_words_of_an_earlier_process_are_no_lines_of_an_end(tmp_path: Path) -> None:
+def test_marks_colours_and_earlier_output_are_not_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("yesterday\n")
     begin_log(log)

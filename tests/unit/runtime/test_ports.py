@@ -18,7 +18,7 @@ AMONG = range(FIRST, FIRST + 16)
 DRAWS = "from slimx.runtime.ports import free_port; print(*(free_port() for _ in range(8)), flush=True); input()"
 
 
-def test_no_two_processes_are_given_one_port_and_a_process_that_ends_gives_its_own_back(monkeypatch):
+def test_no_two_processes_get_one_port_and_ports_are_returned(monkeypatch):
     monkeypatch.setattr(ports, "LISTENING", AMONG)
     monkeypatch.setattr(ports, "TRIES", 16)
     command = f"from slimx.runtime import ports; ports.LISTENING = {AMONG}; ports.TRIES = 16; {DRAWS}"

@@ -43,7 +43,7 @@ def looks(watch: StopWatch, count: int) -> list[list[psutil.Process]]:
     return [watch.look() for _ in range(count)]
 
 
-def test_a_descendant_counts_as_lost_when_several_looks_in_a_row_found_it_stopped(start: Start) -> None:
+def test_a_descendant_found_stopped_several_times_in_a_row_is_lost(start: Start) -> None:
     child, busy = start("sleep", "600"), start("sh", "-c", "while :; do :; done")
     watch = StopWatch(os.getpid(), os.getppid())
     process = stop(child.pid)

@@ -45,7 +45,7 @@ def empty_library(file: Path) -> None:
     subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", file], check=True)
 
 
-def test_a_toolkit_is_the_one_that_is_named_else_the_paths_else_the_usual_else_the_wheels(
+def test_a_toolkit_is_the_named_one_else_the_paths_or_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, packages = tmp_path / "usual", tmp_path / "packages"

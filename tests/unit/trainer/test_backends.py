@@ -61,7 +61,7 @@ def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packag
     assert ("on" if on else "off") in backends.reasons[2].split(":")[0].split()
 
 
-def test_a_mode_of_numerics_computes_its_layers_where_transformer_engine_is():
+def test_a_numerics_mode_computes_its_layers_with_transformer_engine():
     backends = choose_backends(trainer(), device="cuda", packages={TE, FLASH}, replaced=True)
     assert not backends.transformer_engine and backends.attention == "unfused"
     assert "numerics.mode" in backends.reasons[0]
@@ -79,7 +79,7 @@ def test_only_packages_that_are_there_count_as_installed():
     assert APEX not in installed()
 
 
-def test_flash_attention_is_found_by_its_distributions_and_hybridep_by_its_class(tmp_path, monkeypatch):
+def test_flash_attention_and_hybridep_are_found(tmp_path, monkeypatch):
     """An environment with flash-attn-4's part of the module flash_attn and a deep_ep without HybridEPBuffer."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
@@ -129,7 +129,7 @@ DATA2 = {"data": 2}
         ({"overlap_grad_reduce": True}, {TE}, True),
     ],
 )
-def test_gradients_are_summed_beside_the_backward_pass_where_there_are_ranks_to_sum_over(fields, packages, on):
+def test_gradient_reduction_overlaps_with_several_ranks(fields, packages, on):
     backends = choose_backends(trainer(**fields), device="cuda", packages=packages, experts=8)
     assert backends.overlap_grad_reduce is on
 
@@ -143,7 +143,7 @@ def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, replac
 
 
 @pytest.mark.parametrize(("fields", "packages"), [(DATA2, {TE}), (DATA2 | {"overlap_grad_reduce": True}, {APEX})])
-def test_weights_are_gathered_beside_a_pass_where_gradients_are_summed_in_buckets(fields, packages):
+def test_parameter_gathering_overlaps_with_gradient_buckets(fields, packages):
     asked = trainer(**fields, overlap_param_gather=True)
     assert choose_backends(asked, device="cuda", packages=packages).overlap_param_gather
     with refused("trainer.overlap_param_gather", about="trainer.overlap_param_gather"):

@@ -47,7 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Writ
 
 
 @pytest.mark.parametrize("name", ["too small", "full"])
-def test_a_rank_that_finds_the_disk_full_says_so_with_the_bytes_needed_and_free(written, name):
+def test_a_full_disk_is_reported_with_bytes_needed_and_free(written, name):
     disk, told = written[name].directory, written[name].told
     with pytest.raises(SlimxError) as error:
         if name == "full" and told is not None:

@@ -55,7 +55,7 @@ def test_an_import_that_fails_ends_those_who_need_it_and_no_other(package: Path,
         import deep_ep as _  # noqa: F401
 
 
-def test_nvshmem_makes_no_communicators_of_nccl_in_trainers_with_a_flex_dispatcher(
+def test_nvshmem_makes_no_nccl_communicators_with_a_flex_dispatcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("CUDA_HOME", "PYTORCH_ALLOC_CONF"):  # set, too: given back after the test

@@ -50,7 +50,7 @@ def test_below_the_margin_caches_are_freed_first():
     assert watched.freed == 1
 
 
-def test_still_below_it_the_run_stops_and_names_the_biggest_holders_of_both_kinds():
+def test_too_little_memory_stops_the_run_with_the_largest_holders():
     watched = guard(FakeGpu(free=500 * MIB), 1024, gained=100 * MIB)
     with refused("gpu.memory_margin", about="GPU-1234") as caught:
         watched.check({"weights": 9_000 * MIB, "gradients": 0, "optimizer state": 30_000 * MIB})

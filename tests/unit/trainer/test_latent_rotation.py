@@ -32,7 +32,7 @@ def test_rotation_is_fused_where_a_kernel_computes_it(model: str, fused: bool) -
 
 
 @pytest.mark.slow("a process that imports megatron-core")
-def test_the_fused_rotation_of_latent_attention_is_the_plain_one_to_the_last_bit() -> None:
+def test_the_fused_latent_rotation_equals_the_plain_one_bit_for_bit() -> None:
     """Packed sequences, alone and as both ranks of context parallelism; also where the query is written in place."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.unit.trainer.latent_rotation"],

@@ -24,7 +24,7 @@ OWN = {
 """Classes of layers by configuration. Mamba-2 layers are not here: they ask for a GPU's generator."""
 
 
-def test_layers_have_the_names_and_shapes_of_the_weight_table_on_every_stage() -> None:
+def test_layers_have_the_weight_tables_names_and_shapes() -> None:
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     files = [f"configs/moe/{name}.yaml" for name in OWN]

@@ -97,7 +97,7 @@ def plain_top(hidden, weight, temperature, top):
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("chunk", (1, 7, 64))
-def test_chosen_tokens_and_all_others_together_have_the_log_probs_of_whole_logits(chunk, together):
+def test_top_and_tail_log_probs_equal_those_of_whole_logits(chunk, together):
     """Alone, then beside the label's log-prob and the entropy, whose gradients come through the same logits."""
     hidden, weight, labels, temperature, _, up, sideways = problem()
     top = top_of(5)
@@ -137,7 +137,7 @@ def test_over_the_whole_vocabulary_the_kl_with_a_teacher_is_the_whole_kl(directi
     assert (found[1] > 0).all() and (found[1] < found[8]).all() and (found[8] < expected).all()
 
 
-def test_a_policy_that_says_nothing_but_the_chosen_tokens_has_finite_gradients():
+def test_a_policy_without_tail_probability_has_finite_gradients():
     hidden, weight, labels, _, _, _, _ = problem()
     with torch.no_grad():
         weight[5:] = 0.0
@@ -163,7 +163,7 @@ def test_in_bfloat16_chunks_are_as_near_to_the_truth_as_one_product():
         assert (part - expected).norm() <= 1.2 * (one - expected).norm()
 
 
-def test_a_frozen_output_layer_gets_no_gradient_and_the_hidden_states_get_theirs():
+def test_a_frozen_output_layer_gets_no_gradient_but_hidden_states_do():
     hidden, weight, labels, temperature, _, up, _ = problem()
     frozen = weight.detach()
     (found,) = torch.autograd.grad((up * chunked(hidden, frozen, labels, temperature, None, 16)[0]).sum(), hidden)
@@ -198,7 +198,7 @@ def test_a_single_kept_token_is_certain():
     assert not gradient.any()
 
 
-def test_the_automatic_chunk_is_bounded_in_bytes_and_not_too_small_for_a_product():
+def test_the_automatic_chunk_is_bounded_in_bytes():
     assert chunk_tokens(300, 32768) == 300
     assert chunk_tokens(None, 32768) == 2048
     assert chunk_tokens(None, 2**24) == SMALLEST_CHUNK

@@ -78,7 +78,7 @@ def test_every_field_that_is_not_passed_through_is_one_of_megatrons():
 
 
 @pytest.mark.parametrize(("flex_backend", "padded"), [("hybridep", True), ("deepep", False)])
-def test_packed_microbatches_are_padded_for_the_dispatcher_that_wants_them_of_one_size(
+def test_packed_micro_batches_are_padded_to_one_size_for_the_dispatcher(
     spec: ModelSpec, flex_backend: str, padded: bool
 ):
     from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
@@ -106,7 +106,7 @@ def test_a_norm_of_all_heads_stands_in_self_attention_only():
         install(SimpleNamespace(layer_specs=[layer]), SimpleNamespace(qk_layernorm=False))
 
 
-def test_a_router_outside_of_a_pass_is_a_defect_and_one_without_gradient_is_told():
+def test_a_router_outside_a_pass_is_a_defect():
     from slimx.trainer.moe.router import Cursor, RoutedTokens, RouterWatch  # imports megatron-core
 
     cursor = Cursor()

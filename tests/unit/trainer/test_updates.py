@@ -43,7 +43,7 @@ def make_groups(count: int) -> list[Group]:
 
 @pytest.mark.parametrize("aggregation", ["token", "sample", "prompt"])
 @pytest.mark.parametrize("updates", [1, 2, 3, 6])
-def test_each_group_is_in_one_update_whole_and_each_update_has_its_own_denominators(updates, aggregation):
+def test_each_group_is_whole_in_one_update_with_its_denominators(updates, aggregation):
     groups = make_groups(6)
     settings = config(schedule={"updates_per_step": updates}, algorithm={"aggregation": aggregation})
     made = make_update_rows(

@@ -73,7 +73,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_a_copy_is_read_from_a_checkpoint_without_touching_the_present_weights(models):
+def test_reading_a_copy_leaves_the_current_weights_alone(models):
     weights, other = models
     before, copy = values(weights), weights.copy_of(str(other))
     assert equal(values(weights), before)
@@ -98,7 +98,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_tensor(models):
         weights.check_finite(other)
 
 
-def test_within_a_switch_the_same_memory_holds_a_copy_and_afterwards_what_it_held(models):
+def test_within_a_switch_the_same_memory_holds_a_copy(models):
     weights, other = models
     before, places = values(weights), {name: t.data_ptr() for name, t in weights.parameters.items()}
     own, teacher = weights.snapshot(), weights.copy_of(str(other))
