@@ -89,7 +89,7 @@ async def test_trainer_ranks_get_the_plan_and_their_own_part_of_an_offer() -> No
     await senders.connect(3, offer)
     (method, arguments) = trainers.calls.pop()
     assert method == "direct.connect" and arguments["engine"] == 3
-    runs = [Offer.from_bytes(data).runs for (data,) in arguments["each"]]
+    runs = [Offer.from_bytes(data).runs for (data,) in arguments["per_rank"]]
     assert [[run.source for run in of_rank] for of_rank in runs] == [[rank] for rank in range(WORLD)]
     assert await senders.send(1, 5, {0: 0}) == list(range(WORLD))
     assert trainers.calls == [("direct.send", {"bucket": 1, "transfer": 5, "engines": {0: 0}})]

@@ -21,14 +21,14 @@ RUN = (
     PRELUDE
     + """
 from pathlib import Path
-from slimx.observability.live.run_lock import held
+from slimx.observability.live.run_lock import locked
 config.run.dir, config.cluster.stop_deadline = sys.argv[1], 60.0
 config.trainer.watch_deadline = config.rollout.rollout_deadline = 3.0
 async def work(alarm):
     sys.path.insert(0, config.run.dir)
     import hooks
     print("up", flush=True)
-    with held(Path(config.run.dir)):
+    with locked(Path(config.run.dir)):
         await hooks.generate(None, None)
 run(work)
 """

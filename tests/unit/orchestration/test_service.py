@@ -33,7 +33,7 @@ class Parts:
         self.shared: list[Sequence[str]] = []
         monkeypatch.setattr(module, "EngineGroup", self.policy)
         monkeypatch.setattr(module, "FrozenEngines", self.frozen)
-        monkeypatch.setattr(module, "tell_restarts", lambda groups, note: self.done.append("restarts told"))
+        monkeypatch.setattr(module, "note_restarts", lambda groups, note: self.done.append("restarts told"))
 
     def policy(self, *_: Any, shared: Sequence[str], **__: Any) -> SimpleNamespace:
         self.shared.append(shared)

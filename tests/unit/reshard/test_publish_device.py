@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slimx.adapters.sglang.weights.buckets import open_bucket
-from slimx.adapters.sglang.weights.places import Destination, Held, staged_sums
+from slimx.adapters.sglang.weights.places import Destination, LocalPart, staged_sums
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
@@ -123,7 +123,7 @@ class Engine(LocalRecipient):
 def place_of(view: torch.Tensor) -> Destination:
     """The place of a tensor that a rank holds as a whole."""
     shape = tuple(view.shape)
-    return Destination(view.dtype, shape, [Held("", shape, (Rect(0, 0, 0, *matrix(shape), 0, 0),))])
+    return Destination(view.dtype, shape, [LocalPart("", shape, (Rect(0, 0, 0, *matrix(shape), 0, 0),))])
 
 
 class Members:
