@@ -12,7 +12,7 @@ GROUP = "slimx.devices"
 """Entry points: classes of `Device` by "cpu" and "cuda"."""
 
 
-class Hooks(Protocol):
+class HookRegistry(Protocol):
     """SGLang's HookRegistry."""
 
     def register(self, target: str, hook: object, kind: object) -> object:
@@ -57,7 +57,7 @@ class Device:
     def open_choices(self) -> None:
         """Makes SGLang's arguments accept the choices that work on this device."""
 
-    def register(self, registry: Hooks, kinds: HookKinds, *, experts: bool) -> None:
+    def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
         """Changes SGLang in a scheduler's process, through its HookRegistry (`kinds`: its HookType). `experts`: SGLang
         computes them itself."""
 

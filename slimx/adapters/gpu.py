@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slimx.adapters.device import Device, HookKinds, Hooks
+from slimx.adapters.device import Device, HookKinds, HookRegistry
 
 
 class Gpu(Device):
@@ -13,7 +13,7 @@ class Gpu(Device):
 
         return prepare_deep_ep(needed=deep_ep)
 
-    def register(self, registry: Hooks, kinds: HookKinds, *, experts: bool) -> None:
+    def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
         from slimx.adapters.sglang import (
             seeded_sampling as draws,  # a CPU computes fp64 as fast as the estimate that saves it
         )

@@ -46,16 +46,16 @@ class Seeded(Protocol):
     sampling_seed: int | None
 
 
-class Request(Protocol):
+class Req(Protocol):
     """SGLang's Req."""
 
     sampling_params: Seeded
 
 
-class Batch(Protocol):
+class ScheduleBatch(Protocol):
     """SGLang's ScheduleBatch."""
 
-    reqs: Sequence[Request]
+    reqs: Sequence[Req]
     device: str
 
 
@@ -124,7 +124,7 @@ def take_fields(form: ServedForm, manager: object, request: object, *args: objec
     form.check_request(request)
 
 
-def carry_seeds(result: None, info: SamplingInfo, batch: Batch, vocab_size: int) -> None:
+def carry_seeds(result: None, info: SamplingInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     """Sets the seed of each request, int64 [requests] on the batch's device, after `adjusted_from_schedule_batch`.
 
     SGLang passes seeds to its sampler only in deterministic inference, which also disables tuned tiles of matrix

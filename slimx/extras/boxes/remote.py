@@ -30,7 +30,7 @@ from slimx.extras.boxes import rootfs
 from slimx.extras.boxes.programs.enclosure import MIB, ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxBusy, BoxLost, BoxRefusal, Either, names_of, too_large
-from slimx.extras.http.blocking import Response, fetch
+from slimx.extras.http.blocking import HttpResponse, fetch
 from slimx.json_types import Json
 
 PROTOCOL = 1
@@ -75,7 +75,7 @@ class RemoteServer:
         seconds: float = ANSWER_S,
         again: bool = True,
         to: IO[bytes] | None = None,
-    ) -> Response:
+    ) -> HttpResponse:
         """Sends a request and returns the response, with up to `most` bytes of content. `again`:
         retries it if the response was lost. `to`: file that receives the content instead. Raises BoxLost without a
         response, BoxRefusal if the server refuses the request."""
@@ -130,7 +130,7 @@ class RemoteServer:
     def has_image(self, name: str) -> bool:
         return self.request("GET", f"images/{quote(name, safe='')}").status == 200
 
-    def _check(self, response: Response, path: str) -> None:
+    def _check(self, response: HttpResponse, path: str) -> None:
         """Raises BoxRefusal or BoxLost for an error response."""
         if response.status in (200, 201, 202, 204, 404, 503):
             return
@@ -258,7 +258,7 @@ class RemoteBox(Box):
     def _send(self, name: str, archive: IO[bytes]) -> None:
         self._server.request("PUT", f"images/{name}", data=archive, seconds=SEND_S)
 
-    def _request(self, method: str, path: str, **options: Any) -> Response:
+    def _request(self, method: str, path: str, **options: Any) -> HttpResponse:
         response = self._server.request(method, path, **options)
         if response.status in (404, 503):
             raise BoxLost(

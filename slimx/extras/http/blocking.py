@@ -19,7 +19,7 @@ PIECE = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     """A response whose content has been read."""
 
     status: int
@@ -39,7 +39,7 @@ def fetch(
     most: int = MAX_RESPONSE,
     to: IO[bytes] | None = None,
     proxies: bool = True,
-) -> Response:
+) -> HttpResponse:
     """Sends a request and returns the response, without following redirects.
 
     `data`: body, or a file with the body, from its start. `connect_s`, `read_s`: seconds to connect, and to wait for
@@ -62,7 +62,7 @@ async def _fetch(
     most: int,
     to: IO[bytes] | None,
     proxies: bool,
-) -> Response:
+) -> HttpResponse:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=read_s)
     body: bytes | AsyncIterator[bytes] | None
     if data is None or isinstance(data, bytes):
@@ -79,7 +79,7 @@ async def _fetch(
             content = await _read(response, most, to)
         else:
             content = await _read(response, MAX_ERROR, None)
-        return Response(response.status, content, dict(response.headers))
+        return HttpResponse(response.status, content, dict(response.headers))
 
 
 async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:

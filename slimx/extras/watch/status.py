@@ -22,7 +22,7 @@ from slimx.observability.live.stacks import stacks, stacks_text
 from slimx.observability.tracking.run_files import check_run, read_config, up_to_date
 
 
-class RunState(StrEnum):
+class RunCondition(StrEnum):
     """States of a run; `slimx status --check` returns them as its exit status."""
 
     RUNNING = "running"
@@ -35,7 +35,7 @@ class RunState(StrEnum):
     @property
     def exit_status(self) -> int:
         """Exit status 0, 3, 4 or 5. A directory without a run ends with 2, like every refusal."""
-        return {RunState.RUNNING: 0, RunState.FINISHED: 3, RunState.STALLED: 4, RunState.DEAD: 5}[self]
+        return {RunCondition.RUNNING: 0, RunCondition.FINISHED: 3, RunCondition.STALLED: 4, RunCondition.DEAD: 5}[self]
 
 
 def run_status(directory: Path) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def run_status(directory: Path) -> dict[str, Any]:
     }
 
 
-def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float | None) -> RunState:
+def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float | None) -> RunCondition:
     if not running:
-        return RunState.FINISHED if finished else RunState.DEAD
+        return RunCondition.FINISHED if finished else RunCondition.DEAD
     # Without an activity the run is still starting, which has separate deadlines.
     if pace is not None and pace.stalled or silent is not None and silent > SILENT_S:
-        return RunState.STALLED
-    return RunState.RUNNING
+        return RunCondition.STALLED
+    return RunCondition.RUNNING
 
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
@@ -102,7 +102,7 @@ _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
 def describe_status(status: dict[str, Any]) -> list[str]:
     """Returns the status as lines of text. Engines of a run that has ended are omitted."""
     state = str(status["state"])
-    if status["state"] is RunState.DEAD:
+    if status["state"] is RunCondition.DEAD:
         state = "not running"
     line = f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}"
     if status["seconds_ago"] is not None:

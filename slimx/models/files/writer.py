@@ -24,7 +24,7 @@ _SHARD_BYTES = 4 * 2**30
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
-class PackedTensor(Protocol):
+class BucketTensor(Protocol):
     """A tensor in a packed bucket."""
 
     @property
@@ -47,7 +47,7 @@ class Packed(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def tensors(self) -> Sequence[PackedTensor]: ...
+    def tensors(self) -> Sequence[BucketTensor]: ...
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:

@@ -16,7 +16,7 @@ from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import BoxLost, BoxRefusal
 from slimx.extras.boxes.remote import RemoteBox
 from slimx.extras.boxes.serve import Service
-from slimx.extras.http.blocking import Response
+from slimx.extras.http.blocking import HttpResponse
 from tests.refusals import refused
 from tests.waits import until
 
@@ -159,8 +159,8 @@ class Server:
         if method == "DELETE":
             raise BoxLost("gone", about=self.url)
         if path.startswith("images"):
-            return Response(201, b"", {})
-        return Response(self.statuses.pop(0), b'{"lease_s": 3600}', {})
+            return HttpResponse(201, b"", {})
+        return HttpResponse(self.statuses.pop(0), b'{"lease_s": 3600}', {})
 
 
 def test_an_archive_that_made_room_for_others_is_sent_again(tmp_path):

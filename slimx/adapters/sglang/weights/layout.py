@@ -118,7 +118,7 @@ def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
 
 def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
     """Returns rows of the complete projection, rows of this rank's shard and its index, for query, key and value."""
-    owner = cast(places.Attention, served.owner)
+    owner = cast(places.QkvLinear, served.owner)
     rank = rank_in(owner.tp_group)
     kv_rank = rank_in(owner.kv_tp_group) // owner.num_kv_head_replicas
     heads = owner.total_num_heads
@@ -132,7 +132,7 @@ def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
 
 def latent_down(served: ServedParameter) -> Iterator[ServedPiece]:
     """Yields MLA's first projections, identical on every rank: rows of the query's, then of the key-value's."""
-    query = cast(places.LatentAttention, served.parent).q_lora_rank
+    query = cast(places.LatentLayer, served.parent).q_lora_rank
     yield share_of_rows("{at}.q_a_proj.weight", query, served.cols, query, 0, 0)
     rest = cast(places.Linear, served.owner).output_size - query
     yield share_of_rows("{at}.kv_a_proj_with_mqa.weight", rest, served.cols, rest, 0, query)
@@ -358,7 +358,7 @@ def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: 
     return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
 
-def rank_in(group: places.Group | None) -> int:
+def rank_in(group: places.ParallelGroup | None) -> int:
     """Returns the rank in the group that splits a layer, 0 for a layer that is not split."""
     return 0 if group is None else group.rank_in_group
 

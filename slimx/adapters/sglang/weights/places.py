@@ -36,7 +36,7 @@ CACHE_SCALES = ("k_scale", "v_scale")
 # torch types attributes of a module as `Tensor | Module`; a cast to one of these protocols gives the real types.
 
 
-class Group(Protocol):
+class ParallelGroup(Protocol):
     """A parallel group."""
 
     rank_in_group: int
@@ -45,18 +45,18 @@ class Group(Protocol):
 class Linear(Protocol):
     """ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear."""
 
-    tp_group: Group | None
+    tp_group: ParallelGroup | None
     input_size: int
     output_size: int
     output_sizes: Sequence[int]
     output_partition_sizes: Sequence[int]
 
 
-class Attention(Protocol):
+class QkvLinear(Protocol):
     """QKVParallelLinear."""
 
-    tp_group: Group | None
-    kv_tp_group: Group | None
+    tp_group: ParallelGroup | None
+    kv_tp_group: ParallelGroup | None
     num_kv_head_replicas: int
     total_num_heads: int
     total_num_kv_heads: int
@@ -82,7 +82,7 @@ class Vocabulary(Protocol):
     org_vocab_size: int
 
 
-class LatentAttention(Protocol):
+class LatentLayer(Protocol):
     """MLA's attention layer."""
 
     q_lora_rank: int
