@@ -40,9 +40,8 @@ class Algorithm(Section):
     shared: all get the mean of the rollout's rewards; a dotted path: credit(group) -> a reward for each trajectory of
     the group (docs/policies.md)."""
     aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = "token"
-    """Units over which the loss of an update is averaged. token: all trained tokens; sample: rollouts, each the mean of
-    its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each the sum of its
-    tokens divided by rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens."""
+    """Unit that counts equally in the loss of an update (docs/algorithms.md): token; sample: rollout; prompt: group;
+    constant: rollout, divided by rollout.sampling.max_new_tokens; sum: group, by its sum."""
     reference: bool = False
     """Measure and log the KL to a reference, the initial weights (one more forward pass)."""
     reference_refresh: Count = 0

@@ -29,20 +29,16 @@ class Publish(Section):
     alone: the base is sent once, and then the adapters of each version, which engines apply separately
     (docs/operations.md)."""
     quantise: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
-    """Rule that quantises linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); in exact mode the trainer
-    computes with these weights too. int4: routed experts are quantised to INT4, with a scale per 32 columns, for
-    engines on GPUs that load the output of `slimx convert hf-to-int4`. null: none."""
+    """Rule that quantises linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); int4: routed experts in
+    INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`; null: none."""
     transport: Transport = "auto"
-    """auto: memory or cuda_ipc on one machine, nixl between several; `slimx plan` shows which, and why. memory: engines
-    on the trainers' machine map shared memory; cuda_ipc: they copy from GPU to GPU; nixl: the network, from every
-    trainer rank directly to every engine's machine, through host memory; disk: shared files, from which a replaced
-    engine catches up without the trainers."""
+    """auto: memory or cuda_ipc on one machine, nixl between several. memory: shared memory; cuda_ipc: GPU to GPU; nixl:
+    from every trainer rank to every engine over the network; disk: shared files (docs/publication.md)."""
     directory: PathText | None = None
     """Directory of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """model: engines serve while all weights are staged, which needs memory for a whole model (in the host; with
-    cuda_ipc in the engine's GPUs); bucket: engines are paused and copy each bucket when it arrives, which needs memory
-    for two buckets."""
+    """model: engines serve while all weights are staged, which needs memory for a whole model; bucket: engines pause
+    and copy each bucket when it arrives, which needs memory for two buckets."""
     delta: Delta | None = None
     """Send only the elements that have changed since the last publication, with a mask, by nixl or disk; null: send all
     weights. Trainers and engines keep the last published bytes in host memory. It pays off on slow links and file

@@ -234,9 +234,8 @@ class Rollout(Section):
     max_failed_share: Share = 0.1
     """Fraction of a step's groups that may fail; the run stops if more do."""
     routed_experts: bool = True
-    """Return tokens' experts with completions (MoE). They are returned for every rollout if they are replayed
-    (`trainer.moe.routing_replay: R3`) or saved (`track.rollouts.routes`), else for four to seven rollouts of a step,
-    from which metrics and saved rollouts show where trainer and engine chose different experts."""
+    """Return tokens' experts with completions (MoE): of every rollout if they are replayed or saved, else of four to
+    seven rollouts of a step, from which metrics show differing experts."""
     gap_probe: Count = 4
     """Rollouts that an engine scores again in a step in which no token has the current weight version."""
     health: Health = Health()

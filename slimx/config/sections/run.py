@@ -63,9 +63,8 @@ class Cluster(Section):
     ray_address: str | None = None
     """Address of a running Ray cluster; null starts a local one."""
     trusted_network: bool | str | None = None
-    """Network that only this run's users can send to: true, or its CIDR. Servers then take an address within the CIDR;
-    without one they take the address that Ray has for their machine. Engines with `dp_attention` over several `nodes`
-    need this key (docs/engines.md)."""
+    """Network that only this run's users reach: true, or its CIDR, from which servers then take their address. Required
+    by engines with `dp_attention` over several `nodes` (docs/engines.md)."""
     start_deadline: Seconds | None = None
     """Seconds until Ray, trainers and engines must be up. null: 300 on the CPU; on GPUs 600, for compilation, plus one
     for every GB of weights that a node reads."""

@@ -76,9 +76,9 @@ class Optimizer(Section):
     max_skipped: Count = 3
     """Consecutive optimizer steps skipped for an infinite or NaN gradient at which the run stops; 0: never."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of Adam's moments between steps, which compute in fp32. bfloat16 halves their memory; DeepSeek-V3 was
-    trained this way, with fp32 main weights (arXiv:2412.19437, 3.3.3). It needs Transformer Engine's Adam (CUDA) and
-    trainer.distributed_optimizer. It is not the default because it has never run on a GPU."""
+    """Precision of Adam's moments between steps, which compute in fp32. bfloat16 halves their memory, as in
+    DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs Transformer Engine's Adam and trainer.distributed_optimizer;
+    never run on a GPU."""
     offload_fraction: Share = 0.0
     """Fraction of Adam's moments kept in (pinned) host memory. Each step copies them to the device and back in pieces
     of 512 MiB."""
@@ -146,9 +146,8 @@ class Lora(Section):
     """Layers with adapters: attention (all of its projections), mlp (of dense layers), shared_experts, experts (routed
     ones), router; null: all of these that the model has, except the router."""
     load: PathText | None = None
-    """Directory of initial adapters in PEFT's format, with the same targets; null: new ones. If its q, k and v, or gate
-    and up, have an A each, set rank and alpha to two or three times the directory's values; `slimx plan` names
-    them."""
+    """Directory of initial adapters in PEFT's format, with the same targets; null: new ones. Stacked projections need
+    two or three times the directory's rank and alpha, which `slimx plan` prints."""
 
 
 _FP8 = "set trainer.fp8, whose layers and blocks are checked against publications"
@@ -264,9 +263,8 @@ class Trainer(RankLayout):
     """Sum gradients over DP and CP ranks bucket by bucket, during the backward pass of the last micro-batch; null: on
     if Transformer Engine computes the layers and there are several such ranks."""
     overlap_param_gather: bool = False
-    """Gather updated weights over DP and CP ranks bucket by bucket, during the forward pass that reads them. It hides
-    updates_per_step - 1 gathers of a step, because a publication follows the step's last update. Megatron-LM's guides
-    turn it on: there a forward pass follows every update."""
+    """Gather updated weights over DP and CP ranks bucket by bucket, during the forward pass that reads them. This hides
+    updates_per_step - 1 gathers of a step; the last one precedes the publication."""
     grad_reduce_in_fp32: bool = True
     """Accumulate and sum gradients in fp32, as slime's scripts do; false: in the model's dtype, with half the memory
     and half the bytes between ranks, but rounded to 8 bits at every micro-batch and every sum."""
@@ -290,9 +288,8 @@ class Trainer(RankLayout):
     under the weights before the step's first update (one more forward pass). R3, the engine's choice, is refused."""
     recompute: Recompute = Recompute()
     offload_activations: tuple[OffloadedModule, ...] = ()
-    """Parts of a layer whose saved tensors, from 2**20 elements on, are kept in pinned host memory between forward and
-    backward pass: core_attn (queries, keys, values), attn_proj (attention's output), expert_fc1 (experts' input),
-    moe_act (experts' first product). It needs CUDA and Transformer Engine, and has never run on a GPU."""
+    """Parts of a layer whose saved tensors wait in pinned host memory for the backward pass: core_attn, attn_proj,
+    expert_fc1, moe_act. Needs CUDA and Transformer Engine; never run on a GPU (docs/trainer.md)."""
     threads: Size = 1
     """CPU threads per trainer rank."""
     deadline: Seconds = 1800
@@ -304,8 +301,8 @@ class Trainer(RankLayout):
     """With schedule.colocate: move weights, gradients and optimizer state to (pinned) host memory while engines
     generate."""
     memory_margin_mib: Count = 1024
-    """MiB of GPU memory that must be free before a training step. If there is less, caches are freed; if that is not
-    enough, the run stops and names the largest users. 0: no check; there is none on the CPU."""
+    """MiB of GPU memory that must be free before a training step. With less, caches are freed; if that is not enough,
+    the run stops and names the largest users. 0: no check."""
     freeze: tuple[str, ...] = ()
     """Globs over Megatron or Hugging Face names of parameters that are not trained, such as '*.mlp.gate.weight'. They
     are still published and saved in checkpoints."""
@@ -314,9 +311,8 @@ class Trainer(RankLayout):
     the engines (docs/numerics.md). The optimizer's fp32 weights stay unrounded and get the unchanged gradients. null:
     none."""
     fp8: Literal["blockwise", "mxfp8"] | None = None
-    """Compute the matrix products of linear layers in fp8 (e4m3), with weights and optimizer unchanged. blockwise:
-    weights in blocks of 128 x 128, inputs and gradients of 1 x 128, fp32 scales (Hopper); mxfp8: blocks of 1 x 32 with
-    powers of two as scales (Blackwell); null: in the model's dtype."""
+    """Compute the products of linear layers in fp8 (e4m3). blockwise: blocks of 128 x 128 and 1 x 128, fp32 scales
+    (Hopper); mxfp8: 1 x 32, powers of two (Blackwell); null: the model's dtype."""
     lora: Lora | None = None
     """Train low-rank adapters (LoRA) instead of the weights; null: none."""
     optimizer: Optimizer = Optimizer()

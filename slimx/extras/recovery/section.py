@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
 class Recovery(Section):
     trainers: Count = 0
-    """Number of times in a run that all trainer ranks may be restarted when one of them dies or hangs, while engines,
-    router and driver keep running; 0: such a loss ends the run, and the same command resumes from the newest
-    checkpoint."""
+    """Number of times in a run that all trainer ranks may be replaced when one dies or hangs, while engines, router and
+    driver keep running; 0: such a loss ends the run."""
     mirror_every: Count = 0
     """Steps between copies of all ranks' states to the host memory of a neighbouring node (of the same node if there is
     only one), so that lost trainers are restored without a disk and repeat fewer steps; 0: none."""
