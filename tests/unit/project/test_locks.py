@@ -55,6 +55,21 @@ def test_a_cuda_build_of_torch_finds_all_that_it_requires_in_the_locks():
     assert {name for name, _ in seen} <= locked
 
 
+def test_the_cpu_lock_has_all_that_its_packages_require_but_for_sglang():
+    """SGLang's CPU path imports few of its requirements; torch's are those of its build."""
+    locked = pins("cpu.txt")
+    lacking = {
+        f"{package} requires {requirement}"
+        for package in locked.keys() - {"sglang", "torch"}
+        for requirement in map(Requirement, requires(package) or [])
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not requirement.specifier.contains(
+            locked.get(canonicalize_name(requirement.name), "none").split()[0], prereleases=True
+        )
+    }
+    assert lacking == set()
+
+
 def test_hashes_are_those_of_the_wheels_or_of_the_source():
     def file(name: str, sum: str) -> dict:
         return {"url": f"https://index/{name}", "hashes": {"sha256": sum}}
