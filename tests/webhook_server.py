@@ -21,6 +21,8 @@ class Received:
         self.url = url
         self.events: list[dict[str, Any]] = []
         self.statuses: list[int] = []
+        self.headers: dict[str, str] = {}
+        """Headers of these answers."""
         self.posts = 0
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -44,7 +46,8 @@ def webhook_server() -> Iterator[Received]:
             if status == 200:
                 received.events.append(json.loads(body))
             self.send_response(status)
-            self.send_header("Content-Length", "0")
+            for name, value in {"Content-Length": "0", **(received.headers if status != 200 else {})}.items():
+                self.send_header(name, value)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:

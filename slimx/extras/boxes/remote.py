@@ -35,13 +35,13 @@ from slimx.json_types import Json
 
 PROTOCOL = 1
 CONNECT_S = 10.0
-"""Connection timeout, in seconds."""
+"""Maximum seconds to connect."""
 ANSWER_S = 60.0
-"""Response timeout, in seconds."""
+"""Maximum seconds without progress of a request or response."""
 MAKE_S = 600.0
-"""Response timeout of calls that copy a root, in seconds."""
+"""The same of calls that copy a root."""
 SEND_S = 1800.0
-"""Response timeout of an upload, which waits for other uploads, in seconds."""
+"""The same of an upload, which waits for other uploads."""
 SEND_TRIES = 3
 """Maximum number of uploads of one archive."""
 END_S = 600.0

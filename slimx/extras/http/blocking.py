@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import io
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from typing import IO
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -39,63 +44,93 @@ def fetch(
     most: int = MAX_RESPONSE,
     to: IO[bytes] | None = None,
     proxies: bool = True,
+    redirects: bool = False,
 ) -> HttpResponse:
-    """Sends a request and returns the response, without following redirects.
+    """Sends a request and returns the response.
 
-    `data`: body, or a file with the body, from its start. `connect_s`, `read_s`: seconds to connect, and to wait for
-    data. `most`: maximum bytes of content with status 200; the rest is not read. `to`: file that receives the content
-    with status 200 instead. `proxies`: uses the environment's proxies. Raises ClientError or TimeoutError without a
-    response."""
-    request = _fetch(method, url, json, data, dict(headers or {}), connect_s, read_s, most, to, proxies)
-    with asyncio.Runner() as runner:
-        return runner.run(request)
+    `data`: body, or a file with the body, from its start. `connect_s`, `read_s`: maximum seconds to connect, and
+    without progress afterwards. `most`: maximum bytes of content with status 200; the rest is not read. `to`: file that
+    receives the content with status 200 instead. `proxies`: uses the environment's proxies. `redirects`: follows
+    redirects. Raises ClientError or TimeoutError without a response, RuntimeError on a thread with a running event
+    loop."""
+    if isinstance(data, bytes):
+        data = io.BytesIO(data)
+    proxy = _proxy_of(url) if proxies else None
+    exchange = _fetch(method, url, json, data, dict(headers or {}), connect_s, read_s, most, to, proxy, redirects)
+    try:
+        with asyncio.Runner() as runner:
+            return runner.run(exchange)
+    except ValueError as error:  # of a URL, or of a header's value
+        raise aiohttp.ClientError(str(error)) from error
+
+
+def _proxy_of(url: str) -> str | None:
+    """Returns the environment's proxy for `url`; None without one, or if `no_proxy` names the host or its network."""
+    target = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(target.scheme)
+    if proxy is None or proxy_bypass(target.netloc):
+        return None
+    for network in proxies.get("no", "").split(","):
+        with suppress(ValueError):
+            if ip_address(target.hostname or "") in ip_network(network.strip()):
+                return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 async def _fetch(
     method: str,
     url: str,
     json: Json | None,
-    data: bytes | IO[bytes] | None,
+    data: IO[bytes] | None,
     headers: dict[str, str],
     connect_s: float,
     read_s: float,
     most: int,
     to: IO[bytes] | None,
-    proxies: bool,
+    proxy: str | None,
+    redirects: bool,
 ) -> HttpResponse:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=read_s)
-    body: bytes | AsyncIterator[bytes] | None
-    if data is None or isinstance(data, bytes):
-        body = data
-    else:
-        headers["Content-Length"] = str(data.seek(0, 2))
-        data.seek(0)
-        body = _pieces(data)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, trust_env=proxies) as session,
-        session.request(method, url, json=json, data=body, headers=headers, allow_redirects=False) as response,
-    ):
-        if response.status == 200:
-            content = await _read(response, most, to)
-        else:
-            content = await _read(response, MAX_ERROR, None)
-        return HttpResponse(response.status, content, dict(response.headers))
+    clock = asyncio.get_running_loop().time
+    connection = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+    async with asyncio.timeout(connect_s + read_s) as limit, aiohttp.ClientSession(timeout=connection) as session:
+
+        def progress() -> None:
+            limit.reschedule(clock() + read_s)
+
+        body = None
+        if data is not None:
+            headers["Content-Length"] = str(data.seek(0, io.SEEK_END))
+            data.seek(0)
+            body = _pieces(data, progress)
+        async with session.request(
+            method, url, json=json, data=body, headers=headers, proxy=proxy, allow_redirects=redirects
+        ) as response:
+            if response.status != 200:
+                most = MAX_ERROR
+                to = None
+            content = await _read(response, most, to, progress)
+            return HttpResponse(response.status, content, dict(response.headers))
 
 
-async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+async def _pieces(file: IO[bytes], progress: Callable[[], None]) -> AsyncIterator[bytes]:
     """Yields the content of a file, which stays open for another attempt."""
     while True:
         piece = await asyncio.to_thread(file.read, PIECE)
+        progress()
         if not piece:
             return
         yield piece
 
 
-async def _read(response: aiohttp.ClientResponse, most: int, to: IO[bytes] | None) -> bytes:
+async def _read(
+    response: aiohttp.ClientResponse, most: int, to: IO[bytes] | None, progress: Callable[[], None]
+) -> bytes:
     """Returns the content of a response, up to `most` bytes, or writes it to `to`."""
     content = bytearray()
     size = 0
     async for piece in response.content.iter_chunked(PIECE):
+        progress()
         size += len(piece)
         if to is not None:
             to.write(piece)

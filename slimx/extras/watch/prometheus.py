@@ -18,12 +18,13 @@ from prometheus_client.registry import Collector
 
 from slimx.errors import SlimxError
 from slimx.extras.http.blocking import fetch
+from slimx.extras.http.responses import MAX_RESPONSE
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 
 FETCH_S = 2.0
-"""Deadline of an engine's response to a scrape, in seconds; without it, the engine is left out and `slimx_engine_up` is
-0."""
+"""Maximum seconds to connect to an engine at a scrape, and without progress afterwards; then the engine is left out and
+`slimx_engine_up` is 0."""
 AT_ONCE = 16
 REQUEST_S = 10.0
 """Seconds after which an idle connection is closed; the server has a thread for each."""
@@ -143,12 +144,13 @@ def prometheus_name(key: str) -> str:
 
 
 def _fetch(url: str) -> str | None:
-    """Returns the text that an engine serves; None if it does not respond. Ignores the proxy settings of the site."""
+    """Returns the text that an engine serves; None if it does not respond, or with too much. Ignores the proxy settings
+    of the site."""
     try:
-        response = fetch("GET", f"{url}/metrics/", connect_s=FETCH_S, read_s=FETCH_S, proxies=False)
+        response = fetch("GET", f"{url}/metrics/", connect_s=FETCH_S, read_s=FETCH_S, proxies=False, redirects=True)
     except (aiohttp.ClientError, TimeoutError):
         return None
-    if response.status != 200:
+    if response.status != 200 or len(response.content) == MAX_RESPONSE:
         return None
     return response.content.decode(errors="replace")
 

@@ -58,8 +58,8 @@ class FakeTeacher:
 
 def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
     config = config_of(**{**SERVED, "reward__function": None, **changes})
-    speakers, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, {"wise": teacher})
-    return GroupMaker(config, Hooks(generate, one, None), speakers, score=score)
+    policies, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, {"wise": teacher})
+    return GroupMaker(config, Hooks(generate, one, None), policies, score=score)
 
 
 def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
@@ -239,8 +239,8 @@ async def test_metadata_selects_the_teacher_of_a_prompt(field):
     engines = [ACTOR, *(TEACHER | {"name": name} for name in teachers)]
     changes = {**SERVED, **TWO, "algorithm__teacher_field": field, "algorithm__teacher_engine": "common"}
     config = config_of(**{**changes, "engines": engines, "reward__function": None})
-    speakers, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, teachers)
-    make = GroupMaker(config, Hooks(single_turn.generate, one, None), speakers, score=score).make
+    policies, score = {"actor": PolicyClient(FakeEngine(), the_tokenizer())}, make_scorer(config, teachers)
+    make = GroupMaker(config, Hooks(single_turn.generate, one, None), policies, score=score).make
     for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
         outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)
         assert outcome.reason is None

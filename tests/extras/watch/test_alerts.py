@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,25 @@ def test_a_failing_server_gets_retries_and_lost_events_are_counted(server, alert
     assert server.posts == 2 * 3
     (note,) = notes
     assert "engine_lost" in note and "KEY" not in note
+
+
+def test_retries_wait_as_long_as_the_server_asks_up_to_a_limit(server, alerts, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(webhook, "time", SimpleNamespace(sleep=pauses.append))
+    for asked, pause in (("7", 7.0), ("900", webhook.MAX_PAUSE_S), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0)):
+        server.statuses, server.headers = [429], {"Retry-After": asked}
+        with alerting(alerts, server.url):
+            alerts.tell("restarted", "it is back")
+        assert pauses == [0.0, pause]
+        pauses.clear()
+    assert len(server.events) == 3
+
+
+def test_events_follow_a_redirect(server, alerts, notes):
+    server.statuses, server.headers = [307], {"Location": "/moved"}
+    with alerting(alerts, server.url):
+        alerts.tell("restarted", "it is back")
+    assert [event["event"] for event in server.events] == ["restarted"] and not notes
 
 
 def test_a_url_that_nobody_answers_costs_an_event_but_not_the_run(alerts, notes, monkeypatch):

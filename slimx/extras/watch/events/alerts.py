@@ -100,7 +100,7 @@ class Alerts(Events):
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Sends the events of the block to `url`, including its early end; None: sends nothing."""
     if url is not None:
-        from slimx.extras.watch.events.webhook import Webhook  # imports requests
+        from slimx.extras.watch.events.webhook import Webhook  # imports aiohttp
 
         alerts.webhook = Webhook(url)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -15,11 +16,13 @@ from slimx.extras.watch.background import InOrder
 from slimx.extras.watch.events.event import Event
 
 TIMEOUT_S = 10.0
-"""Deadline of one attempt to connect, and of one response, in seconds."""
+"""Maximum seconds to connect, and without progress afterwards."""
 PAUSES_S = (1.0, 2.0)
 """Seconds before the second and the third attempt to post an event."""
 RETRIED = (429, 500, 502, 503, 504)
 """Statuses after which an event is posted again."""
+MAX_PAUSE_S = 30.0
+"""Maximum of the pause that a response may ask for, in seconds."""
 CLOSE_S = 60.0
 """Seconds for the last events at the end of a run."""
 
@@ -53,16 +56,22 @@ class Webhook:
         return self.lost
 
     def _post(self, event: Event) -> None:
+        retry_after_s = 0.0
         for pause_s in (0.0, *PAUSES_S):
-            time.sleep(pause_s)
+            time.sleep(max(pause_s, retry_after_s))
+            retry_after_s = 0.0
             try:
-                response = fetch("POST", self._url, json=asdict(event), connect_s=TIMEOUT_S, read_s=TIMEOUT_S)
+                response = fetch(
+                    "POST", self._url, json=asdict(event), connect_s=TIMEOUT_S, read_s=TIMEOUT_S, redirects=True
+                )
             except (aiohttp.ClientError, TimeoutError):
                 continue  # the error's text contains the URL, which may contain a secret
             if response.status < 300:
                 return
             if response.status not in RETRIED:
                 break
+            with suppress(ValueError):  # Retry-After may also be a date
+                retry_after_s = min(float(response.headers.get("Retry-After", 0)), MAX_PAUSE_S)
         self._lose(event)
 
     def _lose(self, event: Event) -> None:
