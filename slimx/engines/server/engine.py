@@ -205,7 +205,7 @@ class Engine(EngineServer):
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
         """Restores memory of all tags or of `tags`. After the weights' memory returns, the engine is DIRTY until a
         publication is verified."""
-        asleep = self.asleep if tags is None else self.asleep & set(tags)
+        asleep = set(self.asleep) if tags is None else self.asleep & set(tags)
         if not asleep:
             raise SlimxError(
                 f"engine {self.spec.name}: none of {tags or 'its memory'} is released "

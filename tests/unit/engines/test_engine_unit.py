@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -93,6 +94,15 @@ async def test_graphs_sleep_and_come_back_with_the_kv_cache(tmp_path: Path, monk
         ("/continue_generation", []),
     ]
     assert engine.state is State.READY and not engine.asleep
+
+
+async def test_waking_everything_leaves_the_weights_unverified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(CPU, tmp_path / "log")
+    monkeypatch.setattr(engine, "call", AsyncMock())
+    engine.state = State.PAUSED
+    await engine.sleep()
+    await engine.wake()
+    assert engine.state is State.DIRTY and not engine.asleep
 
 
 async def test_an_engine_owns_its_weights_before_the_first_publication(
