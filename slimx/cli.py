@@ -145,8 +145,8 @@ def entry() -> None:
     try:
         main()
         status = 0
-    except SystemExit as exit:
-        status = exit.code
+    except SystemExit as ended:
+        status = ended.code
         raise
     finally:
         if release is not None:

@@ -1,38 +1,38 @@
 """Lookup of entry points, through which extras and other packages extend slimx.
 
-    slimx.advantages          advantages of a kind, or what a kind of loss makes of them: `Estimator`
-    slimx.agent_servers       servers of chat completions that agents sample through
+    slimx.advantages          advantages of a kind, or those that a kind of loss derives from them: `Estimator`
+    slimx.agent_servers       chat completion servers, through which agents sample
     slimx.agents              agents: `rollout.options.agent`
     slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
     slimx.commands            commands of the command line: Typer apps
     slimx.datasets            published data sets that `slimx data` writes
-    slimx.devices             changes to megatron-core and SGLang for "cpu" and "cuda": `Device`
+    slimx.devices             adaptations of megatron-core and SGLang to "cpu" and "cuda": `Device`
     slimx.engine_layers       kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
     slimx.environments        environments: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`
     slimx.families            families of models, by architecture
-    slimx.foreign_names       names that other frameworks have for keys and values
-    slimx.frozen_engines      engines of models that are never published to: `FrozenEngines`, the name `routers`
+    slimx.foreign_names       names of keys and values in other frameworks
+    slimx.frozen_engines      engines of frozen models: `FrozenEngines`, named `routers`
     slimx.generate            generate hooks: `rollout.generate`
-    slimx.hook_forms          hooks that were written for another program
+    slimx.hook_forms          hooks written for another program
     slimx.layer_kinds         kinds of decoder layers
-    slimx.learners            training of other models than policies, by the kind of their loss: `Learner`
-    slimx.machines            other machines of a server that spans several: `Machines`, the name `ray`
+    slimx.learners            trainers of models other than policies, by kind of loss: `Learner`
+    slimx.machines            other machines of a server that spans several: `Machines`, named `ray`
     slimx.maps                mapping hooks: `rollout.map`
     slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
     slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
     slimx.objectives          modules with kinds and presets of section `algorithm`
-    slimx.optimizer_states    optimizers that keep another one's state elsewhere: `ExternalState`, the name `host`
-    slimx.prompt_files        readers of prompts that are no JSON lines: `read_rows`
-    slimx.prompt_sources      orders of prompts from several files: `DataSource`, the name `mixed`
-    slimx.recoveries          answers to the loss of trainers: `RankLossHandler`, or None
+    slimx.optimizer_states    optimizers whose state is kept elsewhere: `ExternalState`, named `host`
+    slimx.prompt_files        readers of prompt files other than JSON lines: `read_rows`
+    slimx.prompt_sources      orders of prompts from several files: `DataSource`, named `mixed`
+    slimx.recoveries          handlers of lost trainers: `RankLossHandler`, or None
     slimx.reports             reports of finished runs
     slimx.rewards             reward hooks: `reward.function`
     slimx.roles               roles of a trainer rank
-    slimx.roundings           rounding of what trainers multiply: `trainer.fp8`, `trainer.qat`
-    slimx.rules               modules with rules that a run is checked by before it starts
+    slimx.roundings           rounding of the factors of trainers' products: `trainer.fp8`, `trainer.qat`
+    slimx.rules               modules with rules that are checked before a run starts
     slimx.sections            sections of the configuration
-    slimx.server_verbs        verbs about a server's process: functions of SGLang's model runner
+    slimx.server_verbs        operations of a server's process: functions of SGLang's model runner
     slimx.sinks               destinations of a step's metrics
     slimx.toolboxes           toolboxes: `rollout.options.toolbox`
     slimx.transports          transports of weights to engines: `publish.transport`

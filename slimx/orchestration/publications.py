@@ -56,7 +56,7 @@ class Publications:
         """Releases the devices of colocated engines."""
 
     async def wake(self) -> None:
-        """Makes colocated engines serve again."""
+        """Restores the memory of colocated engines' weights; a publication must follow."""
 
 
 class EnginePublications(Publications):

@@ -12,7 +12,7 @@ from slimx.rewards.context import Context
 
 Value = float | Mapping[str, float]
 type Hook[C: Context] = Callable[[C, Trajectory], Coroutine[None, None, Value | Sequence[Value]]]
-"""Like `slimx.rollout.hooks.Reward`, which is in a room above."""
+"""Like `slimx.rollout.hooks.Reward`, which is in a higher layer."""
 
 
 @dataclass(frozen=True, slots=True)

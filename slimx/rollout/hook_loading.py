@@ -158,8 +158,8 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Returns True if `reward` is called in worker processes (`reward.isolation`). Raises SlimxError if a hook cannot
-    run in a thread."""
+    """Returns True if `reward` is called in worker processes (`reward.isolation`). Raises SlimxError if
+    `reward.isolation` is thread and a hook cannot run in one."""
     needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(

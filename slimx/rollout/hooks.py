@@ -1,8 +1,9 @@
 """The hooks that a user writes, and their contexts.
 
-async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory | list[Trajectory] async def reward(ctx:
-RewardContext, trajectory: Trajectory) -> float | dict[str, float] async def reward(ctx: RewardContext, group: Group) ->
-list[float | dict[str, float]]     # reward.scope: group def keep(group: Group) -> bool | str
+    async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory | list[Trajectory]
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> float | dict[str, float]
+    async def reward(ctx: RewardContext, group: Group) -> list[float | dict[str, float]]     # reward.scope: group
+    def keep(group: Group) -> bool | str
 
 `slimx.rollout.hook_loading` imports and checks them before a run starts.
 """

@@ -54,6 +54,7 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
     for split_rule in (sizes_divide, *spec.layer_kind.split_rules()):
         if any(split_rule.ask(sizes, spec)):
             refused = True
+            break
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:

@@ -43,8 +43,8 @@ def private_directory() -> Path:
         ) from error
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise SlimxError(
-            f"{directory} belongs to another user, who could replace its files; remove it, or "
-            "set TMPDIR to another directory",
+            f"{directory} is not a directory of this user, so others could replace its files; remove it, "
+            "or set TMPDIR to another directory",
             code="tmpdir.owner",
             about=str(directory),
         )

@@ -116,12 +116,10 @@ class PolicyTrainer(TrainedModel):
         for update in trained:
             batches = []
             for logprobs, differs, lengths in update:
+                logprobs = self.context.gather(logprobs, lengths)
                 differs = self.context.gather(differs.to(torch.uint8), lengths)
                 batches.append(
-                    {
-                        "logprobs": self.context.gather(logprobs, lengths).cpu().numpy(),
-                        "other_experts": differs.cpu().numpy().astype(bool),
-                    }
+                    {"logprobs": logprobs.cpu().numpy(), "other_experts": differs.cpu().numpy().astype(bool)}
                 )
             out.append(batches)
         return out

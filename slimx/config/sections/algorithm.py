@@ -265,7 +265,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     "credit": (
         lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
-        "assigns rewards to trajectories, which these advantages do not use, or compare with a reward without credit",
+        "assigns rewards to trajectories, which these advantages do not use, or use with a baseline without credit",
     ),
     "aggregation": (lambda a: not a.scores, "weights tokens, and a reward model has one score per answer"),
     "kl_reward_coef": (

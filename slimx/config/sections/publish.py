@@ -27,7 +27,7 @@ class Publish(Section):
     adapters: Literal["merged", "alone"] = "merged"
     """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with merged adapters;
     alone: the base is sent once, and then the adapters of each version, which engines apply separately
-    (docs/operations.md)."""
+    (docs/lora.md)."""
     quantise: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
     """Rule that quantises linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); int4: routed experts in
     INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`; null: none."""

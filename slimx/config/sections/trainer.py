@@ -77,8 +77,8 @@ class Optimizer(Section):
     """Consecutive optimizer steps skipped for an infinite or NaN gradient at which the run stops; 0: never."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of Adam's moments between steps, which compute in fp32. bfloat16 halves their memory, as in
-    DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs Transformer Engine's Adam and trainer.distributed_optimizer;
-    never run on a GPU."""
+    DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs CUDA, Transformer Engine's Adam and
+    trainer.distributed_optimizer; never run on a GPU."""
     offload_fraction: Share = 0.0
     """Fraction of Adam's moments kept in (pinned) host memory. Each step copies them to the device and back in pieces
     of 512 MiB."""
@@ -105,7 +105,7 @@ class Recompute(Section):
 
 
 class Moe(Section):
-    """Routing of tokens to experts (docs/concepts.md explains each term)."""
+    """Routing of tokens to experts (docs/trainer.md explains each term)."""
 
     dispatcher: Literal["alltoall", "flex"] = "alltoall"
     """alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)."""

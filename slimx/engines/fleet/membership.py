@@ -30,7 +30,8 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Ticker, cancelled
 
 
-async def _nothing(error: SlimxError) -> None: ...
+async def _nothing(error: SlimxError) -> None:
+    """Does nothing before the server of a lost engine is ended."""
 
 
 class Membership:
@@ -50,8 +51,7 @@ class Membership:
         """Creates the records of restarts and the keeper of `router`.
 
         `start_deadline_s`: deadline of one start of an engine or of the router, in seconds. `note` receives a line for
-        every event, `record` every restart. `pause_s`: pause before the second restart in a row of one part, in
-        seconds.
+        every event, `record` every restart. `pause_s`: seconds before the second restart in a row of one part.
         """
         self.engines = engines
         self.health = health
@@ -114,8 +114,8 @@ class Membership:
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Registers `engine`, which holds a verified version, with the router. Raises ReceiverLost if it was lost
-        meanwhile."""
+        """Registers `engine`, which holds a verified version, with the router. Raises ReceiverLost if it is
+        lost."""
         incarnation = engine.incarnation
         if engine.standing is Standing.JOINING:
             await self.keeper.add(engine)
@@ -280,9 +280,9 @@ class Membership:
 
     async def _watch(self, engine: EngineHandle) -> None:
         failures = 0
-        pace = Ticker(self.health.interval)
+        ticker = Ticker(self.health.interval)
         while True:
-            await pace.round()
+            await ticker.round()
             if engine not in self.candidates():
                 failures = 0
                 continue

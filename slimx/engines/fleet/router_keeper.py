@@ -78,9 +78,9 @@ class RouterKeeper:
         """Checks the router every `health.interval` seconds. Restarts it if it has ended or failed `health.threshold`
         checks in a row."""
         failures = 0
-        pace = Ticker(self.membership.health.interval)
+        ticker = Ticker(self.membership.health.interval)
         while True:
-            await pace.round()
+            await ticker.round()
             if await self.look():
                 failures = 0
                 continue

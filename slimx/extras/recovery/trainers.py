@@ -13,6 +13,7 @@ new ranks before they have the state of the old ones: until then the group's act
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -288,10 +289,11 @@ class TrainerRecovery(RankLossHandler):
         """Loads the newest state on new ranks; returns its step and its description. A mirror newer than a save that
         must be written again is not used: new ranks would not pass the save's step."""
         base = self.ledger.base
-        write_error = self.checkpoints.write_error
+        unwritten_step = self.checkpoints.unwritten_step
         mirrored = self.mirrors.step
         same = new.sizes == self.trainers.sizes
-        if same and mirrored is not None and mirrored > base.step and (write_error is None or mirrored <= write_error):
+        newest = math.inf if unwritten_step is None else unwritten_step
+        if same and mirrored is not None and base.step < mirrored <= newest:
             try:
                 await self.mirrors.restore(new)
                 self.from_mirrors += 1

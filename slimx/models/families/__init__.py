@@ -177,8 +177,9 @@ class ModelSpec:
     def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
         """Returns SGLang's layout of every checkpoint tensor; with `draft` also that of its draft model."""
         table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
-        if not draft or self.family.draft_rows is None:
+        if not draft:
             return table
+        assert self.family.draft_rows is not None
         rows = self.family.draft_rows(self.hf, fused_shared_experts=fused_shared_experts)
         return replace(table, rows=(*table.rows, *rows), mtp_layers=1)
 

@@ -189,14 +189,14 @@ class EngineService:
 
     def make_maker(self) -> GroupMaker:
         """Returns a maker of groups that uses these engines; the caller closes it."""
-        speakers = {}
+        policies = {}
         for name, policy in self.sources.policies.items():
-            speakers[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
+            policies[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
         outage = Outages(tuple(group.members.outage for group in self.groups.values()))
         return GroupMaker(
             self.config,
             self.sources.hooks,
-            speakers,
+            policies,
             self.frozen.clients,
             self.proxy,
             outage,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG, MIDDLE, OLD = 50_000, 10, 10
-"""Thresholds of gc.set_threshold: new objects per young collection; collections per collection of the next generation.
-"""
+"""Thresholds of gc.set_threshold. Young: new objects per collection. Middle and old: collections of the generation
+below per collection."""
 
 
 @contextmanager

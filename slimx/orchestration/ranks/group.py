@@ -101,7 +101,6 @@ class RankGroup:
         """Continues with the started ranks of `successor`."""
         self.actors = successor.actors
         self.started = successor.started
-        self.actors, self.started = successor.actors, successor.started
 
     async def start(self) -> list[Json]:
         """Starts all ranks; returns pids and adapters by rank."""

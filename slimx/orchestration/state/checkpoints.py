@@ -113,7 +113,7 @@ class Checkpointer:
         self._writing.add_done_callback(self._written)
 
     @property
-    def write_error(self) -> int | None:
+    def unwritten_step(self) -> int | None:
         """Step of a save that is not complete."""
         return None if self._unwritten is None else self._unwritten[0]
 

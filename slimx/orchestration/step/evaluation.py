@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from slimx.algorithms.advantages.group import reward_of
 from slimx.algorithms.learner import learner_of
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
@@ -62,23 +63,18 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
     for name, outcome in zip(names, outcomes, strict=True):
-        if outcome.failed or outcome.group is None:
+        if outcome.failed:
             rewards[name].append([0.0] * options.samples)
         else:
             rewards[name].append(answers(outcome.group))
     answered = trajectories_of(answered_groups(outcomes))
     metrics = score(rewards, options.passing, options.ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
-    return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 
 
 def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
     """Returns the groups of the prompts that did not fail."""
-    groups = []
-    for outcome in outcomes:
-        if outcome.group is not None and not outcome.failed:
-            groups.append(outcome.group)
-    return groups
+    return [outcome.group for outcome in outcomes if not outcome.failed]
 
 
 def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
@@ -93,8 +89,7 @@ def answers(group: Group) -> list[float]:
     """Returns the reward of each rollout; the mean if it has several trajectories."""
     by_rollout: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
-        assert trajectory.reward is not None, "evaluations have rewards"
-        by_rollout.setdefault(trajectory.rollout_id, []).append(trajectory.reward)
+        by_rollout.setdefault(trajectory.rollout_id, []).append(reward_of(trajectory))
     return [float(np.mean(rewards)) for rewards in by_rollout.values()]
 
 

@@ -136,7 +136,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
             if group.sglang.get(key) != value:
                 raise SlimxError(
                     f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
-                    f"{spec.family.ARCHITECTURE}: SGLang's default weight layout cannot be published",
+                    f"{spec.family.ARCHITECTURE}: with another value SGLang's weight layout cannot be published",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )

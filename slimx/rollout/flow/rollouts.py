@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.chat.responses import Response, read_response
@@ -101,7 +102,7 @@ class GroupMaker:
         self,
         config: Config,
         hooks: Hooks,
-        speakers: Mapping[str, PolicyClient],
+        policies: Mapping[str, PolicyClient],
         engines: Engines | None = None,
         proxy: AgentServer | None = None,
         outage: Outage | Outages | None = None,
@@ -109,17 +110,17 @@ class GroupMaker:
     ):
         """Prepares hooks, slots and reward workers.
 
-        `speakers`: every trained policy by name, `actor` first. `engines`: clients of frozen models for hooks. `proxy`:
+        `policies`: every trained policy by name, `actor` first. `engines`: clients of frozen models for hooks. `proxy`:
         server through which agents sample. `outage`: while it lasts, deadlines of rollouts are suspended. `score`:
         called with each finished training rollout.
         """
         self.config = config
         self.hooks = hooks
-        self.speakers = speakers
+        self.policies = policies
         self.engines = engines or {}
         self.proxy = proxy
         self._score = score
-        self.versions = dict.fromkeys(speakers, 0)
+        self.versions = dict.fromkeys(policies, 0)
         """Newest published weight version of each policy, updated by the loop."""
         self.begun: dict[str, int] = {}
         """Version of each policy whose publication has begun: some engines may have it already."""
@@ -162,8 +163,8 @@ class GroupMaker:
         samples_of_eval = evaluation and not self.config.algorithm.scores  # held-out preference pairs stay pairs
         size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size
         ids: dict[str, PromptIds] = {}
-        for name, speaker in self.speakers.items():
-            ids[name] = PromptIds(with_template(speaker.tokenizer, prompt.template))
+        for name, policy in self.policies.items():
+            ids[name] = PromptIds(with_template(policy.tokenizer, prompt.template))
         run = partial(self._rollout, prompt, ids, group_id, number, evaluation=evaluation, progress=progress)
         rollouts = [run(index) for index in range(size)]
         if self.config.algorithm.advantages.kind == "remax" and not evaluation:
@@ -194,7 +195,7 @@ class GroupMaker:
         except SlimxError as error:
             return GroupOutcome(group, "reward failed", str(error))
         if greedy:
-            group.baseline = sum(trajectory.reward or 0.0 for trajectory in greedy) / len(greedy)
+            group.baseline = sum(reward_of(trajectory) for trajectory in greedy) / len(greedy)
         if self.hooks.keep is None or evaluation:
             return GroupOutcome(group)
         return self._filtered(group, self.hooks.keep)
@@ -243,20 +244,19 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Returns the trajectories of one rollout, with rewards unless these are per group; one failed trajectory if it
-        failed."""
+        """Returns one rollout's trajectories, with rewards unless these are per group; if it failed, a failed one."""
         done = progress.done.get(index)
         if done is not None:
             return done
         clock = Clock(self.config.rollout.rollout_deadline)
         clients: dict[str, Generator | None] = {}
-        for name, speaker in self.speakers.items():
-            clients[name] = speaker.client
-            if speaker.client is not None and evaluation:
-                clients[name] = SlottedClient(speaker.client, self._slots, clock)
-            elif speaker.client is not None:
+        for name, policy in self.policies.items():
+            clients[name] = policy.client
+            if policy.client is not None and evaluation:
+                clients[name] = SlottedClient(policy.client, self._slots, clock)
+            elif policy.client is not None:
                 journal = progress.journal(index)  # for all policies, whose seeds differ
-                clients[name] = Interruptible(speaker.client, self._slots, clock, self.gate, journal)
+                clients[name] = Interruptible(policy.client, self._slots, clock, self.gate, journal)
         ctx = self._context(prompt_ids, clients, group_id, number, index, evaluation=evaluation, greedy=greedy)
         try:
             trajectories = await self._generate(ctx, prompt, clock)
@@ -296,7 +296,7 @@ class GroupMaker:
         contexts: dict[str, RolloutContext] = {}
         by_role: dict[str, RolloutContext] = {}
         metrics: dict[str, float] = {}
-        for name, speaker in self.speakers.items():
+        for name, policy in self.policies.items():
             seed = seed_of(self.config.run.seed, number, index)
             if name != ACTOR:
                 seed = seed_of(seed, zlib.crc32(name.encode()))
@@ -309,8 +309,8 @@ class GroupMaker:
                 group_id=group_id,
                 index=index,
                 engines=self.engines,
-                address=getattr(speaker.client, "url", ""),
-                headers=getattr(speaker.client, "headers", {}),
+                address=getattr(policy.client, "url", ""),
+                headers=getattr(policy.client, "headers", {}),
                 proxy=self.proxy if name == ACTOR else None,
                 environments=self._environments,
                 prompt_ids=prompt_ids[name],
@@ -376,9 +376,9 @@ class GroupMaker:
             hook,
             group_id,
             index,
-            vocabularies={name: speaker.vocabulary for name, speaker in self.speakers.items()},
+            vocabularies={name: policy.vocabulary for name, policy in self.policies.items()},
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
-            sampled=self.speakers[ACTOR].client is not None,
+            sampled=self.policies[ACTOR].client is not None,
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
@@ -388,9 +388,9 @@ class GroupMaker:
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         responses: list[Response] = []
         for trajectory in trajectories:
-            responses.append(read_response(trajectory, self.speakers[trajectory.policy].tokenizer))
+            responses.append(read_response(trajectory, self.policies[trajectory.policy].tokenizer))
         ctx = RewardContext(
-            prompt, self.speakers[ACTOR].tokenizer, responses[0].text, evaluation, self.engines, responses
+            prompt, self.policies[ACTOR].tokenizer, responses[0].text, evaluation, self.engines, responses
         )
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)

@@ -105,7 +105,7 @@ class RouterChoice:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values and experts [t, k] of scores [t, experts], with the signature of upstream's RouterReplay."""
+        """Returns values and experts [t, k] of scores [t, experts], called as upstream's RouterReplay."""
         tokens = self.tokens
         row = self.row
         if row is not None and tokens.replayed is not None:

@@ -43,6 +43,7 @@ class ExternalState:
 
     def make_state(self) -> None:
         """Gives parameters without state, whose state is kept elsewhere, the zeros that Adam starts from."""
+        raise NotImplementedError
 
 
 def build_optimizer(

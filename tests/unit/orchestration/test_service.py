@@ -81,7 +81,7 @@ async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path
         await service.open(context=100)
         assert json.loads((tmp_path / "engines.json").read_text())["routers"][0]["name"] == "router"
         maker = service.make_maker()
-        assert maker.speakers["actor"].client is service.clients["actor"]
+        assert maker.policies["actor"].client is service.clients["actor"]
         engines.members.outage.begin()
         stood = maker.outage.time()
         await asyncio.sleep(0.05)
@@ -113,5 +113,5 @@ async def test_without_engines_of_the_policy_there_is_a_maker_without_a_client(t
         assert service.place() == {}
         await service.open(context=100)
         maker = service.make_maker()
-        assert maker.speakers["actor"].client is None and maker.proxy is service.proxy
+        assert maker.policies["actor"].client is None and maker.proxy is service.proxy
         maker.close()

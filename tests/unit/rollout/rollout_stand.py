@@ -81,8 +81,8 @@ class Stand:
     ) -> None:
         self.engine = engine or FakeEngine()
         tokenizer = tokenizer or the_tokenizer()
-        speaker = PolicyClient(self.engine, tokenizer, len(the_tokenizer()))
-        self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": speaker})
+        policy = PolicyClient(self.engine, tokenizer, len(the_tokenizer()))
+        self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": policy})
         self.dropped: list[Dropped] = []
         self.outcomes: dict[str, GroupOutcome] = {}
         """What the maker gave back, by group."""

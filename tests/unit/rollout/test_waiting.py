@@ -109,7 +109,7 @@ def of_a_side(waiting: Tools, side: str, count: int = COUNT, **options: Any) -> 
 async def test_a_rollout_that_waits_holds_little_more_than_its_tokens():
     waiting, count = Tools(), COUNT // 5  # allocations that are traced are slow
     async with of_a_side(waiting, "hook", count) as stand:
-        await stand.maker.speakers["actor"].client.generate(GenerationRequest([5], {"max_new_tokens": 1}, 1))
+        await stand.maker.policies["actor"].client.generate(GenerationRequest([5], {"max_new_tokens": 1}, 1))
         gc.collect()
         tracemalloc.start()
         try:

@@ -140,7 +140,7 @@ async def test_a_pair_from_a_file_is_two_rollouts_with_rewards_1_and_0():
         prompt = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}], answer="2", metadata={"rejected": "33"})
         outcome = await stand.maker.make(prompt, group_id="g", number=0)
         broken = await stand.maker.make(Prompt(id="q", token_ids=[1], answer="2"), group_id="h", number=1)
-        tokenizer = stand.maker.speakers["actor"].tokenizer
+        tokenizer = stand.maker.policies["actor"].tokenizer
     chosen, rejected = outcome.group.trajectories
     assert (chosen.reward, rejected.reward) == (1.0, 0.0)
     for trajectory, text in ((chosen, "2"), (rejected, "33")):

@@ -119,9 +119,9 @@ class HookTrial:
                 scripts = scripts[:1]
                 generation = None
             # The stand-in serves every policy, with the actor's tokenizer.
-            speaker = PolicyClient(generation, self.tokenizer, self.spec.vocab_size)
-            speakers = dict.fromkeys(self.config.trained, speaker)
-            maker = GroupMaker(self.config, hooks, speakers, frozen, proxy, score=make_scorer(self.config, frozen))
+            policy = PolicyClient(generation, self.tokenizer, self.spec.vocab_size)
+            policies = dict.fromkeys(self.config.trained, policy)
+            maker = GroupMaker(self.config, hooks, policies, frozen, proxy, score=make_scorer(self.config, frozen))
             maker.version = VERSION
             try:
                 rollouts: list[TrialRollout] = []
