@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.extras.families import deepseek_v3
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.extras.planner.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
@@ -80,7 +80,7 @@ class Case:
         return compile_plan(
             MegatronLayout(self.family.weight_table(self.hf), self.trainer).parts(),
             EngineLayout(self.family.engine_table(self.hf), self.engine).parts(),
-            precision=Precision("bfloat16", "bfloat16", quantisation("ieee") if self.fp8 else None),
+            precision=Precision("bfloat16", "bfloat16", quantization("ieee") if self.fp8 else None),
             bucket_bytes=BUCKET_BYTES,
             ranks=self.engine.world,
         )

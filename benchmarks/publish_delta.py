@@ -15,7 +15,7 @@ be the published bytes, every time. Whole weights and changes alternate in one p
                 another (they overlap by bucket in a run, which raises it)
 
 With `--disk` the same versions are also written as files below DIRECTORY, as `publish.transport: disk` has them (each
-file synchronised), and read as beside an engine: what has changed, and everything.
+file synchronized), and read as beside an engine: what has changed, and everything.
 
     write       seconds until a version is complete: changes, and whole
     read        seconds to have the whole bytes in memory: of changes, and of whole files

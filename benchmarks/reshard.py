@@ -30,8 +30,8 @@ from tests import reshard_reference as reference  # noqa: E402
 JOBS = [
     Job("bf16 permute", OP.COPY_CHECKED),
     Job("bf16 permute, unchecked", OP.COPY),
-    Job("fp8 128x128 ieee", OP.QUANTISE_FP8, RULE.IEEE),
-    Job("fp8 128x128 ue8m0", OP.QUANTISE_FP8, RULE.UE8M0),
+    Job("fp8 128x128 ieee", OP.QUANTIZE_FP8, RULE.IEEE),
+    Job("fp8 128x128 ue8m0", OP.QUANTIZE_FP8, RULE.UE8M0),
 ]
 
 

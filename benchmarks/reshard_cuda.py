@@ -27,16 +27,16 @@ from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noq
 
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan  # noqa: E402
-from slimx.reshard.kernels.record import OP, PIECE, QUANTISES, RULE, scale_bytes  # noqa: E402
+from slimx.reshard.kernels.record import OP, PIECE, QUANTIZES, RULE, scale_bytes  # noqa: E402
 from tests import reshard_reference as reference
 
 LAYER = [
     Job("bf16 permute", OP.COPY_CHECKED),
     Job("bf16 permute, unchecked", OP.COPY),
-    Job("fp8 128x128 ieee", OP.QUANTISE_FP8, RULE.IEEE),
-    Job("fp8 128x128 te", OP.QUANTISE_FP8, RULE.TE),
-    Job("fp8 128x128 triton", OP.QUANTISE_FP8, RULE.TRITON),
-    Job("fp8 128x128 ue8m0", OP.QUANTISE_FP8, RULE.UE8M0),
+    Job("fp8 128x128 ieee", OP.QUANTIZE_FP8, RULE.IEEE),
+    Job("fp8 128x128 te", OP.QUANTIZE_FP8, RULE.TE),
+    Job("fp8 128x128 triton", OP.QUANTIZE_FP8, RULE.TRITON),
+    Job("fp8 128x128 ue8m0", OP.QUANTIZE_FP8, RULE.UE8M0),
 ]
 SIDE = 16384
 """Rows and columns of the single matrices."""
@@ -60,11 +60,11 @@ MATRICES = [
     Form("copy, transposed", OP.COPY_CHECKED, 2, 2, transposed=True),
     Form("fp32 to bf16", OP.FP32_TO_BF16, 4, 2),
     Form("bf16 to fp32", OP.BF16_TO_FP32, 2, 4),
-    Form("fp8 from fp32", OP.QUANTISE_FP8, 4, 1, RULE.IEEE, (128, 128)),
-    Form("mxfp8", OP.QUANTISE_MXFP8, 2, 1, RULE.MXFP8, (1, 32)),
-    Form("int4", OP.QUANTISE_INT4, 2, 1, RULE.INT4, (1, 32)),
-    Form("dequantise fp8", OP.DEQUANTISE_FP8, 1, 2, RULE.NONE, (128, 128)),
-    Form("dequantise mxfp8", OP.DEQUANTISE_MXFP8, 1, 2, RULE.NONE, (1, 32)),
+    Form("fp8 from fp32", OP.QUANTIZE_FP8, 4, 1, RULE.IEEE, (128, 128)),
+    Form("mxfp8", OP.QUANTIZE_MXFP8, 2, 1, RULE.MXFP8, (1, 32)),
+    Form("int4", OP.QUANTIZE_INT4, 2, 1, RULE.INT4, (1, 32)),
+    Form("dequantize fp8", OP.DEQUANTIZE_FP8, 1, 2, RULE.NONE, (128, 128)),
+    Form("dequantize mxfp8", OP.DEQUANTIZE_MXFP8, 1, 2, RULE.NONE, (1, 32)),
 ]
 
 
@@ -141,7 +141,7 @@ def one_layer(job: Job, shards: Shards, rounds: int, device: torch.device) -> No
     if job.rule in (RULE.NONE, RULE.IEEE):
         words = max(nbytes for _, nbytes in pieces.places) // 4
         multipliers = torch.from_numpy(reference.multipliers(np.arange(words)).view(np.int64)).to(device)
-        if not job.quantises:  # torch divides by a number as it multiplies by its inverse on a GPU: other scales
+        if not job.quantizes:  # torch divides by a number as it multiplies by its inverse on a GPU: other scales
             must_equal(job, shards, own, multipliers)
         sides["torch"] = lambda: straightforward(shards, job)
         sides["torch + checksum"] = lambda: checksums(straightforward(shards, job)[0], multipliers)
@@ -156,7 +156,7 @@ def one_matrix(form: Form, rounds: int, device: torch.device) -> None:
     piece["src"], piece["rows"], piece["cols"] = source.data_ptr(), SIDE, SIDE
     along, across = SIDE * form.item, form.item
     piece["src_ld"], piece["src_step"] = (across, along) if form.transposed else (along, across)
-    line = SIDE * form.out // (2 if form.op == OP.QUANTISE_INT4 else 1)
+    line = SIDE * form.out // (2 if form.op == OP.QUANTIZE_INT4 else 1)
     piece["dst_ld"] = piece["pos_ld"] = line
     piece["op"], piece["rule"], piece["item"], piece["out"] = form.op, form.rule, form.item, form.out
     size, scale_tensor, scales = SIDE * line, -1, None
@@ -165,7 +165,7 @@ def one_matrix(form: Form, rounds: int, device: torch.device) -> None:
         width = int(scale_bytes(piece)[0])
         shape = (SIDE // form.block[0], SIDE // form.block[1] * width)
         piece["scale_ld"] = piece["scale_pos_ld"] = shape[1]
-        if form.op in QUANTISES:
+        if form.op in QUANTIZES:
             piece["scale"], scale_tensor, size = size, 1, size + shape[0] * shape[1]
         else:
             scales = torch.full(shape, 0x3F, dtype=torch.uint8, device=device)

@@ -31,8 +31,8 @@ class Job:
     rule: RULE = RULE.NONE
 
     @property
-    def quantises(self) -> bool:
-        return self.op == OP.QUANTISE_FP8
+    def quantizes(self) -> bool:
+        return self.op == OP.QUANTIZE_FP8
 
 
 class Shards:
@@ -73,11 +73,11 @@ def hugging_face_tensors(shards: Shards) -> list[tuple[str, torch.Tensor]]:
     return out
 
 
-def is_quantised(name: str) -> bool:
+def is_quantized(name: str) -> bool:
     return name != "router" and not name.startswith("norm")
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes and scales [block rows, block cols] of a matrix of whole blocks, by the rule ieee."""
     rows, cols = x.shape
     blocks = x.view(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
@@ -87,10 +87,10 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def straightforward(shards: Shards, job: Job) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The tensors in order (codes, then scales where quantised), and all in one bucket."""
+    """The tensors in order (codes, then scales where quantized), and all in one bucket."""
     tensors: list[torch.Tensor] = []
     for name, t in hugging_face_tensors(shards):
-        tensors += quantise(t) if job.quantises and is_quantised(name) else [t.contiguous()]
+        tensors += quantize(t) if job.quantizes and is_quantized(name) else [t.contiguous()]
     return tensors, torch.cat([t.view(-1).view(torch.uint8) for t in tensors])
 
 
@@ -142,11 +142,11 @@ class Pieces:
         return offset
 
     def _add(self, name: str, shape: tuple[int, int], parts: list[tuple[torch.Tensor, int, int]]) -> None:
-        quantises = self.job.quantises and is_quantised(name)
-        op = self.job.op if quantises or not self.job.quantises else OP.COPY_CHECKED
-        item, index, width = 1 if quantises else 2, len(self.places), shape[1] // BLOCK * 4
+        quantizes = self.job.quantizes and is_quantized(name)
+        op = self.job.op if quantizes or not self.job.quantizes else OP.COPY_CHECKED
+        item, index, width = 1 if quantizes else 2, len(self.places), shape[1] // BLOCK * 4
         dst = self._place(shape[0] * shape[1] * item)
-        scale = self._place(shape[0] // BLOCK * width) if quantises else 0
+        scale = self._place(shape[0] // BLOCK * width) if quantizes else 0
         for view, row, col in parts:
             record = np.zeros((), PIECE)
             record["src"], record["src_ld"], record["src_step"] = view.data_ptr(), view.stride(0) * 2, 2
@@ -154,9 +154,9 @@ class Pieces:
             place = (row * shape[1] + col) * item
             record["dst"], record["pos"] = dst + place, place
             record["dst_ld"] = record["pos_ld"] = shape[1] * item
-            record["tensor"], record["scale_tensor"] = index, index + 1 if quantises else -1
+            record["tensor"], record["scale_tensor"] = index, index + 1 if quantizes else -1
             record["op"], record["item"], record["out"] = op, 2, item
-            if quantises:
+            if quantizes:
                 at = row // BLOCK * width + col // BLOCK * 4
                 record["rule"], record["block_rows"], record["block_cols"] = self.job.rule, BLOCK, BLOCK
                 record["scale"], record["scale_pos"] = scale + at, at

@@ -1,5 +1,5 @@
 """The same work in plain Python, as training scripts do it without slimx: a sample is a record of lists, groups are
-filtered, rewards normalised with torch, samples dealt out to ranks by length and packed into micro-batches by first
+filtered, rewards normalized with torch, samples dealt out to ranks by length and packed into micro-batches by first
 fit.
 
 It follows the shape of slime's path (slime/rollout/sglang_rollout.py, slime/ray/rollout.py): lists until the trainer

@@ -19,16 +19,16 @@ constexpr int64_t kTransposedCols = 128;
 
 inline bool is_transposed(const SlimxPiece& p) { return p.src_step != p.item; }
 
-inline bool has_blocks(const SlimxPiece& p) { return p.op >= SLIMX_QUANTISE_FP8; }
+inline bool has_blocks(const SlimxPiece& p) { return p.op >= SLIMX_QUANTIZE_FP8; }
 
 // Bytes of `cols` elements of p where they are written.
 inline int64_t written(const SlimxPiece& p, int64_t cols) {
-  return (p.op == SLIMX_QUANTISE_INT4 ? cols / 2 : cols) * p.out;
+  return (p.op == SLIMX_QUANTIZE_INT4 ? cols / 2 : cols) * p.out;
 }
 
 inline int64_t scale_bytes(const SlimxPiece& p) {
-  if (p.op == SLIMX_QUANTISE_INT4) return 2;
-  return p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_DEQUANTISE_MXFP8 ? 1 : 4;
+  if (p.op == SLIMX_QUANTIZE_INT4) return 2;
+  return p.op == SLIMX_QUANTIZE_MXFP8 || p.op == SLIMX_DEQUANTIZE_MXFP8 ? 1 : 4;
 }
 
 // Rows [row, row + rows) and columns [col, col + cols) of p, where blocks begin, as a piece of their own.

@@ -1,7 +1,7 @@
 // e4m3.h: a run of elements to e4m3 codes, in vectors.
 //
 // The steps of slimx_e4m3_number in csrc/numerics.h, 8 or 16 elements at a time. Written out because GCC 12 makes jumps
-// of its minimum and maximum and then vectorises nothing (AVX2) or badly (AVX-512). Sources: bf16 or fp32, as bits.
+// of its minimum and maximum and then vectorizes nothing (AVX2) or badly (AVX-512). Sources: bf16 or fp32, as bits.
 #pragma once
 
 #include "words.h"

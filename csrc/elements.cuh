@@ -9,7 +9,7 @@ namespace slimx {
 __device__ __forceinline__ float scale_at(const SlimxPiece& p, int32_t row, int32_t col) {
   const uint8_t* line = reinterpret_cast<const uint8_t*>(p.scale) + (row / p.block_rows) * p.scale_ld;
   const int32_t k = col / p.block_cols;
-  if (p.op == SLIMX_DEQUANTISE_MXFP8) return slimx_from_e8m0(load_cached(line + k));
+  if (p.op == SLIMX_DEQUANTIZE_MXFP8) return slimx_from_e8m0(load_cached(line + k));
   return load_cached(reinterpret_cast<const float*>(line) + k);
 }
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ float scale_at(const SlimxPiece& p, int32_t row, int3
 template <int kItem, int kOut>
 __device__ __forceinline__ uint32_t convert(uint32_t bits, float scale) {
   static_assert(kItem == 1 || kItem + kOut == 6, "codes to either, fp32 to bf16, bf16 to fp32");
-  const float x = kItem == 1   ? slimx_dequantise(uint8_t(bits), scale)
+  const float x = kItem == 1   ? slimx_dequantize(uint8_t(bits), scale)
                   : kItem == 2 ? slimx_from_bf16(uint16_t(bits))
                                : slimx_float(bits);
   return kOut == 2 ? slimx_bf16(x) : slimx_bits(x);

@@ -45,9 +45,9 @@ int silu_and_mul(const void* x, int64_t rows, int64_t width, void* out, void* st
 }
 
 template <class T>
-int log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width, float* most,
+int log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width, float* most,
                    float* log_sum, void* stream) {
-  return launch(exact_log_normaliser<T>, dim3(unsigned(rows)), kRowThreads, row_bytes(width), stream,
+  return launch(exact_log_normalizer<T>, dim3(unsigned(rows)), kRowThreads, row_bytes(width), stream,
                 static_cast<const T*>(logits), temperature, width, most, log_sum);
 }
 
@@ -81,9 +81,9 @@ int slimx_exact_cuda_silu_and_mul(const void* x, int64_t rows, int64_t width, in
   return (wide ? silu_and_mul<float> : silu_and_mul<uint16_t>)(x, rows, width, out, stream);
 }
 
-int slimx_exact_cuda_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
+int slimx_exact_cuda_log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
                                     float* most, float* log_sum, void* stream) {
-  const auto run = wide ? log_normaliser<float> : log_normaliser<uint16_t>;
+  const auto run = wide ? log_normalizer<float> : log_normalizer<uint16_t>;
   return run(logits, temperature, rows, width, most, log_sum, stream);
 }
 

@@ -55,7 +55,7 @@ SlimxExactStatus slimx_exact_silu_and_mul(const void* x, int64_t rows, int64_t w
                                           SlimxExactIsa isa, int threads);
 
 // Of z = logits / temperature: most [rows] = max z, log_sum [rows] = log(sum(exp(z - most))).
-SlimxExactStatus slimx_exact_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width,
+SlimxExactStatus slimx_exact_log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width,
                                             int wide, float* most, float* log_sum, SlimxExactIsa isa, int threads);
 
 typedef struct {

@@ -232,14 +232,14 @@ SlimxExactStatus slimx_exact_silu_and_mul(const void* x, int64_t rows, int64_t w
   });
 }
 
-SlimxExactStatus slimx_exact_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width,
+SlimxExactStatus slimx_exact_log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width,
                                             int wide, float* most, float* log_sum, SlimxExactIsa isa, int threads) {
   const Kernels* kernels = kernels_for(isa);
   if (!kernels) return SLIMX_EXACT_NO_SUCH_ISA;
   const int64_t bytes = width * (wide ? 4 : 2);
   return for_each<false>(rows, team_for(rows, rows * width, threads), rounded_up(width, SLIMX_LANES),
                          [&](int64_t r, float* scratch) {
-                           kernels->log_normaliser(static_cast<const char*>(logits) + r * bytes, width, temperature[r],
+                           kernels->log_normalizer(static_cast<const char*>(logits) + r * bytes, width, temperature[r],
                                                    wide, scratch, most + r, log_sum + r);
                          });
 }

@@ -24,7 +24,7 @@ int slimx_exact_cuda_rms_norm(const void* x, const void* weight, int64_t rows, i
 
 int slimx_exact_cuda_silu_and_mul(const void* x, int64_t rows, int64_t width, int wide, void* out, void* stream);
 
-int slimx_exact_cuda_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
+int slimx_exact_cuda_log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
                                     float* most, float* log_sum, void* stream);
 
 // `scores` [rows][heads][longest]: scratch; longest: the largest of call->length; together: 1 where neighbouring rows

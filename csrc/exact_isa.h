@@ -40,10 +40,10 @@ static void silu_and_mul(const void* x, int64_t n, bool wide, void* out) {
        : silu_and_mul_row(static_cast<const uint16_t*>(x), n, static_cast<uint16_t*>(out));
 }
 
-static void log_normaliser(const void* logits, int64_t n, float temperature, bool wide, float* scratch, float* most,
+static void log_normalizer(const void* logits, int64_t n, float temperature, bool wide, float* scratch, float* most,
                            float* log_sum) {
-  wide ? log_normaliser_row(static_cast<const float*>(logits), n, temperature, scratch, most, log_sum)
-       : log_normaliser_row(static_cast<const uint16_t*>(logits), n, temperature, scratch, most, log_sum);
+  wide ? log_normalizer_row(static_cast<const float*>(logits), n, temperature, scratch, most, log_sum)
+       : log_normalizer_row(static_cast<const uint16_t*>(logits), n, temperature, scratch, most, log_sum);
 }
 
 static void attend(const SlimxExactAttention& a, int64_t row, int64_t group, int64_t longest, float* scratch) {
@@ -57,6 +57,6 @@ static int64_t attention_scratch(const SlimxExactAttention& a, int64_t longest) 
 static const Kernels kernels = {{kFew, tile_columns, prepared_size, linear_scratch, prepare, tile},
                                 rms_norm,
                                 silu_and_mul,
-                                log_normaliser,
+                                log_normalizer,
                                 attend,
                                 attention_scratch};

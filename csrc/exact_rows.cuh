@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads) exact_silu_and_mul(const T* x, in
 
 template <class T>
 __global__ void __launch_bounds__(kRowThreads)
-    exact_log_normaliser(const T* logits, const float* temperature, int64_t n, float* most, float* log_sum) {
+    exact_log_normalizer(const T* logits, const float* temperature, int64_t n, float* most, float* log_sum) {
   const T* row = logits + blockIdx.x * n;
   const float divisor = temperature[blockIdx.x];
   const auto z = [=](int64_t i) { return divide(widened(row[i]), divisor); };

@@ -20,7 +20,7 @@ static void silu_and_mul_row(const T* x, int64_t n, T* out) {
 }
 
 template <class T>
-static void log_normaliser_row(const T* logits, int64_t n, float temperature, float* scratch, float* most,
+static void log_normalizer_row(const T* logits, int64_t n, float temperature, float* scratch, float* most,
                                float* log_sum) {
   const int64_t end = (n + SLIMX_LANES - 1) / SLIMX_LANES * SLIMX_LANES;
   const Floats divisor = splat(temperature);

@@ -38,7 +38,7 @@ struct Kernels {
   Linear linear;
   void (*rms_norm)(const void* x, const void* weight, int64_t n, float eps, bool wide, float* scratch, void* out);
   void (*silu_and_mul)(const void* x, int64_t n, bool wide, void* out);
-  void (*log_normaliser)(const void* logits, int64_t n, float temperature, bool wide, float* scratch, float* most,
+  void (*log_normalizer)(const void* logits, int64_t n, float temperature, bool wide, float* scratch, float* most,
                          float* log_sum);
   void (*attend)(const SlimxExactAttention&, int64_t row, int64_t group, int64_t longest, float* scratch);
   int64_t (*attention_scratch)(const SlimxExactAttention&, int64_t longest);

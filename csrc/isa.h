@@ -87,11 +87,11 @@ SLIMX_INLINE void convert(const uint16_t* __restrict x, int64_t n, uint32_t* __r
 }
 
 SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale, uint16_t* __restrict out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bf16(slimx_dequantise(codes[i], scale));
+  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bf16(slimx_dequantize(codes[i], scale));
 }
 
 SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale, uint32_t* __restrict out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bits(slimx_dequantise(codes[i], scale));
+  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bits(slimx_dequantize(codes[i], scale));
 }
 
 // ---- runs of bytes --------------------------------------------------------------------------------------------------

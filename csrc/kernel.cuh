@@ -2,7 +2,7 @@
 #pragma once
 
 #include "copy.cuh"
-#include "quantise_int4.cuh"
+#include "quantize_int4.cuh"
 
 namespace slimx {
 
@@ -75,15 +75,15 @@ __global__ void __launch_bounds__(kThreads, 4)
         break;
       default:
         if constexpr (kKernel == Kernel::kPack) {
-          const bool quantises = p.op == SLIMX_QUANTISE_FP8 || p.op == SLIMX_QUANTISE_MXFP8;
-          if (p.op == SLIMX_QUANTISE_INT4 && p.item == 2)
-            quantise_int4_tile<2>(p, cut, begin, count, shared, bucket, found);
-          else if (p.op == SLIMX_QUANTISE_INT4)
-            quantise_int4_tile<4>(p, cut, begin, count, shared, bucket, found);
-          else if (quantises && p.item == 2)
-            quantise_tile<2>(p, cut, begin, count, shared, bucket, found, scratch, turn);
-          else if (quantises)
-            quantise_tile<4>(p, cut, begin, count, shared, bucket, found, scratch, turn);
+          const bool quantizes = p.op == SLIMX_QUANTIZE_FP8 || p.op == SLIMX_QUANTIZE_MXFP8;
+          if (p.op == SLIMX_QUANTIZE_INT4 && p.item == 2)
+            quantize_int4_tile<2>(p, cut, begin, count, shared, bucket, found);
+          else if (p.op == SLIMX_QUANTIZE_INT4)
+            quantize_int4_tile<4>(p, cut, begin, count, shared, bucket, found);
+          else if (quantizes && p.item == 2)
+            quantize_tile<2>(p, cut, begin, count, shared, bucket, found, scratch, turn);
+          else if (quantizes)
+            quantize_tile<4>(p, cut, begin, count, shared, bucket, found, scratch, turn);
           else
             element_tile(p, cut, begin, count, shared, bucket, found);
           if (cut.path == Path::kBlock) turn ^= 1;

@@ -3,7 +3,7 @@
 //
 // Compile with contraction off (-ffp-contract=off; on the device the _rn intrinsics below forbid it) and with denormals
 // honoured. No NaN payload of the hardware ever reaches a byte that is written: where a result is NaN its bits stand
-// here. What is done to every element has no branches, so that a compiler can vectorise the loops around it.
+// here. What is done to every element has no branches, so that a compiler can vectorize the loops around it.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,7 @@
 #define SLIMX_INLINE static inline __attribute__((always_inline))
 #endif
 
-// How a quantising op chooses the scale s of a block from amax, the largest magnitude in it; q is the e4m3 code of an
+// How a quantizing op chooses the scale s of a block from amax, the largest magnitude in it; q is the e4m3 code of an
 // element x. The published manifest names the rule, since no two of them agree on all codes.
 typedef enum {
   SLIMX_RULE_NONE = 0,    // the op has no choice
@@ -52,7 +52,7 @@ SLIMX_INLINE float slimx_float(uint32_t bits) {
   return x;
 }
 
-// Both as arithmetic: GCC 12 turns a ternary into a jump here and then does not vectorise the loop around it.
+// Both as arithmetic: GCC 12 turns a ternary into a jump here and then does not vectorize the loop around it.
 SLIMX_INLINE uint32_t slimx_select(uint32_t condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - condition;
   return (yes & mask) | (no & ~mask);
@@ -134,9 +134,9 @@ SLIMX_INLINE float slimx_at_least(float x, float least) { return x < least ? lea
 // The smallest power of two that is not below x: the scale of UE8M0. x is a normal float.
 SLIMX_INLINE float slimx_power_of_two(float x) { return slimx_float((slimx_bits(x) + 0x7FFFFFu) & 0xFF800000u); }
 
-// Codes, the largest of which is 224 where it could be 448 with half the scale, are not a fixed point: who dequantises
-// them and quantises again gets another scale. Then half the scale is written, with doubled codes. Both are exact, and
-// engines that requantise on loading change nothing. At the floor of amax that other scale would be the same one.
+// Codes, the largest of which is 224 where it could be 448 with half the scale, are not a fixed point: who dequantizes
+// them and quantizes again gets another scale. Then half the scale is written, with doubled codes. Both are exact, and
+// engines that requantize on loading change nothing. At the floor of amax that other scale would be the same one.
 SLIMX_INLINE SlimxScale slimx_scale_ue8m0(float amax) {
   const float least = 1e-4f, s = slimx_power_of_two(slimx_div(slimx_at_least(amax, least), SLIMX_MAX_E4M3));
   SlimxScale out = {s, slimx_div(1.0f, s), 0};
@@ -191,13 +191,13 @@ SLIMX_INLINE float slimx_from_e8m0(uint8_t e) {
 
 // ---- elements -------------------------------------------------------------------------------------------------------
 
-SLIMX_INLINE uint8_t slimx_quantise(float x, SlimxScale s) {
+SLIMX_INLINE uint8_t slimx_quantize(float x, SlimxScale s) {
   const uint8_t code = slimx_e4m3_number(slimx_mul(x, s.inverse));
   return s.doubled ? slimx_double_e4m3(code) : code;
 }
 
 // In fp32, with NaN as SLIMX_NAN_FP32; bf16 is slimx_bf16 of this.
-SLIMX_INLINE float slimx_dequantise(uint8_t code, float scale) {
+SLIMX_INLINE float slimx_dequantize(uint8_t code, float scale) {
   const float x = slimx_mul(slimx_from_e4m3(code), scale);
   return slimx_float(slimx_select(slimx_is_nan(x), SLIMX_NAN_FP32, slimx_bits(x)));
 }

@@ -56,9 +56,9 @@ int slimx_cuda_find_unreadable(const SlimxPiece* pieces, int64_t n, int64_t* ind
   for (*index = 0; *index < n; ++*index) {
     const SlimxPiece& p = pieces[*index];
     if (p.rows == 0 || p.cols == 0) continue;
-    const bool dequantises = p.op == SLIMX_DEQUANTISE_FP8 || p.op == SLIMX_DEQUANTISE_MXFP8;
+    const bool dequantizes = p.op == SLIMX_DEQUANTIZE_FP8 || p.op == SLIMX_DEQUANTIZE_MXFP8;
     const uint64_t last = p.src + (p.rows - 1) * p.src_ld + (p.cols - 1) * p.src_step;
-    for (const uint64_t address : {p.src, last, dequantises ? p.scale : p.src}) {
+    for (const uint64_t address : {p.src, last, dequantizes ? p.scale : p.src}) {
       bool yes = false;
       if (const cudaError_t error = is_readable(address, &yes)) return error;
       if (!yes) return cudaSuccess;

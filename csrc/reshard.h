@@ -44,11 +44,11 @@ typedef enum {
   SLIMX_COPY_CHECKED = 1,      // bf16 or fp32: the same bytes; flags
   SLIMX_FP32_TO_BF16 = 2,      // flags
   SLIMX_BF16_TO_FP32 = 3,      // flags
-  SLIMX_QUANTISE_FP8 = 4,      // bf16 or fp32 -> e4m3 codes and fp32 scales by IEEE, TRITON, TE or UE8M0; flags
-  SLIMX_QUANTISE_MXFP8 = 5,    // bf16 or fp32 -> e4m3 codes and E8M0 scales by MXFP8, blocks of 1 x 32; flags
-  SLIMX_DEQUANTISE_FP8 = 6,    // e4m3 codes and fp32 scales -> bf16 or fp32; flags
-  SLIMX_DEQUANTISE_MXFP8 = 7,  // e4m3 codes and E8M0 scales -> bf16 or fp32, blocks of 1 x 32; flags
-  SLIMX_QUANTISE_INT4 = 8,     // bf16 or fp32 -> INT4 codes, two in a byte, and bf16 scales (int4.h); flags
+  SLIMX_QUANTIZE_FP8 = 4,      // bf16 or fp32 -> e4m3 codes and fp32 scales by IEEE, TRITON, TE or UE8M0; flags
+  SLIMX_QUANTIZE_MXFP8 = 5,    // bf16 or fp32 -> e4m3 codes and E8M0 scales by MXFP8, blocks of 1 x 32; flags
+  SLIMX_DEQUANTIZE_FP8 = 6,    // e4m3 codes and fp32 scales -> bf16 or fp32; flags
+  SLIMX_DEQUANTIZE_MXFP8 = 7,  // e4m3 codes and E8M0 scales -> bf16 or fp32, blocks of 1 x 32; flags
+  SLIMX_QUANTIZE_INT4 = 8,     // bf16 or fp32 -> INT4 codes, two in a byte, and bf16 scales (int4.h); flags
 } SlimxOp;
 
 // One rectangle of elements, what becomes of it, and its place in its destination tensor; 128 bytes. A tensor is
@@ -64,19 +64,19 @@ typedef struct {
   int64_t pos_ld;    // bytes from one of the rectangle's rows to the next in that tensor
   int64_t rows;      // elements; 0 is allowed: an empty piece
   int64_t cols;      // likewise
-  // Block scales are written beside the codes by the quantising ops and read by the dequantising ones.
-  uint64_t scale;        // of this piece's first block: offset in the bucket (quantise) or address (dequantise)
+  // Block scales are written beside the codes by the quantizing ops and read by the dequantizing ones.
+  uint64_t scale;        // of this piece's first block: offset in the bucket (quantize) or address (dequantize)
   int64_t scale_ld;      // bytes there from one row of scales to the next
-  uint64_t scale_pos;    // offset of that scale in the whole scale tensor (quantise)
-  int64_t scale_pos_ld;  // bytes from one row of scales to the next in that tensor (quantise)
+  uint64_t scale_pos;    // offset of that scale in the whole scale tensor (quantize)
+  int64_t scale_pos_ld;  // bytes from one row of scales to the next in that tensor (quantize)
   int32_t tensor;        // index of the values into `sums` and `flags`
-  int32_t scale_tensor;  // index of the scales into `sums` (quantise), -1 for other ops
+  int32_t scale_tensor;  // index of the scales into `sums` (quantize), -1 for other ops
   // Elements of a block, 0 where the op has none. A piece starts on a block boundary of its tensor, and a block at its
   // end may be partial only at the tensor's own edge: every block lies in one piece. Those of INT4 are whole, 1 x 32.
   int32_t block_rows;
   int32_t block_cols;
   uint8_t op;         // SlimxOp
-  uint8_t rule;       // SlimxRule; NONE for ops that do not quantise
+  uint8_t rule;       // SlimxRule; NONE for ops that do not quantize
   uint8_t item;       // bytes of one source element
   uint8_t out;        // bytes of one destination element; of INT4, of two
   uint32_t reserved;  // 0

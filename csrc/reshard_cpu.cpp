@@ -9,7 +9,7 @@
 #include "arithmetic.h"
 #include "cut.h"
 #include "isa.h"
-#include "quantise.h"
+#include "quantize.h"
 #include "reshard.h"
 #include "tile.h"
 
@@ -56,17 +56,17 @@ SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_s
       return convert_tile<Isa, uint32_t, uint16_t>(p, bucket);
     case SLIMX_BF16_TO_FP32:
       return convert_tile<Isa, uint16_t, uint32_t>(p, bucket);
-    case SLIMX_QUANTISE_FP8:
-      return bf16_in ? quantise_tile<Isa, uint16_t, uint32_t>(p, bucket, triton_scales)
-                     : quantise_tile<Isa, uint32_t, uint32_t>(p, bucket, triton_scales);
-    case SLIMX_QUANTISE_MXFP8:
-      return bf16_in ? quantise_tile<Isa, uint16_t, uint8_t>(p, bucket, triton_scales)
-                     : quantise_tile<Isa, uint32_t, uint8_t>(p, bucket, triton_scales);
-    case SLIMX_QUANTISE_INT4:
-      return bf16_in ? quantise_int4_tile<Isa, uint16_t>(p, bucket) : quantise_int4_tile<Isa, uint32_t>(p, bucket);
-    case SLIMX_DEQUANTISE_FP8:
-    case SLIMX_DEQUANTISE_MXFP8:
-      return bf16_out ? dequantise_tile<Isa, uint16_t>(p, bucket) : dequantise_tile<Isa, uint32_t>(p, bucket);
+    case SLIMX_QUANTIZE_FP8:
+      return bf16_in ? quantize_tile<Isa, uint16_t, uint32_t>(p, bucket, triton_scales)
+                     : quantize_tile<Isa, uint32_t, uint32_t>(p, bucket, triton_scales);
+    case SLIMX_QUANTIZE_MXFP8:
+      return bf16_in ? quantize_tile<Isa, uint16_t, uint8_t>(p, bucket, triton_scales)
+                     : quantize_tile<Isa, uint32_t, uint8_t>(p, bucket, triton_scales);
+    case SLIMX_QUANTIZE_INT4:
+      return bf16_in ? quantize_int4_tile<Isa, uint16_t>(p, bucket) : quantize_int4_tile<Isa, uint32_t>(p, bucket);
+    case SLIMX_DEQUANTIZE_FP8:
+    case SLIMX_DEQUANTIZE_MXFP8:
+      return bf16_out ? dequantize_tile<Isa, uint16_t>(p, bucket) : dequantize_tile<Isa, uint32_t>(p, bucket);
     default:
       return copy_tile<Isa, true, 0>(p, bucket);
   }

@@ -13,7 +13,7 @@ constexpr int kWarp = 32;
 constexpr int kUnits = 8;   // of a row-major tile, for each thread
 constexpr int kVector = 8;  // elements of a unit, where memory is aligned for that
 constexpr int kTileUnits = kUnits * kThreads;
-constexpr int kEdge = 128;   // longest side of a quantisation block that a thread block holds in its stage
+constexpr int kEdge = 128;   // longest side of a quantization block that a thread block holds in its stage
 constexpr int kMxCols = 32;  // of an MXFP8 block, or an INT4 group, that the vector path takes
 
 enum class Kernel : int32_t { kPack, kChecksum };
@@ -28,12 +28,12 @@ enum class Path : uint8_t {
   kCopyItems,     // units of one element of any size, at any address
   kVectors,       // element-wise ops, MXFP8 and INT4: units of kVector elements
   kElements,      // element-wise ops: units of one element
-  kBlock,         // one quantisation block, in the stage
-  kBlocksByWarp,  // any other quantisation blocks, each read twice by one warp
+  kBlock,         // one quantization block, in the stage
+  kBlocksByWarp,  // any other quantization blocks, each read twice by one warp
 };
 
 // A piece as rows x units, of which a tile takes the next `tile_units` in row-major order. On the last two paths a unit
-// is a quantisation block.
+// is a quantization block.
 struct Cut {
   Path path;
   int32_t rows, units, tile_units;
@@ -93,14 +93,14 @@ SLIMX_INLINE Cut cut_elements(const SlimxPiece& p) {
   return {Path::kElements, int32_t(p.rows), int32_t(p.cols), kTileUnits};
 }
 
-SLIMX_INLINE Cut cut_quantised(const SlimxPiece& p) {
+SLIMX_INLINE Cut cut_quantized(const SlimxPiece& p) {
   const int32_t rows = ceil_div(p.rows, p.block_rows), cols = ceil_div(p.cols, p.block_cols);
   const bool vectors = vectors_fit(p);
-  const bool narrow = p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_QUANTISE_INT4;
+  const bool narrow = p.op == SLIMX_QUANTIZE_MXFP8 || p.op == SLIMX_QUANTIZE_INT4;
   if (narrow && vectors && p.block_rows == 1 && p.block_cols == kMxCols && p.cols % kMxCols == 0) return cut_vectors(p);
   const bool large = p.block_rows >= kEdge / 8;  // small blocks would leave most threads idle
   const bool held = large && p.block_rows <= kEdge && p.block_cols <= kEdge && p.block_cols % kVector == 0;
-  if (p.op == SLIMX_QUANTISE_FP8 && vectors && held) return {Path::kBlock, rows, cols, 1};
+  if (p.op == SLIMX_QUANTIZE_FP8 && vectors && held) return {Path::kBlock, rows, cols, 1};
   return {Path::kBlocksByWarp, rows, cols, kThreads / kWarp};
 }
 
@@ -111,12 +111,12 @@ SLIMX_INLINE Cut cut_of(const SlimxPiece& p, Kernel kernel) {
     case SLIMX_COPY:
     case SLIMX_COPY_CHECKED:
       return cut_copy(p, true);
-    case SLIMX_QUANTISE_FP8:
-    case SLIMX_QUANTISE_MXFP8:
-    case SLIMX_QUANTISE_INT4:
-      return cut_quantised(p);
-    case SLIMX_DEQUANTISE_FP8:
-    case SLIMX_DEQUANTISE_MXFP8:
+    case SLIMX_QUANTIZE_FP8:
+    case SLIMX_QUANTIZE_MXFP8:
+    case SLIMX_QUANTIZE_INT4:
+      return cut_quantized(p);
+    case SLIMX_DEQUANTIZE_FP8:
+    case SLIMX_DEQUANTIZE_MXFP8:
       return vectors_fit(p) && p.block_cols % kVector == 0 ? cut_vectors(p) : cut_elements(p);
     default:
       return vectors_fit(p) ? cut_vectors(p) : cut_elements(p);

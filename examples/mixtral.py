@@ -10,7 +10,7 @@ from typing import Any
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.rows import Attention, Layer, embedding, head
@@ -35,7 +35,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 def unsupported(hf: dict[str, Any]) -> str | None:
     """The first thing in the configuration that this file would build wrongly: it is refused, never ignored."""
     usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:
@@ -80,6 +80,6 @@ def _experts(hf: dict[str, Any], layer: Layer, gate_up: str, down: str) -> tuple
     w1, w2, w3 = (f"block_sparse_moe.experts.{{expert}}.w{number}" for number in (1, 2, 3))
     both = [(w1, (inner, hidden)), (w3, (inner, hidden))]
     return (
-        layer.row(gate_up, both, map=Concat(), axis=0, quantised=True),
+        layer.row(gate_up, both, map=Concat(), axis=0, quantized=True),
         layer.linear(down, w2, (hidden, inner), axis=1),
     )

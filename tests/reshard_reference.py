@@ -86,7 +86,7 @@ def scales_te(amax: torch.Tensor, source: torch.dtype) -> tuple[torch.Tensor, to
 def scales_ue8m0(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """s = 2^ceil(log2(max(amax, 1e-4) / 448)), at its fixed point.
 
-    Where who dequantised these codes and quantised them again would get another scale (the largest code is 224, so half
+    Where who dequantized these codes and quantized them again would get another scale (the largest code is 224, so half
     the scale would do), that half is written with doubled codes.
     """
 
@@ -94,8 +94,8 @@ def scales_ue8m0(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
         return _power_of_two(_ceil_log2(_divide(amax.clamp(min=1e-4), E4M3_MAX)))
 
     s = once(amax)
-    dequantised = from_e4m3(to_e4m3(amax * _divide(1.0, s))) * s  # infinite within a rounding of fp32's end
-    again = torch.where(dequantised.isinf(), s, once(dequantised))
+    dequantized = from_e4m3(to_e4m3(amax * _divide(1.0, s))) * s  # infinite within a rounding of fp32's end
+    again = torch.where(dequantized.isinf(), s, once(dequantized))
     return again, _divide(1.0, s), again != s
 
 
@@ -122,7 +122,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return padded.abs().view(-(-rows // high), high, -(-cols // wide), wide).amax((1, 3))
 
 
-def quantise(
+def quantize(
     x: torch.Tensor, rule: RULE, block: tuple[int, int], table: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] bf16 or fp32 -> e4m3 codes [rows, cols] uint8 and scales [block rows, block cols].
@@ -153,7 +153,7 @@ def quantise(
     return torch.where(_spread(poisoned, block, x.shape), NAN_E4M3, codes), scales
 
 
-def quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, cols] bf16 or fp32 -> codes [rows, cols / 2] uint8, two in a byte, and bf16 scales [rows, cols / 32].
 
     A group with an element, or a value, that is not finite has a scale of NaN and the codes of 0.
@@ -168,7 +168,7 @@ def quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[:, ::2] | codes[:, 1::2] << 4, to_bf16(torch.where(poisoned, torch.nan, s))
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Codes [rows, cols] uint8 times their blocks' scales (fp32, or uint8 exponents), in fp32, then to `dtype`."""
     s = from_e8m0(scales) if scales.dtype == torch.uint8 else scales
     x = from_e4m3(codes) * _spread(s, block, codes.shape)
@@ -258,12 +258,12 @@ def _do(p: np.void, table: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray 
         return source, None, True
     dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
     x, scales = torch.from_numpy(source).view(dtype[int(p["item"])]), None
-    if p["op"] == OP.QUANTISE_INT4:
-        out, scales = quantise_int4(x)
+    if p["op"] == OP.QUANTIZE_INT4:
+        out, scales = quantize_int4(x)
         finite = scales.isfinite().all()
-    elif p["op"] in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8):
+    elif p["op"] in (OP.QUANTIZE_FP8, OP.QUANTIZE_MXFP8):
         finite = x.isfinite().all()
-        out, scales = quantise(x, RULE(p["rule"]), block, table)
+        out, scales = quantize(x, RULE(p["rule"]), block, table)
     else:
         if p["op"] == OP.FP32_TO_BF16:
             out = to_bf16(x)
@@ -272,13 +272,13 @@ def _do(p: np.void, table: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray 
         elif p["op"] == OP.COPY_CHECKED:
             out = x
         else:
-            out = dequantise(x, _scales_of(p), block, dtype[int(p["out"])])
+            out = dequantize(x, _scales_of(p), block, dtype[int(p["out"])])
         finite = out.isfinite().all()
     return _rows(out), None if scales is None else _rows(scales), bool(finite)
 
 
 def _scales_of(p: np.void) -> torch.Tensor:
-    """The scales [block rows, block cols] that a dequantising piece reads."""
+    """The scales [block rows, block cols] that a dequantizing piece reads."""
     size = int(scale_bytes(np.array([p]))[0])
     down, across = (-(-int(p[n]) // int(p[b])) for n, b in (("rows", "block_rows"), ("cols", "block_cols")))
     data = _bytes_at(int(p["scale"]), (down, across), (int(p["scale_ld"]), size), size)

@@ -37,7 +37,7 @@ class Totals:
     sequences: float
 
 
-def normalised_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
+def normalized_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     """Computes tokens' affinities to experts, summing to 1: softmax, or sigmoid over its sum (DeepSeek-V3, eq. 19)."""
     if function == "softmax":
         return _wide(logits).softmax(-1)
@@ -136,7 +136,7 @@ class LayerTally:
         return loss
 
     def _balance(self, logits: torch.Tensor, tokens: CountedTokens, totals: Totals) -> torch.Tensor:
-        scores = normalised_scores(logits, self.function)
+        scores = normalized_scores(logits, self.function)
         by_sequence = self.settings.aux_loss_type == "seq_aux_loss"
         if by_sequence:
             segments = tokens.segments

@@ -92,8 +92,8 @@ def distribute(
 ) -> Split:
     """Returns the rows of each micro-batch of each rank. `sizes`: tokens of each row, none above `max_tokens`.
 
-    Ranks that synchronise only at the end of a step, when gradients are summed, get equal totals: first the ranks are
-    balanced, then each rank's micro-batches. With `lockstep` they synchronise in every micro-batch, because they share
+    Ranks that synchronize only at the end of a step, when gradients are summed, get equal totals: first the ranks are
+    balanced, then each rank's micro-batches. With `lockstep` they synchronize in every micro-batch, because they share
     experts, and the k-th micro-batches of all ranks must have equal cost: first all micro-batches are balanced, then
     neighbours in the order of cost become the k-th ones, the heaviest on the rank with the lowest total so far.
     """

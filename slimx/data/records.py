@@ -96,7 +96,7 @@ class Trajectory:
     sampling: Json = field(default_factory=dict)
     """temperature, top_p, top_k, seed."""
     support: Support | None = None
-    """L positions: the tokens left by top-k and top-p at sampled positions, over which `logprobs` are normalised. None:
+    """L positions: the tokens left by top-k and top-p at sampled positions, over which `logprobs` are normalized. None:
     the whole vocabulary at all positions."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [L-1, moe_layers, k]: the engine's logical expert ids per input position."""

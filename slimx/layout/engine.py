@@ -84,7 +84,7 @@ class EngineLayout:
                     self._sources(entry, owner),
                     rects,
                     row.dtype,
-                    row.quantised,
+                    row.quantized,
                     column=row.stacked and len(shape) == 2,
                 )
 

@@ -2,7 +2,7 @@
 tokens.
 
 A publication is proven by the bytes that a rank holds, but some kernels of SGLang 0.5.23 compute with other bytes than
-were loaded. On Blackwell (sm100) SGLang requantises the fp8 weights of linear layers for DeepGEMM and replaces their
+were loaded. On Blackwell (sm100) SGLang requantizes the fp8 weights of linear layers for DeepGEMM and replaces their
 scales, and its default expert kernel, flashinfer_trtllm, swaps gate and up and shuffles rows. A later publication would
 be proven but computed wrongly, so engines on Blackwell must select kernels that keep the checkpoint's layout."""
 

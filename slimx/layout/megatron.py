@@ -108,7 +108,7 @@ class MegatronLayout:
                 owner = entry.expert // experts if row.per_expert else None
                 for shard, shape, rects in shards.geometry(entry):
                     ranks = shards.ranks(pipeline_rank, shard, owner)
-                    yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantised, copy)
+                    yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantized, copy)
 
 
 def nearly_equal(layers: int, stages: int) -> list[int]:

@@ -31,7 +31,7 @@ ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "ui
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantization:
     """Codes that a publication computes from a matrix, and their scales, one per block."""
 
     rule: str
@@ -57,11 +57,11 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the trainer's and the engine's weights, and the quantisation of weights that the family quantises."""
+    """Dtypes of the trainer's and the engine's weights, and the quantization of weights that the family quantizes."""
 
     trainer: ModelDtype
     engine: ModelDtype
-    quantisation: Quantisation | None = None
+    quantization: Quantization | None = None
 
 
 class TensorSlice(Protocol):
@@ -110,7 +110,7 @@ class NumberFormat:
     """Plain values; the base class of formats."""
 
     RULES: ClassVar[Collection[str]] = ()
-    """Rules by which a publication computes these codes: values of `publish.quantise`."""
+    """Rules by which a publication computes these codes: values of `publish.quantize`."""
     GROUP: ClassVar[int] = 1
     """Divisor of the columns of a matrix."""
     CONVERTED: ClassVar[bool] = False
@@ -145,13 +145,13 @@ class NumberFormat:
 
     # Publications
 
-    def quantisation(self, rule: str) -> Quantisation | None:
-        """Returns the codes that a publication by `rule` computes from the quantised rows of a table; None without
-        quantisation."""
+    def quantization(self, rule: str) -> Quantization | None:
+        """Returns the codes that a publication by `rule` computes from the quantized rows of a table; None without
+        quantization."""
         return None
 
     def chosen(self, table: Table) -> Table:
-        """Returns the same table with the rows quantised that engines hold in this format."""
+        """Returns the same table with the rows quantized that engines hold in this format."""
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
@@ -179,7 +179,7 @@ def all_formats() -> Mapping[str, NumberFormat]:
 
 
 def published_format(rule: str | None) -> NumberFormat:
-    """Returns the format of publications by `rule`, a value of `publish.quantise`."""
+    """Returns the format of publications by `rule`, a value of `publish.quantize`."""
     for number_format in all_formats().values():
         if rule in number_format.RULES:
             return number_format

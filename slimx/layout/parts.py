@@ -24,8 +24,8 @@ class Part(NamedTuple):
     rects: tuple[Rect, ...]
     dtype: str | None = None
     """None: the model's dtype."""
-    quantised: bool = False
-    """True if block quantisation applies to it when a publication quantises."""
+    quantized: bool = False
+    """True if block quantization applies to it when a publication quantizes."""
     copy: bool = False
     """True for a second copy of a tensor: loaded like the original, but never exported or published."""
     column: bool = False

@@ -51,7 +51,7 @@ class Row:
     """Layers that have it; None: all."""
     dtype: str | None = None
     """Its dtype if it is not the model's."""
-    quantised: bool = False
+    quantized: bool = False
     """True if the family's fp8 checkpoints hold it in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
     """(stage, local name) of ranks that hold a second copy of the tensor, such as a tied output layer."""
@@ -212,10 +212,10 @@ def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group
 def check_row(row: Row, experts: int) -> None:
     """Proves that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
     element once."""
-    if row.quantised and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
+    if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
-            f"weight table: {row.name} is quantised, so it must hold matrices and set no dtype",
-            code="table.quantised",
+            f"weight table: {row.name} is quantized, so it must hold matrices and set no dtype",
+            code="table.quantized",
             about=row.name,
         )
     shared = row.per_expert and not any("{expert}" in name for name, _ in row.sources)
@@ -284,8 +284,8 @@ def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = N
             dtype = served_row.dtype or entry.row.dtype
             if tensor.index is None:
                 rect = Rect(0, 0, 0, rows, cols, 0, 0)
-                quantised = entry.row.quantised and served_row.quantised
-                yield Part(name, tuple(shape), (0,), (name,), (rect,), dtype, quantised)
+                quantized = entry.row.quantized and served_row.quantized
+                yield Part(name, tuple(shape), (0,), (name,), (rect,), dtype, quantized)
             elif tensor.index == 0:
                 names = tuple(name.replace("[0]", f"[{k}]") for k in range(table.experts))
                 rects = tuple(Rect(k, 0, 0, rows, cols, k * rows, 0) for k in range(table.experts))

@@ -100,17 +100,17 @@ def gpt_arguments(hf: HfConfig) -> Json:
     }
 
 
-def quantised_otherwise(hf: HfConfig, *methods: str) -> str | None:
-    """Returns a description of the checkpoint's quantisation if it is not one of the number formats `methods` (default:
+def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
+    """Returns a description of the checkpoint's quantization if it is not one of the number formats `methods` (default:
     block fp8 and INT4), else None."""
-    quantisation = hf.get("quantization_config")
-    if not quantisation:
+    quantization = hf.get("quantization_config")
+    if not quantization:
         return None
     supported = methods or ("fp8", "compressed-tensors")
-    method = quantisation.get("quant_method", supported[0])
+    method = quantization.get("quant_method", supported[0])
     if method not in supported:
         return f"quantization_config.quant_method {method}"
-    return all_formats()[method].other_scheme(quantisation)
+    return all_formats()[method].other_scheme(quantization)
 
 
 def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:

@@ -39,7 +39,7 @@ def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention"
     (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
-    fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantised=True)
+    fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantized=True)
     rows = [same(decoder_layer, "input_layernorm", sizes.hidden), fused]
     if sizes.qkv_bias:
         vectors = [(name, (count,)) for name, count in sizes.qkv]
@@ -51,7 +51,7 @@ def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention"
             size = count * sizes.head
             rows.append(same(decoder_layer, f"self_attn.{kind}_norm", size, map=Blocks((count,)), axis=0, group=group))
     shape = sizes.hidden, sizes.heads * sizes.head
-    rows.append(same(decoder_layer, "self_attn.o_proj", *shape, axis=1, group=group, quantised=True))
+    rows.append(same(decoder_layer, "self_attn.o_proj", *shape, axis=1, group=group, quantized=True))
     if sizes.output_bias:
         rows.append(decoder_layer.row("self_attn.o_proj.bias", [("self_attn.o_proj", (sizes.hidden,))], kind="bias"))
     return *rows, same(decoder_layer, "post_attention_layernorm", sizes.hidden)
@@ -61,8 +61,8 @@ def swiglu(decoder_layer: Layer, name: str, hidden: int, inner: int) -> tuple[Ro
     """Returns rows of a gated MLP: gate and up fused (`MergedColumnParallelLinear`), and down."""
     both = [(f"{name}.{kind}_proj", (inner, hidden)) for kind in ("gate", "up")]
     return (
-        decoder_layer.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantised=True),
-        same(decoder_layer, f"{name}.down_proj", hidden, inner, axis=1, quantised=True),
+        decoder_layer.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantized=True),
+        same(decoder_layer, f"{name}.down_proj", hidden, inner, axis=1, quantized=True),
     )
 
 
@@ -94,7 +94,7 @@ def moe(
             module = f"{decoder_layer.source_prefix}mlp.shared_experts"
             sources: Sources = tuple((f"{module}.{kind}_proj.weight", shape) for kind in kinds)
             options["appended"] = (sources,)
-        options["quantised"] = True
+        options["quantized"] = True
         return decoder_layer.row(f"mlp.experts.{name}", routed, **options)
 
     rows.append(stacked("w13_weight", ("gate", "up"), (inner, hidden), map=Concat(), axis=0))

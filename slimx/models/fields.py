@@ -57,12 +57,12 @@ _NEUTRAL: dict[str, object] = {
 """Field -> the value that has no effect. A null field never has one."""
 
 
-def without_quantisation(hf: HfConfig) -> Json:
-    """Returns config.json `hf`, including nested objects, of the same model stored unquantised."""
+def without_quantization(hf: HfConfig) -> Json:
+    """Returns config.json `hf`, including nested objects, of the same model stored unquantized."""
     plain = {}
     for key, value in hf.items():
         if key != "quantization_config":
-            plain[key] = without_quantisation(value) if isinstance(value, dict) else value
+            plain[key] = without_quantization(value) if isinstance(value, dict) else value
     return plain
 
 

@@ -68,7 +68,7 @@ class MicrobatchSetting(Protocol):
         ...
 
     @property
-    def materialised(self) -> bool:
+    def materialized(self) -> bool:
         """True if the attention keeps its probabilities."""
         ...
 
@@ -117,7 +117,7 @@ class LayerKind:
         """Returns the indices, from 0, of the model's `layers` that may be the first of a pipeline stage."""
         return range(layers)
 
-    def materialises(self, trainer: Trainer) -> bool | None:
+    def materializes(self, trainer: Trainer) -> bool | None:
         """Returns True if trainers hold attention scores of all token pairs; None: the attention kernel decides."""
         return None
 

@@ -24,7 +24,7 @@ class RowOptions(TypedDict, total=False):
     axis: int | None
     group: Group | None
     dtype: str | None
-    quantised: bool
+    quantized: bool
     sections: tuple[str, ...]
     appended: tuple[Sources, ...]
 
@@ -42,11 +42,11 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """True if each head of query and key is normalised, with one weight for all heads."""
+    """True if each head of query and key is normalized, with one weight for all heads."""
     output_gate: bool = False
     """True if each query head has a gate; the attention output is multiplied by its sigmoid."""
     projection_norm: bool = False
-    """True if the query is normalised over all its heads together, and so is the key. The norms are split over ranks as
+    """True if the query is normalized over all its heads together, and so is the key. The norms are split over ranks as
     the heads are."""
 
     @classmethod
@@ -97,7 +97,7 @@ class Layer:
 
     def linear(self, name: str, source: str, shape: tuple[int, int], axis: int | None = None) -> Row:
         """Returns the row of a matrix that fp8 checkpoints hold in blocks."""
-        return self.row(name, [(source, shape)], axis=axis, quantised=True)
+        return self.row(name, [(source, shape)], axis=axis, quantized=True)
 
     def swiglu(self, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
         """Returns rows of a gated MLP: gate and up fused, and down. For experts `source` has `{expert}`, and `suffix`
@@ -105,7 +105,7 @@ class Layer:
         gate, up, down = (f"{source}.{kind}_proj" for kind in ("gate", "up", "down"))
         both = [(gate, (inner, hidden)), (up, (inner, hidden))]
         return (
-            self.row(f"{name}.linear_fc1.weight{suffix}", both, map=Concat(), axis=0, quantised=True),
+            self.row(f"{name}.linear_fc1.weight{suffix}", both, map=Concat(), axis=0, quantized=True),
             self.linear(f"{name}.linear_fc2.weight{suffix}", down, (hidden, inner), axis=1),
         )
 
@@ -116,7 +116,7 @@ class Layer:
         module = "self_attention."
         rows = [
             self.norm(module + "linear_qkv.layer_norm_weight", "input_layernorm", sizes.hidden),
-            self.row(module + "linear_qkv.weight", matrices, map=heads, axis=0, quantised=True),
+            self.row(module + "linear_qkv.weight", matrices, map=heads, axis=0, quantized=True),
         ]
         if sizes.qkv_bias:
             vectors = [(name, (count,)) for name, count in sizes.qkv]

@@ -93,7 +93,7 @@ _ROTARY: Schema = {
     "mrope_interleaved": _FLAG,
     "mrope_section": _list(_HEAD, 4),
 }
-_QUANTISATION: Schema = {
+_QUANTIZATION: Schema = {
     **dict.fromkeys(("quant_method", "format", "fmt", "scale_fmt", "activation_scheme"), _NAME),
     "weight_block_size": _pair(_SIZE),
     "config_groups": _OBJECTS,
@@ -158,7 +158,7 @@ _TEXT: Schema = {
     **dict.fromkeys(("mtp_use_dedicated_embeddings", "use_conv_bias", "residual_in_fp32"), _FLAG),
     **dict.fromkeys(("indexer_rope_interleave", "use_routing_bias"), _FLAG),
     **dict.fromkeys(("norm_topk_prob", "rope_interleave"), _DECIDED),
-    "quantization_config": _QUANTISATION,
+    "quantization_config": _QUANTIZATION,
 }
 FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
 """Field -> its kind, or the fields of an object."""

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 1910.07467)."""
+"""Root-mean-square normalization (Zhang and Sennrich, 1910.07467)."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rms_scale(x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalises a part of the features like `rms_norm`, given the mean square of all.
+    """Normalizes a part of the features like `rms_norm`, given the mean square of all.
 
     x [..., part], mean_square [..., 1] fp32, weight [part]; computed in fp32, in x's dtype."""
     return (x.float() * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)

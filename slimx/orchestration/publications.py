@@ -233,7 +233,7 @@ class EnginePublications(Publications):
             staging=options.staging,
             policy=self.policy,
             encoding=encoding or self._encoding,
-            rule=options.quantise or "none",
+            rule=options.quantize or "none",
             vacate=vacate,
         )
 

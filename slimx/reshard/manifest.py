@@ -31,7 +31,7 @@ class Manifest:
     names and shapes of its parameters. "adapters": A and B of low-rank adapters with PEFT's names, in addition to
     weights from an earlier "hf" publication."""
     rule: str = "none"
-    """Quantisation rule (docs/numerics.md); "none" without quantisation."""
+    """Quantization rule (docs/numerics.md); "none" without quantization."""
     trainer_step: int
     """Number of optimizer steps that produced these weights."""
     membership_epoch: int

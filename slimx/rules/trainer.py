@@ -59,7 +59,7 @@ def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algo
     if not trainer.distributed_optimizer:
         yield "without trainer.distributed_optimizer every rank updates all weights; leave it out"
     if schedule.updates_per_step == 1 or algorithm.scores:
-        consumer = "a reward model is evaluated" if algorithm.scores else "with schedule.updates_per_step=1 a step ends"
+        consumer = "a reward model scores pairs" if algorithm.scores else "with schedule.updates_per_step=1 a step ends"
         yield f"{consumer} after every update and needs all weights at once; leave it out"
 
 

@@ -68,7 +68,7 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
         "schedule.max_staleness",
         "schedule.colocate",
         "publish.transport (all but memory)",
-        "publish.quantise",
+        "publish.quantize",
     ),
 }
 """Feature -> entries that were never proven with it. `KEY`: a value other than the default; `KEY=VALUE`: this value;

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimx.reshard.kernels.record import DEQUANTISES, OP, PIECE, QUANTISES, RULE
+from slimx.reshard.kernels.record import DEQUANTIZES, OP, PIECE, QUANTIZES, RULE
 
 FORMS = [  # op, rule, bytes of a source element, of a destination element
     *((OP.COPY, RULE.NONE, size, size) for size in (1, 2, 3, 4, 8)),
@@ -15,13 +15,13 @@ FORMS = [  # op, rule, bytes of a source element, of a destination element
     (OP.COPY_CHECKED, RULE.NONE, 4, 4),
     (OP.FP32_TO_BF16, RULE.NONE, 4, 2),
     (OP.BF16_TO_FP32, RULE.NONE, 2, 4),
-    *((OP.QUANTISE_FP8, rule, size, 1) for rule in (RULE.IEEE, RULE.TE, RULE.UE8M0) for size in (2, 4)),
-    *((OP.QUANTISE_MXFP8, RULE.MXFP8, size, 1) for size in (2, 4)),
-    *((OP.QUANTISE_INT4, RULE.INT4, size, 1) for size in (2, 4)),
-    *((OP.DEQUANTISE_FP8, RULE.NONE, 1, size) for size in (2, 4)),
-    *((OP.DEQUANTISE_MXFP8, RULE.NONE, 1, size) for size in (2, 4)),
+    *((OP.QUANTIZE_FP8, rule, size, 1) for rule in (RULE.IEEE, RULE.TE, RULE.UE8M0) for size in (2, 4)),
+    *((OP.QUANTIZE_MXFP8, RULE.MXFP8, size, 1) for size in (2, 4)),
+    *((OP.QUANTIZE_INT4, RULE.INT4, size, 1) for size in (2, 4)),
+    *((OP.DEQUANTIZE_FP8, RULE.NONE, 1, size) for size in (2, 4)),
+    *((OP.DEQUANTIZE_MXFP8, RULE.NONE, 1, size) for size in (2, 4)),
 ]
-TRITON = (OP.QUANTISE_FP8, RULE.TRITON, 2, 1)
+TRITON = (OP.QUANTIZE_FP8, RULE.TRITON, 2, 1)
 BLOCKS = [(128, 128), (128, 128), (1, 128), (64, 32), (16, 40), (3, 5), (200, 256)]
 MARGIN = 64
 """Bytes of a bucket around each tensor that nothing may write."""
@@ -40,7 +40,7 @@ class Plan:
         """The pieces for a copy of `memory` that lies at `address`, a multiple of 16."""
         placed = self.pieces.copy()
         placed["src"] += np.uint64(address)
-        reads = np.isin(placed["op"], DEQUANTISES)
+        reads = np.isin(placed["op"], DEQUANTIZES)
         placed["scale"][reads] += np.uint64(address)
         return placed
 
@@ -71,8 +71,8 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
     memory, records, end, sums = _Memory(rng), [], 0, 0
     for _ in range(tensors):
         op, rule, item, out = forms[rng.integers(len(forms))]
-        mx, int4 = op in (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8), op == OP.QUANTISE_INT4
-        block = (1, 32) if mx or int4 else BLOCKS[rng.integers(len(BLOCKS))] if op >= OP.QUANTISE_FP8 else (0, 0)
+        mx, int4 = op in (OP.QUANTIZE_MXFP8, OP.DEQUANTIZE_MXFP8), op == OP.QUANTIZE_INT4
+        block = (1, 32) if mx or int4 else BLOCKS[rng.integers(len(BLOCKS))] if op >= OP.QUANTIZE_FP8 else (0, 0)
         tidy = rng.random() < 0.6  # as real weights are: everything a multiple of 16 bytes
         rows, cols = (int(n) for n in rng.integers(0 if rng.random() < 0.1 else 1, side + 1, 2))
         cols = -(-cols // 64) * 64 if tidy else -(-cols // 32) * 32 if int4 else cols
@@ -81,10 +81,10 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
         end = -(-(end + MARGIN) // alignment) * alignment
         dst, ld = end, cols // per * out
         end += rows * ld
-        quantises = op in QUANTISES
+        quantizes = op in QUANTIZES
         size = 1 if mx else 2 if int4 else 4
         scale_dst, scale_ld = 0, 0
-        if quantises:
+        if quantizes:
             scale_dst, scale_ld = -(-(end + MARGIN) // 4) * 4, -(-cols // block[1]) * size
             end = scale_dst + -(-rows // block[0]) * scale_ld
         cut = (max(block[0], 1), max(block[1], 1) if block[1] else (8 if tidy else 1))
@@ -95,16 +95,16 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
             src, src_ld, src_step = _source(rng, memory, op, item, r1 - r0, c1 - c0, tidy)
             b = (r0 // block[0], c0 // block[1]) if block[0] else (0, 0)
             scale, ld_of_scales = scale_dst + b[0] * scale_ld + b[1] * size, scale_ld
-            if op in DEQUANTISES:
+            if op in DEQUANTIZES:
                 scale, ld_of_scales = _scales(rng, memory, mx, -(-(r1 - r0) // block[0]), -(-(c1 - c0) // block[1]))
             pos = r0 * ld + c0 // per * out
             places = (src, src_ld, src_step, dst + pos, ld, ahead + pos, ld, r1 - r0, c1 - c0)
-            of_scales = (scale, ld_of_scales, scale - scale_dst, scale_ld) if quantises else (scale, ld_of_scales, 0, 0)
-            if op < OP.QUANTISE_FP8:
+            of_scales = (scale, ld_of_scales, scale - scale_dst, scale_ld) if quantizes else (scale, ld_of_scales, 0, 0)
+            if op < OP.QUANTIZE_FP8:
                 of_scales = (0, 0, 0, 0)
-            indices = (sums, sums + 1 if quantises else -1, *block)
+            indices = (sums, sums + 1 if quantizes else -1, *block)
             records.append((*places, *of_scales, *indices, op, rule, item, out, 0))
-        sums += 2 if quantises else 1
+        sums += 2 if quantizes else 1
     pieces = np.array(records, dtype=PIECE)
     rng.shuffle(pieces)
     return Plan(pieces, memory.bytes(), end + MARGIN, sums)

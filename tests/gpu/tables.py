@@ -12,11 +12,11 @@ AMAX = 0x7F80
 
 
 def matrix_plan(op: OP, rule: RULE, elements: np.ndarray, block: tuple[int, int]) -> Plan:
-    """One piece that quantises `elements` [rows, cols], bits of bf16 (uint16) or fp32 (uint32)."""
+    """One piece that quantizes `elements` [rows, cols], bits of bf16 (uint16) or fp32 (uint32)."""
     rows, cols = elements.shape
-    size, item = {OP.QUANTISE_MXFP8: 1, OP.QUANTISE_INT4: 2}.get(op, 4), elements.itemsize
+    size, item = {OP.QUANTIZE_MXFP8: 1, OP.QUANTIZE_INT4: 2}.get(op, 4), elements.itemsize
     scale, width = MARGIN + -(-rows * cols // 16) * 16, -(-cols // block[1]) * size
-    line = cols // 2 if op == OP.QUANTISE_INT4 else cols
+    line = cols // 2 if op == OP.QUANTIZE_INT4 else cols
     piece = np.zeros(1, dtype=PIECE)
     piece["src_ld"], piece["src_step"], piece["item"], piece["out"] = cols * item, item, item, 1
     piece["dst"], piece["dst_ld"], piece["pos_ld"] = MARGIN, line, line
@@ -29,7 +29,7 @@ def matrix_plan(op: OP, rule: RULE, elements: np.ndarray, block: tuple[int, int]
 
 def one_block_per_amax(op: OP, rule: RULE) -> Plan:
     """A block for every finite bf16 amax: the amax itself among smaller elements of both signs."""
-    block = (16, 8) if op == OP.QUANTISE_FP8 else (1, 32)
+    block = (16, 8) if op == OP.QUANTIZE_FP8 else (1, 32)
     count = block[0] * block[1]
     rng = np.random.default_rng(0)
     share = rng.random((AMAX, count)) * np.where(rng.random((AMAX, count)) < 0.5, -1, 1)
@@ -58,4 +58,4 @@ def every_rounding(item: int) -> Plan:
     top = np.full((len(bits) // (block - 1), 1), 0x43E00000, np.uint32)  # 448: the scale of the block is 1
     blocks = np.concatenate([top, bits.reshape(len(top), -1)], axis=1).reshape(-1, 128)
     elements = (blocks >> 16).astype(np.uint16) if item == 2 else blocks
-    return matrix_plan(OP.QUANTISE_FP8, RULE.IEEE, elements, (128, 128))
+    return matrix_plan(OP.QUANTIZE_FP8, RULE.IEEE, elements, (128, 128))

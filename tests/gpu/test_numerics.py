@@ -43,8 +43,8 @@ def test_row_operations_have_the_bits_of_the_cpu(device: torch.device, dtype: to
     on, temperature = x.to(device), torch.tensor([1.0, 0.7, 0.3])
     assert_same_bits(kernel_cuda.rms_norm(on, weight.to(device), 1e-6).cpu(), reference.rms_norm(x, weight, 1e-6))
     assert_same_bits(kernel_cuda.silu_and_mul(on).cpu(), reference.silu_and_mul(x))
-    found = kernel_cuda.log_normaliser(on, temperature.to(device))
-    for own, expected in zip(found, reference.log_normaliser(x, temperature), strict=True):
+    found = kernel_cuda.log_normalizer(on, temperature.to(device))
+    for own, expected in zip(found, reference.log_normalizer(x, temperature), strict=True):
         assert_same_bits(own.cpu(), expected)
 
 

@@ -56,13 +56,13 @@ def test_packing_twice_gives_the_same(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rule", [RULE.IEEE, RULE.TE, RULE.UE8M0])
 def test_every_bf16_amax_has_the_cpu_s_scale_and_codes(device: torch.device, rule: RULE) -> None:
-    plan = one_block_per_amax(OP.QUANTISE_FP8, rule)
+    plan = one_block_per_amax(OP.QUANTIZE_FP8, rule)
     on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
 
 
-@pytest.mark.parametrize("op", [OP.QUANTISE_MXFP8, OP.QUANTISE_INT4])
+@pytest.mark.parametrize("op", [OP.QUANTIZE_MXFP8, OP.QUANTIZE_INT4])
 def test_every_bf16_amax_has_the_cpu_s_scale_in_narrow_blocks(device: torch.device, op: OP) -> None:
-    plan = one_block_per_amax(op, RULE[op.name.removeprefix("QUANTISE_")])
+    plan = one_block_per_amax(op, RULE[op.name.removeprefix("QUANTIZE_")])
     on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
 
 

@@ -44,7 +44,7 @@ def test_the_stored_table_is_this_device_s(table: np.ndarray) -> None:
 
 
 def test_gpu_equals_cpu_for_every_amax(device: torch.device, table: np.ndarray) -> None:
-    plan = one_block_per_amax(OP.QUANTISE_FP8, RULE.TRITON)
+    plan = one_block_per_amax(OP.QUANTIZE_FP8, RULE.TRITON)
     on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
 
 
@@ -56,11 +56,11 @@ def test_gpu_equals_cpu_on_random_plans(device: torch.device, table: np.ndarray,
 
 def test_a_triton_kernel_gives_the_same_scales_and_codes(device: torch.device) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tests.gpu.triton_quantise import quantise
+    from tests.gpu.triton_quantize import quantize
 
-    plan = one_block_per_amax(OP.QUANTISE_FP8, RULE.TRITON)
+    plan = one_block_per_amax(OP.QUANTIZE_FP8, RULE.TRITON)
     x = torch.from_numpy(plan.memory).to(device).view(torch.bfloat16).view(AMAX, BLOCK)
-    codes, scales = quantise(x)
+    codes, scales = quantize(x)
 
     bucket = on_gpu(plan, device).bucket
     own_codes = bucket[MARGIN : MARGIN + AMAX * BLOCK].reshape(AMAX, BLOCK)

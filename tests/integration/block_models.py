@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import EngineSizes
@@ -93,7 +93,7 @@ def published(model: Path, sizes: EngineSizes, rule: str = "ieee") -> list[Weigh
     plan = compile_plan(
         checkpoint_parts(spec.table),
         EngineLayout(spec.engine_table(), sizes).parts(),
-        precision=Precision("bfloat16", "bfloat16", quantisation(rule)),
+        precision=Precision("bfloat16", "bfloat16", quantization(rule)),
         bucket_bytes=2**62,
         ranks=sizes.world,
     )

@@ -7,7 +7,7 @@ in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spo
 log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
 where this rank has none. A case may have a `model` of its own. Of a case with `gradients` (the numerics.mode in which
 they are computed), GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint.
-`quantise` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by
+`quantize` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by
 occasion whether what the rank computes with changes with its weights.
 """
 
@@ -72,7 +72,7 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
     longest = max(len(one["prompt"]) + len(one["tokens"]) for one in group["completions"])
     trainer["max_tokens_per_microbatch"] = max(trainer["max_tokens_per_microbatch"], longest + 8)
     exact = {"mode": "exact", "leaves": case.get("leaves")} if mode == "exact" else {}
-    rule = case.get("quantise", group.get("quantise"))
+    rule = case.get("quantize", group.get("quantize"))
     return Config.model_validate(
         {
             "run": {"dir": str(out)},
@@ -80,7 +80,7 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
             "numerics": {"dtype": group["dtype"], **exact},
             "trainer": trainer,
             "rollout": {"prompts": "p", "engines": [{"model": group["model"]}]},
-            "publish": {"quantise": rule},
+            "publish": {"quantize": rule},
             "reward": {"function": "tests.integration.hooks.digits"},
         }
     )

@@ -57,7 +57,7 @@ class Fp8Rank(OptimizerRank):
 
         by_address = {value.data_ptr(): name for name, value in trainer.weights.parameters.items()}
         seen: dict[str, Any] = {}
-        plain = products.quantise
+        plain = products.quantize
 
         def watched(values: Any, *rest: Any) -> Any:
             out = plain(values, *rest)
@@ -66,18 +66,18 @@ class Fp8Rank(OptimizerRank):
                 seen[name] = out
             return out
 
-        products.quantise = watched
+        products.quantize = watched
         try:
             trainer.logprobs(self.demonstrated(0))
         finally:
-            products.quantise = plain
+            products.quantize = plain
         return seen
 
     def published(self, trainer: Any) -> None:
         """A publication's codes and scales of the checkpoint's tensors, and those that the layers computed with."""
         import torch
 
-        from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, quantisation
+        from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, quantization
         from slimx.layout.megatron import MegatronLayout
         from slimx.layout.number_formats import Precision
         from slimx.reshard.pack.packer import Packer
@@ -85,10 +85,10 @@ class Fp8Rank(OptimizerRank):
 
         seen = self.weights_as_computed_with(trainer)
         held = MegatronLayout(self.spec.table, self.sizes).parts_of(self.rank)
-        parts = [part._replace(ranks=(0,)) for part in held if part.quantised]
+        parts = [part._replace(ranks=(0,)) for part in held if part.quantized]
         self.said["computed_in_fp8"] = sorted(seen) == sorted(part.name for part in parts)
         plan = compile_plan(
-            parts, parts, precision=Precision("bfloat16", "bfloat16", quantisation("te")), bucket_bytes=2**62
+            parts, parts, precision=Precision("bfloat16", "bfloat16", quantization("te")), bucket_bytes=2**62
         )
         packer = Packer(plan, 0, {part.name: trainer.weights.parameters[part.name].detach() for part in parts})
         form = packer.form(0)
@@ -120,7 +120,7 @@ class Fp8Rank(OptimizerRank):
             trainer.logprobs(self.demonstrated(1))
         trainer.logprobs(self.demonstrated(2))
         held = {number: set(each) for number, each in enumerate(copies) if each}
-        weights = sum(part.quantised for part in trainer.weights.parts)
+        weights = sum(part.quantized for part in trainer.weights.parts)
         self.said["a_copy_of_each"] = sum(map(len, held.values())) == weights
         trainer.offload()
         self.said["copies_leave"] = not any(copies)

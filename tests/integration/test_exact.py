@@ -132,8 +132,8 @@ def test_trainers_of_every_layout_agree_bit_for_bit(models: dict[str, Path], tmp
         group("deepseek", "float32", TWO),  # latent attention, sigmoid router with bias and groups, shared experts
     ]
     # As engines hold them in fp8: two layouts, and a trainer that does not round.
-    rounded = [TWO[0], TWO[2], {**ONE, "follows": True}, {**ONE, "quantise": None, "spoil": "none"}]
-    groups.append(group("blocks", "bfloat16", rounded) | {"quantise": "ieee"})
+    rounded = [TWO[0], TWO[2], {**ONE, "follows": True}, {**ONE, "quantize": None, "spoil": "none"}]
+    groups.append(group("blocks", "bfloat16", rounded) | {"quantize": "ieee"})
     # Weights merged with adapters in a checkpoint, and adapters that stand beside the weights in every layout.
     adapters, merged = make_adapters(models["moe"], tmp_path / "adapters", torch.bfloat16)
     beside = {"distributed_optimizer": True, "lora": LORA | {"load": str(adapters)}}

@@ -51,12 +51,12 @@ def test_fp8_server_and_trainers_of_every_layout_agree_bit_for_bit(
     sampled = exact_server.run(engine, first, second, in_blocks)
     cases = [{"leaves": 2, **case} for case in [ONE, *(DENSE if name == "qwen3" else TWO)]]
     groups: list[dict[str, Any]] = [
-        {"model": model, "dtype": "bfloat16", "completions": done, "cases": cases, "quantise": "ieee"}
+        {"model": model, "dtype": "bfloat16", "completions": done, "cases": cases, "quantize": "ieee"}
         for model, done in sampled.items()
     ]
     others = [
         groups[0] | {"completions": groups[1]["completions"], "cases": cases[:1]},
-        groups[0] | {"quantise": None, "cases": cases[:1]},
+        groups[0] | {"quantize": None, "cases": cases[:1]},
     ]
     *found, [stale], [unrounded] = gaps(tmp_path / "ranks", [*groups, *others])
     assert_none(groups, found)
@@ -72,7 +72,7 @@ def run_config(directory: Path, prompts: Path, rule: str) -> Path:
         model,
         prompts,
         numerics={"mode": "exact", "dtype": "bfloat16"},
-        publish={"quantise": rule},
+        publish={"quantize": rule},
         rollout={"engines": [{"model": str(in_fp8(model, directory / "fp8", rule)), "max_total_tokens": 8192}]},
         algorithm={"reference": True, "kl_coef": 0.01, "old_logprobs": "recompute"},
         schedule={"steps": 3},

@@ -10,7 +10,7 @@ from tests.integration.runs import TrainProcess, steps, write_config
 pytestmark = [pytest.mark.integration, pytest.mark.slow("two whole runs")]
 
 
-def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums, tmp_path):
+def test_penalized_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums, tmp_path):
     config = write_config(
         tmp_path,
         tiny_model,

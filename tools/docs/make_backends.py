@@ -27,8 +27,8 @@ from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.engines.server.spec import engine_spec, server_args
-from slimx.extras.convert.formats.fp8 import with_quantisation
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.convert.formats.fp8 import with_quantization
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.kernels import unpublishable
 from slimx.models.families import read_model
 
@@ -85,8 +85,8 @@ def resolved(arguments: dict[str, Any], gpu: str) -> dict[str, Any]:
 def started_from(config: Config, group: Engines, directory: Path) -> Path:
     """A directory with the config.json that the group's engines start from, also where the user makes the fp8 copy."""
     hf = json.loads((ROOT / config.model.path / "config.json").read_text())
-    if config.publish.quantise and "quantization_config" not in hf:
-        hf = with_quantisation(hf, quantisation(config.publish.quantise), [])
+    if config.publish.quantize and "quantization_config" not in hf:
+        hf = with_quantization(hf, quantization(config.publish.quantize), [])
     path = directory / (group.model or config.model.path).replace("/", "-")
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(hf))
@@ -103,14 +103,14 @@ def cells(stem: str, config: Config, group: Engines, gpu: str, directory: Path) 
     by_phase = [said[f"{phase}_attention_backend"] or attention for phase in ("prefill", "decode")]
     if attention == "dsa":
         by_phase = [f"dsa ({said[f'dsa_{phase}_backend']})" for phase in ("prefill", "decode")]
-    wrong = [] if gpu == "sm90" else [*unpublishable(said, experts=experts, fp8=config.publish.quantise is not None)]
+    wrong = [] if gpu == "sm90" else [*unpublishable(said, experts=experts, fp8=config.publish.quantize is not None)]
     return [
         f"`{stem}`" + (f", {group.name}" if len(config.rollout.policy_engines) > 1 else ""),
         gpu,
         " / ".join(dict.fromkeys(by_phase)),
         said["kv_cache_dtype"],
         said["moe_runner_backend"] if experts else "-",
-        said["fp8_gemm_runner_backend"] if config.publish.quantise else "-",
+        said["fp8_gemm_runner_backend"] if config.publish.quantize else "-",
         said["moe_a2a_backend"] if experts else "-",
         said["sampling_backend"],
         "NCCL's" if said["disable_custom_all_reduce"] else "custom",

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from slimx import entry_points
-from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, reward_of, rloo, standardise
+from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, mean, opo, remax, reward_of, rloo, standardize
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import Algorithm
 from slimx.config.sections.objectives import ADVANTAGES, Gdpo, Grpo
@@ -101,7 +101,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
 
 def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
     """Returns advantages of every trajectory of a step, group after group, by `group_advantages`, an `Estimator` or the
-    user's hook; GDPO's are normalised over the step's rollouts, GPG's scaled by the fraction of these with a
+    user's hook; GDPO's are normalized over the step's rollouts, GPG's scaled by the fraction of these with a
     gradient."""
     estimator = algorithm.advantages
     if estimator.kind not in ADVANTAGES:
@@ -120,7 +120,7 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
     for group in groups:
         rollouts += [(group.id, trajectory.rollout_id) for trajectory in group.trajectories]
     advantage = dict(zip(rollouts, values, strict=True))
-    normal = dict(zip(advantage, standardise(np.array(list(advantage.values()))).tolist(), strict=True))
+    normal = dict(zip(advantage, standardize(np.array(list(advantage.values()))).tolist(), strict=True))
     return [normal[rollout] for rollout in rollouts]
 
 
@@ -160,7 +160,7 @@ def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float
         if missing or not names:
             raise SlimxError(
                 f"trajectory {trajectory.id} has no reward part{' ' + missing[0] if missing else 's'}, and "
-                "algorithm.advantages=gdpo normalises each part separately; return a dict from the reward hook, "
+                "algorithm.advantages=gdpo normalizes each part separately; return a dict from the reward hook, "
                 "with the same names for every trajectory of a prompt",
                 code="advantages.reward_part",
                 about=str(trajectory.id),

@@ -75,16 +75,16 @@ def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:
 
 
 def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, eps: float = 1e-6) -> np.ndarray:
-    """Normalises each reward part separately in the group, then sums them with their weights (1 if missing in
+    """Normalizes each reward part separately in the group, then sums them with their weights (1 if missing in
     `weights`), float32 [n] (GDPO, 2601.05242). A part with little variance then counts as much as one with a lot, which
-    a sum of rewards would hide. The caller normalises over the batch."""
+    a sum of rewards would hide. The caller normalizes over the batch."""
     total: np.ndarray | float = 0.0
     for name, values in parts.items():
         total = total + weights.get(name, 1.0) * grpo(values, eps=eps).astype(np.float64)
     return np.asarray(total, np.float32)
 
 
-def standardise(values: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
+def standardize(values: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
     """Scales to mean 0 and standard deviation 1 over all values (GDPO's last step; here with n in the denominator)."""
     centred = values.astype(np.float64) - values.mean(dtype=np.float64)
     return (centred / np.sqrt(np.square(centred).mean() + eps)).astype(np.float32)

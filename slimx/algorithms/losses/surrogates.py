@@ -1,4 +1,4 @@
-"""Objectives that a policy gradient maximises, token by token: one function per published objective.
+"""Objectives that a policy gradient maximizes, token by token: one function per published objective.
 
 Each function takes `LossTokens` and the objective's parameters, and returns the objective [T], with gradient with
 respect to `logprobs`, and where it was clipped [T]: those tokens' gradient is not that of ratio x advantage.

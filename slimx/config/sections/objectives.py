@@ -148,11 +148,11 @@ class Gigpo(Grpo):
 
 class Gdpo(Objective):
     weights: dict[str, Real] = {}
-    """Weight of each reward part's normalised advantage by the part's name; 1 for parts that are not listed."""
+    """Weight of each reward part's normalized advantage by the part's name; 1 for parts that are not listed."""
     eps: Positive = 1e-6
     """Added to the standard deviation."""
     whiten: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
 
 
 class TokenRewards(Objective):
@@ -162,12 +162,12 @@ class TokenRewards(Objective):
     gamma: Share = 1.0
     """Discount per trained token."""
     whiten: bool = False
-    """Normalise advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
 
 
 class Gae(TokenRewards):
     lam: Share = 1.0
-    """Decay of generalised advantage estimation. 1: full returns; 0: one step and the critic's value."""
+    """Decay of generalized advantage estimation. 1: full returns; 0: one step and the critic's value."""
 
 
 ADVANTAGES: dict[str, type[Objective]] = {

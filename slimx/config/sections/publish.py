@@ -28,8 +28,8 @@ class Publish(Section):
     """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with merged adapters;
     alone: the base is sent once, and then the adapters of each version, which engines apply separately
     (docs/lora.md)."""
-    quantise: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
-    """Rule that quantises linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); int4: routed experts in
+    quantize: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
+    """Rule that quantizes linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); int4: routed experts in
     INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`; null: none."""
     transport: Transport = "auto"
     """auto: memory or cuda_ipc on one machine, nixl between several. memory: shared memory; cuda_ipc: GPU to GPU; nixl:
@@ -51,15 +51,15 @@ class Publish(Section):
     @property
     def in_fp8(self) -> bool:
         """True if linear weights are published in fp8."""
-        return self.quantise not in (None, "int4")
+        return self.quantize not in (None, "int4")
 
     @property
     def changes(self) -> tuple[int, int] | None:
-        """Size in bytes of the elements that deltas compare (1 for quantised codes, 2 for bf16), and the interval of
+        """Size in bytes of the elements that deltas compare (1 for quantized codes, 2 for bf16), and the interval of
         full publications in versions; None: every publication is full."""
         if self.delta is None:
             return None
-        element_bytes = 2 if self.quantise is None else 1
+        element_bytes = 2 if self.quantize is None else 1
         return element_bytes, self.delta.every_full
 
     @property

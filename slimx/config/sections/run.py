@@ -19,7 +19,7 @@ class RunSection(Section):
     dir: PathText
     """Directory for everything that the run writes."""
     seed: int = Field(default=1, ge=0, le=2**63 - 1)
-    """Seed of prompt order, sampling and initialisation."""
+    """Seed of prompt order, sampling and initialization."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir` if there is one."""
     fork: PathText | None = None

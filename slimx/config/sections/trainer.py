@@ -307,7 +307,7 @@ class Trainer(RankLayout):
     """Globs over Megatron or Hugging Face names of parameters that are not trained, such as '*.mlp.gate.weight'. They
     are still published and saved in checkpoints."""
     qat: Literal["int4"] | None = None
-    """Quantisation-aware training. int4: routed experts are rounded to INT4 in groups of 32 columns, in training and in
+    """Quantization-aware training. int4: routed experts are rounded to INT4 in groups of 32 columns, in training and in
     the engines (docs/numerics.md). The optimizer's fp32 weights stay unrounded and get the unchanged gradients. null:
     none."""
     fp8: Literal["blockwise", "mxfp8"] | None = None

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints: Hugging Face <-> Megatron's torch_dist, and quantisation to block fp8.
+"""Conversion of checkpoints: Hugging Face <-> Megatron's torch_dist, and quantization to block fp8.
 
 sources      tensors of the source, slice by slice: `CheckpointReader` or `TorchDistReader`
 torch_dist   the files of a Megatron directory, planned from the weight table

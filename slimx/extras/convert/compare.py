@@ -1,7 +1,7 @@
 """Comparison of a conversion's output, read again like any program would, with its source.
 
 Checksums prove that a disk stored the bytes that were written, not that these were right. No code here is shared with
-the writers: outputs are read through their headers, and torch dequantises codes.
+the writers: outputs are read through their headers, and torch dequantizes codes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compare_copied(
         advance(part.nbytes)
 
 
-def compare_quantised(
+def compare_quantized(
     name: str,
     shape: Shape,
     block: tuple[int, int],
@@ -54,7 +54,7 @@ def compare_quantised(
     scales: torch.Tensor,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless every value of the quantised tensor `name`, with `scales` [block rows, block cols], is
+    """Raises SlimxError unless every value of the quantized tensor `name`, with `scales` [block rows, block cols], is
     within e4m3 rounding of the source's."""
     high, wide = block
     for rect in row_blocks(shape, 4, multiple=high):

@@ -12,7 +12,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.extras.convert.formats import int4, safetensors, torch_dist
-from slimx.extras.convert.formats.fp8 import check_rule, quantised, quantised_names, with_quantisation
+from slimx.extras.convert.formats.fp8 import check_rule, quantized, quantized_names, with_quantization
 from slimx.extras.convert.formats.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.extras.convert.formats.torch_dist import ToMegatron
 from slimx.extras.convert.formats.torch_dist_reader import TorchDistReader
@@ -24,7 +24,7 @@ from slimx.json_types import Json
 from slimx.layout.maps import Rect
 from slimx.layout.table import stored
 from slimx.models.families import Family, ModelSpec, read_model
-from slimx.models.fields import without_quantisation
+from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.safe_pickle import read_metadata
 
@@ -141,7 +141,7 @@ def megatron_to_hf(
         file_bytes=file_bytes,
         identity=f"megatron-to-hf {_content(path)} {_content(original)} {dtype}",
         template=original,
-        config=_stored_as(without_quantisation(spec.hf), dtypes),
+        config=_stored_as(without_quantization(spec.hf), dtypes),
     )
 
 
@@ -159,11 +159,11 @@ def hf_to_fp8(
     `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored.
     `family`: see `hf_to_megatron`."""
     spec, reader = _open(source, family)
-    quantisation = block_fp8.quantisation(rule)
-    names = quantised_names(spec.table, quantisation.block)
+    quantization = block_fp8.quantization(rule)
+    names = quantized_names(spec.table, quantization.block)
     if not names:
         raise SlimxError(
-            f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantised",
+            f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantized",
             code="convert.fp8",
             about=str(source),
         )
@@ -173,7 +173,7 @@ def hf_to_fp8(
     for name, (shape, declared) in _tensors(spec).items():
         if name in names:
             check_rule(rule, reader.dtype(name), name)
-            units.append(quantised(name, shape, quantisation))
+            units.append(quantized(name, shape, quantization))
             continue
         target = _target_dtype(reader, name, declared, dtype)
         if declared is None:
@@ -188,7 +188,7 @@ def hf_to_fp8(
         file_bytes=file_bytes,
         identity=f"hf-to-fp8 {_content(source)} {rule} {dtype}",
         template=source,
-        config=_stored_as(with_quantisation(spec.hf, quantisation, plain), dtypes),
+        config=_stored_as(with_quantization(spec.hf, quantization, plain), dtypes),
     )
 
 
@@ -217,7 +217,7 @@ def hf_to_int4(
     dtypes = set()
     for name, (shape, declared) in _tensors(spec).items():
         if name in names:
-            units.append(int4.quantised(name, shape))
+            units.append(int4.quantized(name, shape))
             continue
         target = _target_dtype(reader, name, declared, dtype)
         if declared is None:
@@ -226,7 +226,7 @@ def hf_to_int4(
         if len(shape) > 1:
             plain.append(name)
     units += _others(spec, reader, dtype)
-    config = int4.with_quantisation(without_quantisation(spec.hf), [*plain, *int4.served_plain(spec)])
+    config = int4.with_quantization(without_quantization(spec.hf), [*plain, *int4.served_plain(spec)])
     return ToHuggingFace(
         units,
         reader,
@@ -250,7 +250,7 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
     # Published checkpoints may lack multi-token prediction layers that their config declares.
     if reader.names & (complete.table.checkpoint_shapes().keys() - spec.table.checkpoint_shapes().keys()):
         spec = complete
-    reader.check(spec.table, quantised=True)
+    reader.check(spec.table, quantized=True)
     reader.check_copies(spec.table)
     return spec, reader
 

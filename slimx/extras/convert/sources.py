@@ -45,7 +45,7 @@ class Scratch:
         self._memory = bytearray()
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised tensor, overwriting the previous one. Its storage ends where it ends."""
+        """Returns an uninitialized tensor, overwriting the previous one. Its storage ends where it ends."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
             self._memory = bytearray(count * dtype.itemsize)

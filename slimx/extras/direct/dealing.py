@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.wire import move_bytes, quantised_moves
+from slimx.extras.direct.wire import move_bytes, quantized_moves
 from slimx.reshard.plan.copy_plan import Holders, Plan
 
 GRAIN = 2**18
@@ -131,8 +131,8 @@ def _cut(
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
     moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]
     # Rows of a block are not divided: its scale is computed on the rank that has the block.
-    high = plan.precision.quantisation.block[0] if plan.precision.quantisation else 1
-    unit = np.where(quantised_moves(plan), high, 1)
+    high = plan.precision.quantization.block[0] if plan.precision.quantization else 1
+    unit = np.where(quantized_moves(plan), high, 1)
     least = -(-grain * plan.moved["rows"].astype(np.int64) // np.maximum(nbytes, 1))
     least = -(-np.maximum(least, 1) // unit) * unit
     divided: list[tuple[int, int, int, int]] = []

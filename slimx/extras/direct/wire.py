@@ -1,4 +1,4 @@
-"""Bytes that moves send over the network: values in the engine's dtype, and the block scales of quantised ones."""
+"""Bytes that moves send over the network: values in the engine's dtype, and the block scales of quantized ones."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def move_bytes(plan: Plan) -> np.ndarray:
     moved = plan.moved
     names, dtype = plan.dtypes
     nbytes = moved["rows"].astype(np.int64) * moved["cols"] * np.array([ITEMSIZE[name] for name in names])[dtype]
-    quantisation = plan.precision.quantisation
-    if quantisation is not None:
-        high, wide = quantisation.block
+    quantization = plan.precision.quantization
+    if quantization is not None:
+        high, wide = quantization.block
         blocks = -(-moved["rows"].astype(np.int64) // high) * -(-moved["cols"] // wide)
-        codes_and_scales = nbytes // quantisation.per_code + blocks * ITEMSIZE[quantisation.scale_dtype]
-        nbytes = np.where(quantised_moves(plan), codes_and_scales, nbytes)
+        codes_and_scales = nbytes // quantization.per_code + blocks * ITEMSIZE[quantization.scale_dtype]
+        nbytes = np.where(quantized_moves(plan), codes_and_scales, nbytes)
     return nbytes
 
 
-def quantised_moves(plan: Plan) -> np.ndarray:
-    """Returns booleans [moves]: True for a move whose values are quantised when sent."""
-    quantisation = plan.precision.quantisation
-    if quantisation is None:
+def quantized_moves(plan: Plan) -> np.ndarray:
+    """Returns booleans [moves]: True for a move whose values are quantized when sent."""
+    quantization = plan.precision.quantization
+    if quantization is None:
         return np.zeros(len(plan.moved), dtype=bool)
     names, dtype = plan.dtypes
-    return np.array([name == quantisation.code_dtype for name in names])[dtype]
+    return np.array([name == quantization.code_dtype for name in names])[dtype]
 
 
 def summed(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:

@@ -51,16 +51,16 @@ class Exact(NumericsMode):
 
     def prepare_weights(self, weights: Any, config: Config) -> None:
         """Makes layers compute with the weights that engines have after an fp8 publication."""
-        quantise = config.publish.quantise
-        if quantise is None:
+        quantize = config.publish.quantize
+        if quantize is None:
             return
         from slimx.extras.exact.adapters.megatron.layers import compute_with
         from slimx.extras.exact.served_weights import ServedWeights
         from slimx.layout.number_formats import published_format
 
-        quantisation = published_format(quantise).quantisation(quantise)
-        if quantisation is not None:
-            served = ServedWeights(weights.parts, weights.parameters, quantisation, config.numerics.dtype)
+        quantization = published_format(quantize).quantization(quantize)
+        if quantization is not None:
+            served = ServedWeights(weights.parts, weights.parameters, quantization, config.numerics.dtype)
             weights.derived.append(served.refresh)
             for name, value in served.values.items():
                 compute_with(weights.parameters[name], value)

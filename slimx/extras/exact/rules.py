@@ -152,13 +152,13 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
         )
 
 
-@rule("exact.quantise", "publish.quantise")
+@rule("exact.quantize", "publish.quantize")
 def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
-    if not numerics.exact or publish.quantise is None:
+    if not numerics.exact or publish.quantize is None:
         return
-    problem = f"{MODE}, publish.quantise is {publish.quantise}"
+    problem = f"{MODE}, publish.quantize is {publish.quantize}"
     if not publish.in_fp8:
-        yield "publish.quantise", f"{problem}, but exact mode supports fp8 blocks only: set numerics.mode=fast"
+        yield "publish.quantize", f"{problem}, but exact mode supports fp8 blocks only: set numerics.mode=fast"
         return
     if numerics.dtype != "bfloat16":
         yield (
@@ -181,7 +181,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{problem}, but {group.where} serves model.path, which is not quantised: set its model to the output "
+                f"{problem}, but {group.where} serves model.path, which is not quantized: set its model to the output "
                 "directory of `slimx convert hf-to-fp8`",
             )
 
@@ -215,12 +215,12 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
             )
 
 
-@rule("exact.quantise_device", "publish.quantise")
+@rule("exact.quantize_device", "publish.quantize")
 def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
-    if numerics.exact and publish.quantise is not None and local_device != "cpu":
+    if numerics.exact and publish.quantize is not None and local_device != "cpu":
         yield (
-            f"{MODE}, which supports publish.quantise={publish.quantise} on the CPU only; set "
-            "publish.quantise=null or numerics.mode=fast"
+            f"{MODE}, which supports publish.quantize={publish.quantize} on the CPU only; set "
+            "publish.quantize=null or numerics.mode=fast"
         )
 
 
@@ -265,28 +265,28 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
             )
 
 
-@rule("exact.quantise_architecture", "publish.quantise")
+@rule("exact.quantize_architecture", "publish.quantize")
 def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
-    if numerics.exact and publish.quantise is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
+    if numerics.exact and publish.quantize is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
-            f"{MODE}, in which publish.quantise covers {' and '.join(IN_BLOCKS)}, but {spec.path} is a "
-            f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
+            f"{MODE}, in which publish.quantize covers {' and '.join(IN_BLOCKS)}, but {spec.path} is a "
+            f"{spec.family.ARCHITECTURE}: set publish.quantize=null"
         )
 
 
-@rule("exact.blocks", "publish.quantise")
+@rule("exact.blocks", "publish.quantize")
 def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
-    if not numerics.exact or publish.quantise is None:
+    if not numerics.exact or publish.quantize is None:
         return
     # Imported here because they import torch, which a plan does not load.
     from slimx.extras.low_precision.block_fp8 import block_of
     from slimx.layout.number_formats import published_format
     from slimx.reshard.kernels import cpu as kernel
 
-    quantisation = published_format(publish.quantise).quantisation(publish.quantise)
-    if quantisation is None:  # refused by exact.quantise
+    quantization = published_format(publish.quantize).quantization(publish.quantize)
+    if quantization is None:  # refused by exact.quantize
         return
-    if quantisation.rule == "triton":
+    if quantization.rule == "triton":
         kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table, which only a GPU can make
     for group in rollout.policy_engines:
         if group.model is None:  # an external server, whose tensors are compared before a publication
@@ -295,11 +295,11 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
             block = block_of(Path(group.model))
         except SlimxError:
             block = None
-        if block != quantisation.block:
-            height, width = quantisation.block
+        if block != quantization.block:
+            height, width = quantization.block
             present = "none" if block is None else f"{block[0]} x {block[1]}"
             yield (
-                f"publish.quantise makes fp8 blocks of {height} x {width}, but {group.model}, the model of "
+                f"publish.quantize makes fp8 blocks of {height} x {width}, but {group.model}, the model of "
                 f"{group.where}, has {present}; make it with slimx convert hf-to-fp8"
             )
 

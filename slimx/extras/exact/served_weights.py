@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from slimx.extras.low_precision.blocks import dequantise
-from slimx.layout.number_formats import ModelDtype, Precision, Quantisation
+from slimx.extras.low_precision.blocks import dequantize
+from slimx.layout.number_formats import ModelDtype, Precision, Quantization
 from slimx.layout.parts import Part, matrix
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
@@ -17,9 +17,9 @@ _ONE_BUCKET = 2**62
 
 
 class ServedWeights:
-    """One rank's quantised weights, rounded by the publication's kernel and converted back to the model's dtype.
+    """One rank's quantized weights, rounded by the publication's kernel and converted back to the model's dtype.
 
-    A plan from the rank's parts to themselves quantises them in place. Like any plan, it checks that shards consist of
+    A plan from the rank's parts to themselves quantizes them in place. Like any plan, it checks that shards consist of
     whole blocks of the checkpoint's tensors, so all layouts of trainers and engines produce the same codes. Memory: one
     byte per weight for the codes, plus a second copy of the weights for the values.
     """
@@ -28,28 +28,28 @@ class ServedWeights:
         self,
         parts: Iterable[Part],
         parameters: Mapping[str, torch.Tensor],
-        quantisation: Quantisation,
+        quantization: Quantization,
         dtype: ModelDtype,
     ):
         """Plans the rounding. `parts`: the rank's parts; `parameters`: tensors by the parts' names, in host memory.
         Raises SlimxError naming the first shard that splits a block."""
-        quantised = [part._replace(ranks=(0,)) for part in parts if part.quantised]
-        precision = Precision(dtype, dtype, quantisation)
-        plan = compile_plan(quantised, quantised, precision=precision, bucket_bytes=_ONE_BUCKET)
-        self._packer = Packer(plan, 0, {part.name: parameters[part.name] for part in quantised})
+        quantized = [part._replace(ranks=(0,)) for part in parts if part.quantized]
+        precision = Precision(dtype, dtype, quantization)
+        plan = compile_plan(quantized, quantized, precision=precision, bucket_bytes=_ONE_BUCKET)
+        self._packer = Packer(plan, 0, {part.name: parameters[part.name] for part in quantized})
         form = self._packer.form(0)
         self._codes = torch.zeros(form.size, dtype=torch.uint8)
         values_dtype = getattr(torch, dtype)
-        self.values = {part.name: torch.zeros(part.shape, dtype=values_dtype) for part in quantised}
+        self.values = {part.name: torch.zeros(part.shape, dtype=values_dtype) for part in quantized}
         """Weights that engines compute with, by name, since the last `refresh`."""
-        self._block = quantisation.block
+        self._block = quantization.block
         self._rounded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Codes and scales as matrices, by name."""
         packed = {}
         for tensor, start in zip(form.tensors, form.offset.tolist(), strict=True):
             data = self._codes[start : start + tensor.nbytes]
             packed[tensor.name] = data, matrix(tensor.shape)
-        codes_suffix, scales_suffix = quantisation.suffixes
+        codes_suffix, scales_suffix = quantization.suffixes
         for name in self.values:
             codes, codes_shape = packed[name + codes_suffix]
             scales, scales_shape = packed[name + scales_suffix]
@@ -63,4 +63,4 @@ class ServedWeights:
         self._packer.refresh_addresses()
         self._packer.pack(0, self._codes)
         for name, value in self.values.items():
-            value.copy_(dequantise(*self._rounded[name], self._block, value.dtype).view(value.shape))
+            value.copy_(dequantize(*self._rounded[name], self._block, value.dtype).view(value.shape))

@@ -16,7 +16,7 @@ from slimx.extras.families.sigmoid_router import moe_fields, unsupported_router
 from slimx.json_types import Json
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.decoder import quantised_otherwise, rotary, scaled_otherwise, unusual
+from slimx.models.decoder import quantized_otherwise, rotary, scaled_otherwise, unusual
 from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
@@ -77,7 +77,7 @@ def gpt_arguments(hf: HfConfig) -> Json:
 
 def unsupported(hf: HfConfig) -> str | None:
     """Returns the part of config.json `hf` that cannot be built; None if everything can."""
-    return unsupported_model(hf) or quantised_otherwise(hf)
+    return unsupported_model(hf) or quantized_otherwise(hf)
 
 
 def unsupported_model(hf: HfConfig) -> str | None:

@@ -46,7 +46,7 @@ def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     value = hf["v_head_dim"]
 
     def linear(name: str, shape: tuple[int, int], axis: int | None, group: Group | None) -> Row:
-        return engine_rows.same(layer, f"self_attn.{name}", *shape, axis=axis, group=group, quantised=True)
+        return engine_rows.same(layer, f"self_attn.{name}", *shape, axis=axis, group=group, quantized=True)
 
     wide = heads * (nope + rope)
     down = [("self_attn.kv_a_proj_with_mqa", (latent + rope, hidden))]
@@ -59,7 +59,7 @@ def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     else:
         down = [("self_attn.q_a_proj", (query, hidden)), *down]
         queries = (
-            layer.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantised=True),
+            layer.row("self_attn.fused_qkv_a_proj_with_mqa.weight", down, map=Concat(), quantized=True),
             engine_rows.same(layer, "self_attn.q_a_layernorm", query),
             linear("q_b_proj", (wide, query), 0, "attention"),
         )

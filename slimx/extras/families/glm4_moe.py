@@ -35,7 +35,7 @@ def unsupported(hf: HfConfig) -> str | None:
     """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
-    return scaled or unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
+    return scaled or unsupported_router(hf) or decoder.quantized_otherwise(hf) or other
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

@@ -74,9 +74,9 @@ def unsupported(hf: HfConfig) -> str | None:
     unknown = set(hf["layer_types"]) - set(_WINDOWED)
     if unknown:
         return f"layer_types with {min(unknown)}"
-    quantised = decoder.quantised_otherwise(hf, "mxfp4")
-    if quantised:
-        return quantised
+    quantized = decoder.quantized_otherwise(hf, "mxfp4")
+    if quantized:
+        return quantized
     group = all_formats()["mxfp4"].GROUP
     for key in ("hidden_size", "intermediate_size"):
         if hf[key] % group:
@@ -153,8 +153,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _table(hf: HfConfig, rows: tuple[Row, ...]) -> Table:
-    # No checkpoint of the family is quantised to fp8 blocks.
-    plain = tuple(replace(row, quantised=False) for row in rows)
+    # No checkpoint of the family is quantized to fp8 blocks.
+    plain = tuple(replace(row, quantized=False) for row in rows)
     return Table(plain, layers=hf["num_hidden_layers"], experts=hf["num_local_experts"])
 
 

@@ -10,7 +10,7 @@ from slimx.json_types import Json
 from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.decoder import quantised_otherwise, unusual
+from slimx.models.decoder import quantized_otherwise, unusual
 from slimx.models.engine_rows import no_engine
 from slimx.models.fields import HfConfig
 
@@ -40,9 +40,9 @@ def unsupported(hf: HfConfig) -> str | None:
     """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     text = hf["text_config"]
     for prefix, fields in (("", hf), ("text_config.", text)):
-        quantised = quantised_otherwise(fields, _INT4)
-        if quantised:
-            return prefix + quantised
+        quantized = quantized_otherwise(fields, _INT4)
+        if quantized:
+            return prefix + quantized
     group = all_formats()[_INT4].GROUP
     for key in ("hidden_size", "moe_intermediate_size"):
         if text[key] % group:
@@ -71,8 +71,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _of_text(row: Row) -> Row:
-    # No checkpoint of the family is quantised to fp8 blocks.
-    return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantised=False)
+    # No checkpoint of the family is quantized to fp8 blocks.
+    return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantized=False)
 
 
 def _vision(hf: HfConfig) -> dict[str, tuple[int, ...]]:

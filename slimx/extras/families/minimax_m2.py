@@ -1,4 +1,4 @@
-"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention, partly rotated and normalised over all heads together, and
+"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention, partly rotated and normalized over all heads together, and
 sigmoid-routed experts in every layer.
 
 Their config.json declares layers of multi-token prediction (num_mtp_modules); no published checkpoint has them."""
@@ -47,8 +47,8 @@ def unsupported(hf: HfConfig) -> str | None:
     if set(hf.get("attn_type_list") or [1]) != {1}:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
-        return "num_experts_per_tok 1"  # Megatron normalises weights only of several experts
-    return decoder.quantised_otherwise(hf) or decoder.unusual(
+        return "num_experts_per_tok 1"  # Megatron normalizes weights only of several experts
+    return decoder.quantized_otherwise(hf) or decoder.unusual(
         hf,
         ("use_qk_norm", True),
         ("qk_norm_type", "per_layer"),
@@ -79,7 +79,7 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
-            quantised=True,
+            quantized=True,
         ),
         layer.linear("mlp.experts.linear_fc2.weight{expert}", f"{expert}.w2", (hidden, inner), axis=1),
         *head(hf),
@@ -116,9 +116,9 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
             [(f"{expert}.{kind}", (inner, hidden)) for kind in ("w1", "w3")],
             map=Concat(),
             axis=0,
-            quantised=True,
+            quantized=True,
         ),
-        layer.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantised=True),
+        layer.row(f"{_MOE}.experts.w2_weight", [(f"{expert}.w2", (hidden, inner))], axis=1, quantized=True),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)

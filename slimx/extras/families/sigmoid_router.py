@@ -115,7 +115,7 @@ def unsupported_router(hf: HfConfig) -> str | None:
         if hf.get(key, only) != only:
             return f"{key} {hf[key]}"
     chosen = hf["num_experts_per_tok"]
-    # Megatron normalises the weights of the chosen experts if there are several.
+    # Megatron normalizes the weights of the chosen experts if there are several.
     if hf.get("norm_topk_prob", True) != (chosen > 1):
         return f"norm_topk_prob {str(hf.get('norm_topk_prob', True)).lower()} and num_experts_per_tok {chosen}"
     # The checkpoint's router scores a group by its best two experts, Megatron's by its best topk // group_topk.

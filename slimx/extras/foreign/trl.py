@@ -98,7 +98,7 @@ TRL: Table = {
     ),
     "vllm_importance_sampling_cap": "algorithm.correction.high",
     "vllm_importance_sampling_clip_max": "algorithm.correction.high",
-    "mask_truncated_completions": unsupported("the reward `overlong` penalises answers near the limit"),
+    "mask_truncated_completions": unsupported("the reward `overlong` penalizes answers near the limit"),
     "sync_ref_model": not_needed("algorithm.reference_refresh above 0 turns it on"),
     "ref_model_sync_steps": "algorithm.reference_refresh",
     "ref_model_mixup_alpha": unsupported("algorithm.reference_refresh copies the current weights"),

@@ -12,7 +12,7 @@ _DTYPES: Mapping[str, str | Meaning] = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "float", "single", "torch.float32", "full"), "float32"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), _HALF),
-    "fp8": unsupported("trainer.fp8 is for fp8 matrix products, publish.quantise for fp8 engines"),
+    "fp8": unsupported("trainer.fp8 is for fp8 matrix products, publish.quantize for fp8 engines"),
 }
 _OTHER_GPU = unsupported("plans support h100, h200 and gb300; for another GPU set cluster.gpu_memory_gib")
 VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
@@ -39,7 +39,7 @@ VALUES: Mapping[str, Mapping[str, str | Meaning]] = {
     },
     "trainer.recompute.granularity": {"true": "full", "false": "none"},
     "publish.transport": {"ipc": "cuda_ipc", "cuda": "cuda_ipc", "rdma": "nixl", "file": "disk", "shm": "memory"},
-    "publish.quantise": {"fp8": unsupported("fp8 of engines is ieee, triton, te or ue8m0 (docs/publication.md)")},
+    "publish.quantize": {"fp8": unsupported("fp8 of engines is ieee, triton, te or ue8m0 (docs/publication.md)")},
     "algorithm.name": ALGORITHMS
     | {"reinforce": "reinforce_pp", "policy_gradient": "reinforce_pp", "opd": "distillation"}
     | dict.fromkeys(("rm", "reward_model"), "bradley_terry"),

@@ -28,7 +28,7 @@ UNPROVEN = {
         "trainer.optimizer.offload_fraction",
         "trainer.distributed_optimizer",
         "trainer.megatron.mtp_num_layers",
-        "publish.quantise",
+        "publish.quantize",
         "algorithm.reference_refresh",
         "algorithm.teacher",
         "critic",

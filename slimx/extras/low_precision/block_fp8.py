@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
-from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.number_formats import NumberFormat, Quantization, StoredTensors
 from slimx.layout.parts import matrix
 from slimx.layout.table import Stored
 from slimx.models.files.index import read_object
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
+"""Suffix of a quantized tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
 CODES = "F8_E4M3"
 """Dtype of codes, by its name in safetensors files."""
 SCALES = ("F32", "BF16", "F16")
@@ -57,7 +57,7 @@ def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     return -(-rows // block[0]), -(-cols // block[1])
 
 
-def quantisation(rule: str, block: Block | None = None) -> Quantisation:
+def quantization(rule: str, block: Block | None = None) -> Quantization:
     """Returns codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0
     exponents of blocks of 1 x 32.
 
@@ -73,8 +73,8 @@ def quantisation(rule: str, block: Block | None = None) -> Quantisation:
             about=rule,
         )
     if narrow:
-        return Quantisation(rule, block, "QUANTISE_MXFP8", "float8_e4m3fn", "uint8", ("", SCALE_SUFFIX))
-    return Quantisation(rule, block, "QUANTISE_FP8", "float8_e4m3fn", "float32", ("", SCALE_SUFFIX))
+        return Quantization(rule, block, "QUANTIZE_MXFP8", "float8_e4m3fn", "uint8", ("", SCALE_SUFFIX))
+    return Quantization(rule, block, "QUANTIZE_FP8", "float8_e4m3fn", "float32", ("", SCALE_SUFFIX))
 
 
 class BlockFp8(NumberFormat):
@@ -94,8 +94,8 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Reads and dequantises all blocks that overlap the slice: bf16 values."""
-        from slimx.extras.low_precision.blocks import dequantise
+        """Reads and dequantizes all blocks that overlap the slice: bf16 values."""
+        from slimx.extras.low_precision.blocks import dequantize
 
         block = self._block(files)
         high, wide = block
@@ -103,7 +103,7 @@ class BlockFp8(NumberFormat):
         left = cols.start // wide
         codes = files.view(place.name)[top * high : rows.stop, left * wide : cols.stop]
         scales = files.whole(place.name + SCALE_SUFFIX)[top : -(-rows.stop // high), left : -(-cols.stop // wide)]
-        values = dequantise(codes, scales.float().contiguous(), block, threads=1)
+        values = dequantize(codes, scales.float().contiguous(), block, threads=1)
         return values[rows.start - top * high :, cols.start - left * wide :]
 
     def _block(self, files: Any) -> Block:
@@ -124,8 +124,8 @@ class BlockFp8(NumberFormat):
 
         return nearest(config, sizes)
 
-    def quantisation(self, rule: str) -> Quantisation:
-        return quantisation(rule)
+    def quantization(self, rule: str) -> Quantization:
+        return quantization(rule)
 
     def codes_of(self, parameter: str) -> str | None:
         return parameter.removesuffix(SCALE_SUFFIX) if parameter.endswith(SCALE_SUFFIX) else None

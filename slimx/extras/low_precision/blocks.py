@@ -12,7 +12,7 @@ from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 _CODES = torch.float8_e4m3fn, torch.uint8
 
 
-def quantise(
+def quantize(
     values: torch.Tensor, rule: RULE, block: tuple[int, int], *, threads: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns e4m3 codes (uint8) of `values` [rows, cols], bf16 or fp32 and contiguous, and the scales of their blocks.
@@ -41,7 +41,7 @@ def quantise(
     piece["scale_tensor"] = 1
     piece["block_rows"] = block[0]
     piece["block_cols"] = block[1]
-    piece["op"] = OP.QUANTISE_MXFP8 if mx else OP.QUANTISE_FP8
+    piece["op"] = OP.QUANTIZE_MXFP8 if mx else OP.QUANTIZE_FP8
     piece["rule"] = rule
     piece["item"] = size
     piece["out"] = 1
@@ -50,7 +50,7 @@ def quantise(
     return bucket[: rows * cols].view(rows, cols), scales.view(shape)
 
 
-def dequantise(
+def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     block: tuple[int, int],
@@ -62,7 +62,7 @@ def dequantise(
     a stack [n, rows, cols] by its scales.
 
     `scales` [rows / block[0], cols / block[1]], both rounded up: fp32, or E8M0 exponents (uint8). The product is fp32
-    and rounded once (docs/numerics.md: DEQUANTISE_FP8); non-finite values stay non-finite. `threads`: default is
+    and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay non-finite. `threads`: default is
     torch's number of threads.
     """
     out = torch.empty(codes.shape, dtype=dtype)
@@ -99,7 +99,7 @@ def dequantise(
     piece["cols"] = cols
     piece["block_rows"] = block[0]
     piece["block_cols"] = block[1]
-    piece["op"] = OP.DEQUANTISE_MXFP8 if mx else OP.DEQUANTISE_FP8
+    piece["op"] = OP.DEQUANTIZE_MXFP8 if mx else OP.DEQUANTIZE_FP8
     piece["rule"] = RULE.NONE
     piece["item"] = 1
     piece["out"] = size

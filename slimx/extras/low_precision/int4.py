@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slimx.layout.number_formats import NumberFormat, Quantisation, StoredTensors
+from slimx.layout.number_formats import NumberFormat, Quantization, StoredTensors
 from slimx.layout.parts import Part
 from slimx.layout.table import Entry, Row, Stored, Table, stored
 
@@ -43,7 +43,7 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {CODES: (rows, cols // PER_WORD), SCALES: (rows, cols // GROUP), SHAPE: (2,)}
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns values, bf16 [rows, words * 8], of int32 codes [rows, words] and bf16 scales [rows, words / 4]."""
     import torch  # imported here because a plan needs the shapes only, without torch
 
@@ -71,7 +71,7 @@ def rounded_parts(table: Table, parts: Iterable[Part]) -> list[Part]:
     return [part for part in parts if part.sources in sources]
 
 
-QUANTISATION = Quantisation("int4", (1, GROUP), "QUANTISE_INT4", "uint8", "bfloat16", (CODES, SCALES), per_code=2)
+QUANTIZATION = Quantization("int4", (1, GROUP), "QUANTIZE_INT4", "uint8", "bfloat16", (CODES, SCALES), per_code=2)
 
 
 class Int4(NumberFormat):
@@ -116,7 +116,7 @@ class Int4(NumberFormat):
         stop = -(-cols.stop // GROUP)
         words = GROUP // PER_WORD
         codes = files.view(place.name + CODES)[rows, first * words : stop * words]
-        values = dequantise(codes, files.view(place.name + SCALES)[rows, first:stop])
+        values = dequantize(codes, files.view(place.name + SCALES)[rows, first:stop])
         start = first * GROUP
         return values[:, cols.start - start : cols.stop - start]
 
@@ -125,11 +125,11 @@ class Int4(NumberFormat):
 
         return nearest(config, sizes)
 
-    def quantisation(self, rule: str) -> Quantisation:
-        return QUANTISATION
+    def quantization(self, rule: str) -> Quantization:
+        return QUANTIZATION
 
     def chosen(self, table: Table) -> Table:
-        return replace(table, rows=tuple(replace(row, quantised=rounds(row)) for row in table.rows))
+        return replace(table, rows=tuple(replace(row, quantized=rounds(row)) for row in table.rows))
 
 
 FORMAT = Int4()

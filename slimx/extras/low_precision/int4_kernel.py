@@ -43,7 +43,7 @@ _MATRIX = np.dtype(
 """Struct SlimxInt4 of csrc/int4.h."""
 
 
-def quantise(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Returns codes, int32 [rows, cols / 8], and scales, bf16 [rows, cols / 32], of `weight` [rows, cols], bf16 or
     fp32, on the same device, and True if all values are finite.
 

@@ -31,7 +31,7 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {BLOCKS: (*groups, GROUP // 2), SCALES: groups}
 
 
-def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns values, bf16 [..., groups * 32], of uint8 codes [..., groups, 16] and scales [..., groups]."""
     import torch  # imported here because a plan needs the shapes only, without torch
 
@@ -65,7 +65,7 @@ class Mxfp4(NumberFormat):
         blocks = files.view(place.name + BLOCKS)[window]
         scales = files.view(place.name + SCALES)[window]
         start = first * GROUP
-        return dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
+        return dequantize(blocks, scales)[0, :, cols.start - start : cols.stop - start]
 
 
 FORMAT = Mxfp4()

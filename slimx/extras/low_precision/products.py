@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slimx.extras.low_precision.blocks import dequantise, quantise
+from slimx.extras.low_precision.blocks import dequantize, quantize
 from slimx.extras.low_precision.recipes import Recipe
 from slimx.reshard.kernels.record import RULE
 
@@ -55,5 +55,5 @@ class _Fp8Linear(torch.autograd.Function):
 
 def _rounded(values: torch.Tensor, recipe: Recipe, block: tuple[int, int]) -> torch.Tensor:
     """Rounds `values` [rows, cols] to blocks of fp8 and returns them in fp32."""
-    codes, scales = quantise(values.detach().contiguous(), RULE[recipe.rule.upper()], block)
-    return dequantise(codes, scales, block, torch.float32)
+    codes, scales = quantize(values.detach().contiguous(), RULE[recipe.rule.upper()], block)
+    return dequantize(codes, scales, block, torch.float32)

@@ -39,14 +39,14 @@ UNPROVEN = {
     ),
     "trainer.qat": (
         "trainer.lora",
-        "publish.quantise=ieee",
-        "publish.quantise=te",
-        "publish.quantise=triton",
-        "publish.quantise=ue8m0",
+        "publish.quantize=ieee",
+        "publish.quantize=te",
+        "publish.quantize=triton",
+        "publish.quantize=ue8m0",
         "algorithm.teacher",
         "critic",
     ),
-    "publish.quantise=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
+    "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
 }
 """As `slimx.rules.unproven.UNPROVEN`."""
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
@@ -82,10 +82,10 @@ def on_this_gpu(trainer: Trainer, cluster: Cluster) -> Problems:
         yield f"it is not for cluster.gpu={cluster.gpu}; set it to {other}"
 
 
-@rule("fp8.quantise", "publish.quantise")
+@rule("fp8.quantize", "publish.quantize")
 def one_rule(trainer: Trainer, publish: Publish) -> Problems:
     """Checks that engine and trainer round weights by one rule, unless engines get unrounded weights."""
-    if trainer.fp8 is None or publish.quantise is None or (trainer.fp8, publish.quantise) == ("blockwise", "te"):
+    if trainer.fp8 is None or publish.quantize is None or (trainer.fp8, publish.quantize) == ("blockwise", "te"):
         return
     remedy = "set it to te" if trainer.fp8 == "blockwise" else "leave it out"
     yield (
@@ -106,7 +106,7 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
     cut = trainer.fp8 == "blockwise"
     blocks = f"trainer.fp8={trainer.fp8} has blocks of {width} rows and columns"
     for row in spec.table.rows:
-        if not row.quantised:
+        if not row.quantized:
             continue
         key = "trainer.expert_tensor" if row.per_expert else "trainer.tensor"
         ways = sizes.expert_tensor if row.per_expert else sizes.tensor
@@ -157,7 +157,7 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
 def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems:
     from slimx.extras.low_precision.int4 import rounds
 
-    for key, value in (("trainer.qat", trainer.qat), ("publish.quantise", publish.quantise)):
+    for key, value in (("trainer.qat", trainer.qat), ("publish.quantize", publish.quantize)):
         if value == "int4" and not any(map(rounds, spec.table.rows)):
             yield (
                 key,
@@ -188,13 +188,13 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
             return
 
 
-@rule("publish.int4", "publish.quantise")
+@rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
     """Refuses engines that rearrange codes: they must be in rows, as in checkpoints, which only one of SGLang's kernels
     supports."""
-    if publish.quantise != "int4":
+    if publish.quantize != "int4":
         return
-    codes = "publish.quantise=int4"
+    codes = "publish.quantize=int4"
     if numerics.dtype != "bfloat16":
         yield "numerics.dtype", f"{codes} has bf16 scales; set it to bfloat16"
     if publish.encoding == "hf":
@@ -215,27 +215,27 @@ def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Probl
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{codes}, but {group.where} serves model.path, which is not quantised: set its model to the output "
+                f"{codes}, but {group.where} serves model.path, which is not quantized: set its model to the output "
                 "directory of `slimx convert hf-to-int4`",
             )
 
 
-@rule("publish.triton_dtype", "publish.quantise")
+@rule("publish.triton_dtype", "publish.quantize")
 def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
-    if publish.quantise == "triton" and numerics.dtype == "float32":
+    if publish.quantize == "triton" and numerics.dtype == "float32":
         yield "it requires bfloat16 weights, but numerics.dtype is float32; set that to bfloat16, or this to ieee"
 
 
-@rule("publish.quantise_on_cpu", "publish.quantise")
+@rule("publish.quantize_on_cpu", "publish.quantize")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
     """Checks configurations with trainers, which publish."""
-    if publish.quantise is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
+    if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
         problem = "supports fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
     else:
         problem = "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
-    yield f"publish.quantise={publish.quantise}, but on the CPU SGLang {problem}"
+    yield f"publish.quantize={publish.quantize}, but on the CPU SGLang {problem}"
 
 
 @rule("publish.mxfp4", "model.path")
@@ -254,11 +254,11 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
     are not checked."""
     if not publish.in_fp8:
         return
-    for group, directory, quantisation in _origins(rollout, spec):
-        if not quantisation:
+    for group, directory, quantization in _origins(rollout, spec):
+        if not quantization:
             yield (
-                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantise="
-                f"{publish.quantise} is; convert it with `slimx convert hf-to-fp8` and name the result"
+                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantize="
+                f"{publish.quantize} is; convert it with `slimx convert hf-to-fp8` and name the result"
             )
 
 
@@ -266,18 +266,18 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
     """Refuses engines that start in INT4 but get other weights, or the reverse: their memory layouts differ.
     Directories that do not exist yet are not checked."""
-    published = publish.quantise == "int4"
-    for group, directory, quantisation in _origins(rollout, spec):
-        starts = quantisation.get("quant_method") == "compressed-tensors"
+    published = publish.quantize == "int4"
+    for group, directory, quantization in _origins(rollout, spec):
+        starts = quantization.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {directory}, which is in INT4, but publish.quantise is not; set that "
+                f"{group.where} starts from {directory}, which is in INT4, but publish.quantize is not; set that "
                 "to int4, or convert it to bf16 (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name the "
                 "result"
             )
         if published and not starts:
             yield (
-                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantise=int4 is; convert "
+                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantize=int4 is; convert "
                 "it with `slimx convert hf-to-int4` and name the result"
             )
 

@@ -17,7 +17,7 @@ class MegatronFormat:
 
     name = "Megatron-LM"
 
-    def recognises(self, directory: Path) -> bool:
+    def recognizes(self, directory: Path) -> bool:
         return is_megatron(directory)
 
     def check(self, directory: Path, spec: ModelSpec) -> None:

@@ -21,7 +21,7 @@ class TrainerMemory(Record):
     parameters: int
     """Elements."""
     weights: int
-    """Includes the rounded weights of exact mode if publish.quantise is set."""
+    """Includes the rounded weights of exact mode if publish.quantize is set."""
     gradients: int
     optimizer: int
     """Optimizer state on the device."""

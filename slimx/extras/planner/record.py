@@ -118,11 +118,11 @@ class PublicationFigures(Record):
     note: str
     """Reason for this encoding."""
     rule: str
-    """Rule by which values are quantised; "none" without quantisation."""
+    """Rule by which values are quantized; "none" without quantization."""
     tensors: int
     """Tensors sent to one engine, block scales included."""
-    quantised: int
-    """Number of these tensors that hold quantised values."""
+    quantized: int
+    """Number of these tensors that hold quantized values."""
     buckets: int
     moves: int
     """Rectangles copied from one trainer rank's tensor to one engine rank's."""
@@ -159,7 +159,7 @@ class PublicationFigures(Record):
     staged_bytes: int
     """GPU memory that a publication needs in addition to the weights, on the engine rank that needs most."""
     plan_bytes: int
-    """Size of the serialised plan, of which every trainer rank keeps a copy."""
+    """Size of the serialized plan, of which every trainer rank keeps a copy."""
     compile_seconds: float
 
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (2305.18290) as a policy gradient.
+"""Direct preference optimization (2305.18290) as a policy gradient.
 
 The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c_ref) - (r - r_ref)), where c and r are the summed
 log-probs of the chosen and the rejected answer. Its gradient is -beta sigmoid(-m) (grad c - grad r): that of the plain

@@ -29,7 +29,7 @@ UNPROVEN = {
         "trainer.optimizer.kind",
         "numerics.mode",
         "policies (with further weights)",
-        "publish.quantise",
+        "publish.quantize",
         "schedule.colocate",
     )
 }

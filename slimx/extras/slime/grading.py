@@ -1,4 +1,4 @@
-"""`slime.rollout.rm_hub`: rule-based rewards. math-verify decides, not slime's normalisation."""
+"""`slime.rollout.rm_hub`: rule-based rewards. math-verify decides, not slime's normalization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognises hooks written for slime or Miles."""
+"""Recognizes hooks written for slime or Miles."""
 
 from __future__ import annotations
 

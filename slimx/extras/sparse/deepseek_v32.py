@@ -94,7 +94,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         hidden = hf["hidden_size"]
         return (
             *engine_indexer(hf, layer),
-            engine_rows.same(layer, "self_attn.indexer.wk", head, hidden, quantised=True),
+            engine_rows.same(layer, "self_attn.indexer.wk", head, hidden, quantized=True),
             engine_rows.same(layer, "self_attn.indexer.weights_proj", heads, hidden, dtype="bfloat16"),
         )
 
@@ -107,7 +107,7 @@ def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
     norm = [("self_attn.indexer.k_norm", (head,))]
     return (
         engine_rows.same(
-            layer, "self_attn.indexer.wq_b", hf["index_n_heads"] * head, hf["q_lora_rank"], quantised=True
+            layer, "self_attn.indexer.wq_b", hf["index_n_heads"] * head, hf["q_lora_rank"], quantized=True
         ),
         layer.row("self_attn.indexer.k_norm.weight", norm, kind="weight", dtype="float32"),
         layer.row("self_attn.indexer.k_norm.bias", norm, kind="bias", dtype="float32"),

@@ -45,7 +45,7 @@ class SparseAttention(LayerKind):
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float]:
         """Returns the bytes of a layer's activations.
 
-        Without a fused kernel (`materialised`), scores are computed for every pair of tokens in the micro-batch, across
+        Without a fused kernel (`materialized`), scores are computed for every pair of tokens in the micro-batch, across
         sequences as well, and the indexer's for all its heads on every rank."""
         itemsize = setting.itemsize
         tokens = setting.tokens
@@ -61,7 +61,7 @@ class SparseAttention(LayerKind):
         # Queries before their products with the latents' projection, and the attention's output before its own.
         projected = (tokens * heads * model["qk_head_dim"] + latent) * itemsize
         scores = model["dsa_indexer_n_heads"] * seen * FP32  # of one query
-        if setting.materialised:
+        if setting.materialized:
             pairs = heads * tokens * seen * FP32
             core = (query + key) * FP32 + pairs
             if itemsize < FP32:
@@ -95,13 +95,13 @@ class SparseAttention(LayerKind):
         if not self.shares:
             return 0.0
         chosen = min(model["dsa_indexer_topk"], setting.tokens * setting.sizes.context) * setting.tokens
-        item = 2 * FP32 if setting.materialised else FP32
+        item = 2 * FP32 if setting.materialized else FP32
         return sum(self.indexers[layer] for layer in layers) * chosen * item
 
     def stage_starts(self, layers: int) -> Sequence[int]:
         return [layer for layer, chooses in enumerate(self.indexers) if chooses]
 
-    def materialises(self, trainer: Trainer) -> bool:
+    def materializes(self, trainer: Trainer) -> bool:
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
 
     def cache_bytes(self, model: Mapping[str, Any]) -> int:

@@ -59,7 +59,7 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes generalised advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not
+    """Computes generalized advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not
     trained.
 
     delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1} over the trained positions i of a row; V
@@ -104,7 +104,7 @@ def assign_advantages(
     """Fills `advantages` of every row of a step, with a critic also `values` and `returns`; returns metrics of the full
     step.
 
-    Per row: its trajectory's score, the critic's values [n] and, if rewards are penalised, the reference's log-probs
+    Per row: its trajectory's score, the critic's values [n] and, if rewards are penalized, the reference's log-probs
     [n]. The policy's log-probs are the engine's: the penalty applies to the distribution that was sampled from. Without
     a critic an advantage is the discounted sum of rewards from its token on (REINFORCE++, 2501.03262). Advantages are
     whitened over all updates of the step; their metrics are those before whitening."""

@@ -139,8 +139,8 @@ class ModelSpec:
         return tuple(index for index, layer in enumerate(layers) if layer.mlp == "experts")
 
     @property
-    def normalises_projections(self) -> bool:
-        """True if queries and keys are normalised over all heads together; the norms are then split as the heads
+    def normalizes_projections(self) -> bool:
+        """True if queries and keys are normalized over all heads together; the norms are then split as the heads
         are."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 

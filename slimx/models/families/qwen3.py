@@ -8,7 +8,7 @@ from slimx.models.decoder import (
     decoder_fields,
     dense_engine_table,
     dense_table,
-    quantised_otherwise,
+    quantized_otherwise,
     scaled_otherwise,
     unusual,
 )
@@ -29,7 +29,7 @@ def transformer_config(hf: HfConfig) -> Json:
 def unsupported(hf: HfConfig) -> str | None:
     """Returns the part of config.json `hf` that cannot be built; None if everything can."""
     usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

@@ -6,7 +6,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
@@ -23,7 +23,7 @@ def transformer_config(hf: HfConfig) -> Json:
         "num_moe_experts": _experts(hf),
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
-        # Softmax over all experts and renormalising the kept ones equals softmax over the kept logits.
+        # Softmax over all experts and renormalizing the kept ones equals softmax over the kept logits.
         "moe_router_pre_softmax": not hf["norm_topk_prob"],
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
@@ -40,7 +40,7 @@ def unsupported(hf: HfConfig) -> str | None:
     if hf.get("decoder_sparse_step", 1) != 1:
         return f"decoder_sparse_step {hf['decoder_sparse_step']} (dense layers among the MoE layers)"
     usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
 
 
 def _attention(hf: HfConfig) -> Attention:

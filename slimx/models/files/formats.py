@@ -17,7 +17,7 @@ class CheckpointFormat(Protocol):
     name: str
     """The program that writes them."""
 
-    def recognises(self, directory: Path) -> bool:
+    def recognizes(self, directory: Path) -> bool:
         """Returns True if `directory` has this format."""
         ...
 
@@ -34,6 +34,6 @@ def format_of(directory: Path) -> CheckpointFormat | None:
     """Returns the format of a directory with weights; None for Hugging Face's."""
     for kind in entry_points.load_all("slimx.checkpoint_formats").values():
         checkpoint_format = kind()
-        if checkpoint_format.recognises(directory):
+        if checkpoint_format.recognizes(directory):
             return checkpoint_format
     return None

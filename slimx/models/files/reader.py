@@ -91,7 +91,7 @@ class CheckpointReader:
         return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which `read` returns source `name`. Quantised codes are read as bf16."""
+        """Returns the dtype in which `read` returns source `name`. Quantized codes are read as bf16."""
         name = stored(name).name
         if self._format(name) is not None:
             return torch.bfloat16
@@ -122,18 +122,18 @@ class CheckpointReader:
         other._files = {}
         return other
 
-    def check(self, table: Table, *, quantised: bool = False) -> None:
+    def check(self, table: Table, *, quantized: bool = False) -> None:
         """Compares names, shapes and dtypes with a weight table. Raises SlimxError naming the first tensor that does
         not fit. `check_copies` compares tensors that repeat others.
 
-        `quantised`: also accept formats that trainers do not start from (`NumberFormat.CONVERTED`)."""
+        `quantized`: also accept formats that trainers do not start from (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
         transposed = table.transposed()
         optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)
         expected: StoredTensors = {}
         for name, shape in {**shapes, **optional}.items():
             if name in shapes or name in self._weight_map:
-                expected |= self._expected(name, shape, transposed=name in transposed, quantised=quantised)
+                expected |= self._expected(name, shape, transposed=name in transposed, quantized=quantized)
         for name, (shape, dtypes) in expected.items():
             if name not in self._weight_map:
                 raise self._wrong(name, "missing", "is missing; the checkpoint does not fit its config.json")
@@ -146,15 +146,15 @@ class CheckpointReader:
                 raise self._unreadable(name, view.get_dtype(), dtypes)
         unknown = sorted(self._weight_map.keys() - expected.keys() - {*self.buffers})
         if unknown:
-            if not quantised:
+            if not quantized:
                 for number_format in self._formats:
                     number_format.refuse(self.path, unknown)
             raise self._wrong(unknown[0], "unknown", f"is not in the model ({len(unknown)} such tensors)")
 
-    def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantised: bool) -> StoredTensors:
+    def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
         """Returns the checkpoint's tensors that store tensor `name` of a table."""
         number_format = self._format(name)
-        if number_format is None or (number_format.CONVERTED and not quantised):
+        if number_format is None or (number_format.CONVERTED and not quantized):
             return {name: (shape, _DTYPES)}
         return number_format.tensors(self, name, shape, transposed=transposed)
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slimx.layout.table import Table
-from slimx.models.fields import without_quantisation
+from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
@@ -84,7 +84,7 @@ def finish_directory(
             shutil.copy2(file, directory / file.name)
     config = directory / "config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
-    plain = without_quantisation(fields)
+    plain = without_quantization(fields)
     if plain != fields:  # exports have the trainer's dtype
         config.write_text(json.dumps(plain, indent=2) + "\n")
 

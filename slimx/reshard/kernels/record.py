@@ -23,20 +23,20 @@ class OP(IntEnum):
     """Round to nearest even; flags, also values that are too large for bf16."""
     BF16_TO_FP32 = 3
     """Exact; flags."""
-    QUANTISE_FP8 = 4
+    QUANTIZE_FP8 = 4
     """bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE; flags, and the whole block becomes NaN."""
-    QUANTISE_MXFP8 = 5
+    QUANTIZE_MXFP8 = 5
     """The same with E8M0 scales (uint8) of 1 x 32 blocks."""
-    DEQUANTISE_FP8 = 6
+    DEQUANTIZE_FP8 = 6
     """e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
-    DEQUANTISE_MXFP8 = 7
+    DEQUANTIZE_MXFP8 = 7
     """The same with E8M0 scales of 1 x 32 blocks."""
-    QUANTISE_INT4 = 8
+    QUANTIZE_INT4 = 8
     """bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; flags."""
 
 
 class RULE(IntEnum):
-    """Rule by which a quantising op computes a block's scale from its largest magnitude (docs/numerics.md)."""
+    """Rule by which a quantizing op computes a block's scale from its largest magnitude (docs/numerics.md)."""
 
     NONE = 0
     IEEE = 1
@@ -63,16 +63,16 @@ PIECE = np.dtype(
         ("pos_ld", np.int64),  # bytes from one of its rows to the next there
         ("rows", np.int64),  # elements
         ("cols", np.int64),  # elements
-        ("scale", np.uint64),  # the first block's scale: byte offset in the bucket (quantise), address (dequantise)
+        ("scale", np.uint64),  # the first block's scale: byte offset in the bucket (quantize), address (dequantize)
         ("scale_ld", np.int64),  # bytes there from one row of scales to the next
-        ("scale_pos", np.uint64),  # byte offset of that scale in the whole scale tensor (quantise)
-        ("scale_pos_ld", np.int64),  # bytes from one row of scales to the next there (quantise)
+        ("scale_pos", np.uint64),  # byte offset of that scale in the whole scale tensor (quantize)
+        ("scale_pos_ld", np.int64),  # bytes from one row of scales to the next there (quantize)
         ("tensor", np.int32),  # index of the values into `sums` and `flags`
-        ("scale_tensor", np.int32),  # index of the scales into `sums` (quantise), -1 for other ops
+        ("scale_tensor", np.int32),  # index of the scales into `sums` (quantize), -1 for other ops
         ("block_rows", np.int32),  # elements of a block, 0 where the op has none
         ("block_cols", np.int32),  # a piece starts with a block, and only the tensor's edge may cut one
         ("op", np.uint8),  # OP
-        ("rule", np.uint8),  # RULE, NONE for ops that do not quantise
+        ("rule", np.uint8),  # RULE, NONE for ops that do not quantize
         ("item", np.uint8),  # bytes of one source element
         ("out", np.uint8),  # bytes of one destination element; of INT4, of two
         ("reserved", np.uint32),  # 0
@@ -81,25 +81,25 @@ PIECE = np.dtype(
 )
 assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 
-QUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8, OP.QUANTISE_INT4)
-DEQUANTISES = (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
+QUANTIZES = (OP.QUANTIZE_FP8, OP.QUANTIZE_MXFP8, OP.QUANTIZE_INT4)
+DEQUANTIZES = (OP.DEQUANTIZE_FP8, OP.DEQUANTIZE_MXFP8)
 _FORMS = {
     (OP.COPY_CHECKED, 2, 2),
     (OP.COPY_CHECKED, 4, 4),
     (OP.FP32_TO_BF16, 4, 2),
     (OP.BF16_TO_FP32, 2, 4),
-    *product(QUANTISES, (2, 4), (1,)),
-    *product(DEQUANTISES, (1,), (2, 4)),
+    *product(QUANTIZES, (2, 4), (1,)),
+    *product(DEQUANTIZES, (1,), (2, 4)),
 }
 """(op, bytes of a source element, of a destination element); COPY takes any size."""
 _RULES = {
-    *((op, RULE.NONE) for op in OP if op not in QUANTISES),
-    (OP.QUANTISE_FP8, RULE.IEEE),
-    (OP.QUANTISE_FP8, RULE.TRITON),
-    (OP.QUANTISE_FP8, RULE.TE),
-    (OP.QUANTISE_FP8, RULE.UE8M0),
-    (OP.QUANTISE_MXFP8, RULE.MXFP8),
-    (OP.QUANTISE_INT4, RULE.INT4),
+    *((op, RULE.NONE) for op in OP if op not in QUANTIZES),
+    (OP.QUANTIZE_FP8, RULE.IEEE),
+    (OP.QUANTIZE_FP8, RULE.TRITON),
+    (OP.QUANTIZE_FP8, RULE.TE),
+    (OP.QUANTIZE_FP8, RULE.UE8M0),
+    (OP.QUANTIZE_MXFP8, RULE.MXFP8),
+    (OP.QUANTIZE_INT4, RULE.INT4),
 }
 
 
@@ -152,14 +152,14 @@ def rectangle(
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:
     """Returns the bytes [pieces] of one block scale of each piece, 0 if its op has none."""
     op = pieces["op"]
-    mx = np.isin(op, (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8))
-    return np.select([op < OP.QUANTISE_FP8, mx, op == OP.QUANTISE_INT4], [0, 1, 2], 4)
+    mx = np.isin(op, (OP.QUANTIZE_MXFP8, OP.DEQUANTIZE_MXFP8))
+    return np.select([op < OP.QUANTIZE_FP8, mx, op == OP.QUANTIZE_INT4], [0, 1, 2], 4)
 
 
 def written_cols(pieces: np.ndarray) -> np.ndarray:
     """Returns the destination elements [pieces] of `out` bytes per row of each piece; an INT4 element has two
     columns."""
-    return np.where(pieces["op"] == OP.QUANTISE_INT4, pieces["cols"] // 2, pieces["cols"])
+    return np.where(pieces["op"] == OP.QUANTIZE_INT4, pieces["cols"] // 2, pieces["cols"])
 
 
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
@@ -208,15 +208,15 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     rules = np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES])
     high = pieces["block_rows"]
     wide = pieces["block_cols"]
-    blocks = op >= OP.QUANTISE_FP8
+    blocks = op >= OP.QUANTIZE_FP8
     no_blocks = np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0))
     mx = scale_bytes(pieces) == 1
-    int4 = op == OP.QUANTISE_INT4
-    quantises = np.isin(op, QUANTISES)
+    int4 = op == OP.QUANTIZE_INT4
+    quantizes = np.isin(op, QUANTIZES)
     target = pieces["scale_tensor"]
-    no_sum = np.where(quantises, (target < 0) | (target >= len(sums)), target != -1)
+    no_sum = np.where(quantizes, (target < 0) | (target >= len(sums)), target != -1)
     triton_fp32 = (rule == RULE.TRITON) & (item == 4)
-    reads = (blocks & ~quantises) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
+    reads = (blocks & ~quantizes) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
     unaligned = (op != OP.COPY) & _unaligned(pieces, item, out)
     _refuse(
         pieces,
@@ -227,7 +227,7 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
         ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "is INT4 with blocks other than 1 x 32"),
         ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4 with columns not divisible by 32"),
         ("kernel.scale_sum", no_sum, f"names scales outside the {len(sums)} sums, or has none to write"),
-        ("kernel.triton_item", triton_fp32, "quantises fp32 by the rule triton, which is defined for bf16"),
+        ("kernel.triton_item", triton_fp32, "quantizes fp32 by the rule triton, which is defined for bf16"),
         ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address for its scales"),
         ("kernel.alignment", unaligned, "is not aligned to its elements or scales"),
     )
@@ -256,9 +256,9 @@ def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     cols = written_cols(pieces)
     _refuse(pieces, _too_long(pieces, cols, out))
     _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], cols, out, nbytes)
-    quantises = np.isin(pieces["op"], QUANTISES) & (pieces["cols"] > 0)
-    scale_rows = np.where(quantises, -(-pieces["rows"] // np.maximum(pieces["block_rows"], 1)), 0)
-    scale_cols = np.where(quantises, -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)), 0)
+    quantizes = np.isin(pieces["op"], QUANTIZES) & (pieces["cols"] > 0)
+    scale_rows = np.where(quantizes, -(-pieces["rows"] // np.maximum(pieces["block_rows"], 1)), 0)
+    scale_cols = np.where(quantizes, -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)), 0)
     long = (scale_rows > 1) & (pieces["scale_pos_ld"] < scale_cols * scale_bytes(pieces))
     _refuse(pieces, ("kernel.scale_rows", long, "has rows of scales longer than their tensor's"))
     _check_room(pieces, ("scale", "scale_ld"), scale_rows, scale_cols, scale_bytes(pieces), nbytes)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
-from slimx.layout.number_formats import ITEMSIZE, Quantisation
+from slimx.layout.number_formats import ITEMSIZE, Quantization
 from slimx.layout.parts import matrix
 from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_cols
 from slimx.reshard.plan.copy_plan import Bucket, BucketTensor, Plan
@@ -93,10 +93,10 @@ def pieces_of(
     size = form.item[tensor]
     target_dtype = form.dtype[tensor]
     col = moves["col"]
-    quantisation = plan.precision.quantisation
-    if quantisation is not None:
-        codes = target_dtype == quantisation.code_dtype
-        col = np.where(codes, col // quantisation.per_code, col)
+    quantization = plan.precision.quantization
+    if quantization is not None:
+        codes = target_dtype == quantization.code_dtype
+        col = np.where(codes, col // quantization.per_code, col)
     offset = (moves["row"] * width + col) * size
 
     out["src"] = base + (moves["source_row"] * ld + moves["source_col"]) * item
@@ -116,15 +116,15 @@ def pieces_of(
     out["op"] = np.select(
         [target_dtype == source_dtype, target_dtype == "bfloat16", target_dtype == "float32"],
         [OP.COPY_CHECKED, OP.FP32_TO_BF16, OP.BF16_TO_FP32],
-        OP.QUANTISE_FP8,
+        OP.QUANTIZE_FP8,
     )
-    if quantisation is not None:
-        _quantise(quantisation, moves, form, tensor, codes, out)
+    if quantization is not None:
+        _quantize(quantization, moves, form, tensor, codes, out)
     return out
 
 
-def _quantise(
-    quantisation: Quantisation,
+def _quantize(
+    quantization: Quantization,
     moves: np.ndarray,
     form: BucketForm,
     tensor: np.ndarray,
@@ -132,13 +132,13 @@ def _quantise(
     out: np.ndarray,
 ) -> None:
     """Fills in the fields of the pieces among `chosen`: op, rule, block, and offset of their scales."""
-    high, wide = quantisation.block
+    high, wide = quantization.block
     scales = tensor[chosen] + 1  # a tensor's scales follow it
     width = form.width[scales]
     size = form.item[scales]
     offset = (moves["row"][chosen] // high * width + moves["col"][chosen] // wide) * size
-    out["op"][chosen] = OP[quantisation.operation]
-    out["rule"][chosen] = RULE[quantisation.rule.upper()]
+    out["op"][chosen] = OP[quantization.operation]
+    out["rule"][chosen] = RULE[quantization.rule.upper()]
     out["block_rows"][chosen] = high
     out["block_cols"][chosen] = wide
     out["scale_tensor"][chosen] = scales

@@ -188,7 +188,7 @@ def compile_plan(
 
     If several source ranks hold the same bytes, the least loaded one sends them. A tensor larger than a bucket is sent
     alone. Raises SlimxError naming a tensor that the source does not hold, one that occurs twice for a rank, or a shard
-    that splits a quantisation block."""
+    that splits a quantization block."""
     return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
 
 
@@ -262,7 +262,7 @@ class _Compiler:
                 )
             self.read.add(name)
             parts = self.sources[name][1]
-            for move in self._meet(name, rect, part.quantised):
+            for move in self._meet(name, rect, part.quantized):
                 copies.append((parts[move.source], move, rect))
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         if len(self.rows) + len(copies) * len(part.ranks) > MOVES:
@@ -316,27 +316,27 @@ class _Compiler:
             check_boxes(f"plan: {part.name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
             self.checked.add(key)
 
-    def _meet(self, name: str, rect: Rect, quantised: bool) -> tuple[Move, ...]:
+    def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
         """Returns the moves that fill `rect`, with target rows and columns relative to its first. Experts of a stack
         differ only in position and share the moves."""
-        quantisation = self.precision.quantisation if quantised else None
-        high, wide = (1, 1) if quantisation is None else quantisation.block
+        quantization = self.precision.quantization if quantized else None
+        high, wide = (1, 1) if quantization is None else quantization.block
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
-        key = self.geometry_of[name], *position, quantisation is not None
+        key = self.geometry_of[name], *position, quantization is not None
         if key not in self.met:
             block_moves = moves(self.sources[name][0], rect._replace(local_row=0, local_col=0), name)
-            if quantisation is not None:
+            if quantization is not None:
                 for move in block_moves:
-                    self._check_blocks(name, move, rect, quantisation.block)
+                    self._check_blocks(name, move, rect, quantization.block)
             self.met[key] = block_moves
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Checks that a block is in one rectangle of one rank, where it is quantised, and is a block of the
+        """Checks that a block is in one rectangle of one rank, where it is quantized, and is a block of the
         checkpoint's tensor, or engines of other sizes would get different codes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
-                f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised",
+                f"plan: {name} is reordered inside its quantization blocks; publish it unquantized",
                 code="plan.reordered",
                 about=name,
             )
@@ -351,7 +351,7 @@ class _Compiler:
             if local % block or first % block or (length % block and start + length != total):
                 raise SlimxError(
                     f"plan: a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist "
-                    f"of whole quantisation blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
+                    f"of whole quantization blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
                     f"and every other shard must be multiples of {block}",
                     code="plan.blocks",
                     about=name,
@@ -359,13 +359,13 @@ class _Compiler:
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
         """Returns bucket and index of `part` on `rank`; its scales, if any, follow it."""
-        quantisation = self.precision.quantisation if part.quantised else None
-        if quantisation:
-            codes, scales = quantisation.shapes(part.shape)
-            code_suffix, scale_suffix = quantisation.suffixes
+        quantization = self.precision.quantization if part.quantized else None
+        if quantization:
+            codes, scales = quantization.shapes(part.shape)
+            code_suffix, scale_suffix = quantization.suffixes
             specs = [
-                (part.name + code_suffix, quantisation.code_dtype, codes),
-                (part.name + scale_suffix, quantisation.scale_dtype, scales),
+                (part.name + code_suffix, quantization.code_dtype, codes),
+                (part.name + scale_suffix, quantization.scale_dtype, scales),
             ]
         else:
             specs = [(part.name, part.dtype or self.precision.engine, part.shape)]

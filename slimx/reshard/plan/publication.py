@@ -46,7 +46,7 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     except SlimxError as error:
         if error.code != "plan.blocks":
             raise
-        for words, near, near_sizes in published_format(config.publish.quantise).nearest(config, sizes):
+        for words, near, near_sizes in published_format(config.publish.quantize).nearest(config, sizes):
             try:
                 _planned(near, spec, near_sizes, device)
             except SlimxError:
@@ -54,15 +54,15 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             raise SlimxError(f"{error}; set {words}, which fits", code=error.code, about=error.about) from error
         raise SlimxError(
             f"{error}; no single change of engine or trainer sizes fits: publish in {config.numerics.dtype} (leave "
-            "publish.quantise out)",
+            "publish.quantize out)",
             code=error.code,
             about=error.about,
         ) from error
 
 
 def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan:
-    quantise = config.publish.quantise
-    number_format = published_format(quantise)
+    quantize = config.publish.quantize
+    number_format = published_format(quantize)
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} copies weights from GPU to GPU, but this run uses the CPU "
@@ -80,13 +80,13 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             about="publish.encoding",
         )
     _check_drafts(config, spec, encoding, note)
-    if encoding == "hf" and quantise and (config.exact or number_format.LOCAL):
+    if encoding == "hf" and quantize and (config.exact or number_format.LOCAL):
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
-            f"publish.quantise={quantise}{mode} requires the engines' own layout, but weights would be published under "
+            f"publish.quantize={quantize}{mode} requires the engines' own layout, but weights would be published under "
             f"{note}; remove what prevents it",
-            code=f"publish.{'exact' if config.exact else quantise}_encoding",
-            about="publish.quantise",
+            code=f"publish.{'exact' if config.exact else quantize}_encoding",
+            about="publish.quantize",
         )
     if encoding == "local":
         group = config.rollout.policy_engines[0]
@@ -104,8 +104,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         ranks = 1
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
-        quantisation = None if quantise is None else number_format.quantisation(quantise)
-        precision = Precision(config.numerics.dtype, config.numerics.dtype, quantisation)
+        quantization = None if quantize is None else number_format.quantization(quantize)
+        precision = Precision(config.numerics.dtype, config.numerics.dtype, quantization)
         return compile_plan(
             source, target, precision=precision, bucket_bytes=int(config.publish.bucket_mib * MIB), ranks=ranks
         )
@@ -248,7 +248,7 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
 _UNKNOWN_LAYOUTS = {
     "enable_eplb": "experts move between ranks while the engine runs",
     "init_expert_location": "experts are reordered",
-    "quantization": "the engine repacks quantised weights after loading",
+    "quantization": "the engine repacks quantized weights after loading",
     "moe_a2a_backend": "its kernels may use a different weight layout",
     "moe_runner_backend": "its kernels may use a different weight layout",
     "enable_dp_lm_head": "the output layer is split over the attention's ranks",
@@ -257,7 +257,7 @@ _UNKNOWN_LAYOUTS = {
     "attn_cp_size": "attention is split over fewer ranks",
     "dcp_size": "attention is split over fewer ranks",
     "kt_method": "another library holds the experts",
-    "torchao_config": "the engine quantises weights after loading",
-    "modelopt_quant": "the engine quantises weights after loading",
+    "torchao_config": "the engine quantizes weights after loading",
+    "modelopt_quant": "the engine quantizes weights after loading",
 }
 """Fields of SGLang's ServerArgs that change where or how weights are stored."""

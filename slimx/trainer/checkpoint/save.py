@@ -5,7 +5,7 @@
     state -> plan -> host copies  -->  write files -> digests -> report
     (training goes on)                 rank 0: all reports -> .metadata -> its report  all reports -> commit
 
-The steps after the copy use no collective, so they cannot interleave with those of training; ranks synchronise through
+The steps after the copy use no collective, so they cannot interleave with those of training; ranks synchronize through
 the reports in the checkpoint directory. Ranks compare the plan once and reuse it while it stays the same.
 
 megatron-core's asynchronous writer is not used: it starts a process that outlives a killed trainer.

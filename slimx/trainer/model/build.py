@@ -130,7 +130,7 @@ def build_chunk(
     if transformer.multi_latent_attention:
         megatron_attention.install_latent(layers)
     router.install(layers)
-    if spec.normalises_projections:
+    if spec.normalizes_projections:
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)

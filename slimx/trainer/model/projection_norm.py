@@ -1,4 +1,4 @@
-"""Normalisation of queries and keys over all their heads together; megatron-core has it per head only (MiniMax-M2)."""
+"""Normalization of queries and keys over all their heads together; megatron-core has it per head only (MiniMax-M2)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProjectionNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises x [..., heads / TP, head]; same shape."""
+        """Normalizes x [..., heads / TP, head]; same shape."""
         flat = x.flatten(-2)
         squares = flat.float().square().sum(-1, keepdim=True)
         if self.group.size() > 1:

@@ -118,7 +118,7 @@ def _fields(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -
         **_recompute_fields(trainer),
         "fine_grained_activation_offloading": bool(trainer.offload_activations),
         "offload_modules": list(trainer.offload_activations),
-        # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor
+        # Skipping initialization (perform_initialization=False) would leave the parameters unmarked as tensor
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),

@@ -39,7 +39,7 @@ def begin(request):
         if request.param == "remote":
             with served(base, "--memory-mib", "128", "--disk-mib", "8", "--seconds", "60") as (server, _):
                 yield box_stand.made("remote", server, base)
-                state = server.request("GET", "")[1]
+                state = server.request("GET", "").content
                 assert b'"held": 0' in state, state
         else:
             yield box_stand.made(request.param, None, base)

@@ -37,9 +37,9 @@ def in_fp8(deepseek: Path, directory: Path) -> tuple[Path, dict[str, torch.Tenso
     for name, value in tensors_of(deepseek).items():
         stored[name] = wanted[name] = value
         if "_proj" in name:
-            codes, scales = reference.quantise(value, RULE.IEEE, (BLOCK, BLOCK))
+            codes, scales = reference.quantize(value, RULE.IEEE, (BLOCK, BLOCK))
             stored[name], stored[name + "_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
-            wanted[name] = reference.dequantise(codes, scales, (BLOCK, BLOCK), torch.bfloat16)
+            wanted[name] = reference.dequantize(codes, scales, (BLOCK, BLOCK), torch.bfloat16)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return directory, wanted
 
@@ -56,7 +56,7 @@ def test_fp8_sources_are_read_as_bf16(deepseek, tmp_path, layout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("rule", ["ieee", "te", "ue8m0"])
-def test_tensors_are_quantised_by_the_rule_and_the_others_left_alone(tmp_path, monkeypatch, rule, dtype):
+def test_tensors_are_quantized_by_the_rule_and_the_others_left_alone(tmp_path, monkeypatch, rule, dtype):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 136 * 4 * 128)  # several blocks of rows per tensor
     source = write_checkpoint(tmp_path / "source", WIDE, dtype)
     found = tensors_of(go(run.hf_to_fp8(source, rule=rule), tmp_path / "fp8"))
@@ -66,7 +66,7 @@ def test_tensors_are_quantised_by_the_rule_and_the_others_left_alone(tmp_path, m
         if "_proj" in name:
             # fp16 is what fp32 of the same value is: it is exact there.
             exact = value.float() if dtype == torch.float16 else value
-            codes, scales = reference.quantise(exact, RULE[rule.upper()], (128, 128))
+            codes, scales = reference.quantize(exact, RULE[rule.upper()], (128, 128))
             wanted[name], wanted[name + "_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
     assert same(found, wanted) == []
     described = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
@@ -76,7 +76,7 @@ def test_tensors_are_quantised_by_the_rule_and_the_others_left_alone(tmp_path, m
     assert described.get("scale_fmt") == ("ue8m0" if rule == "ue8m0" else None)
 
 
-def test_what_cannot_be_quantised_is_refused_before_anything_is_written(qwen, tmp_path):
+def test_what_cannot_be_quantized_is_refused_before_anything_is_written(qwen, tmp_path):
     with refused("convert.blocks", about="model.layers.0.self_attn.q_proj.weight"):
         run.hf_to_fp8(qwen)
     source = write_checkpoint(tmp_path / "source", WIDE, torch.float32)
@@ -106,8 +106,8 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(tmp_path):
 def test_verification_sees_values_that_are_not_the_sources(tmp_path, monkeypatch, broken):
     """Checksums cannot see such values: the bytes on the disk are those that were written."""
     source = write_checkpoint(tmp_path / "source", WIDE, torch.float16)
-    quantise = fp8._quantise
-    monkeypatch.setattr(fp8, "_quantise", lambda name, values, *how: quantise(name, broken(values), *how))
+    quantize = fp8._quantize
+    monkeypatch.setattr(fp8, "_quantize", lambda name, values, *how: quantize(name, broken(values), *how))
     convert(run.hf_to_fp8(source), tmp_path / "unseen", threads=1, verify=False)
     with pytest.raises(SlimxError) as error:
         go(run.hf_to_fp8(source), tmp_path / "out")
@@ -127,10 +127,10 @@ def test_codes_of_fp8_blocks_are_not_taken_for_another_dtype():
     scales, half = torch.ones(1, 1), torch.zeros(16, 16, dtype=torch.float16)
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     with pytest.raises(SlimxError) as error:
-        blocks.dequantise(codes, scales, (16, 16), torch.float16)
+        blocks.dequantize(codes, scales, (16, 16), torch.float16)
     assert (error.value.code, error.value.about) == ("kernel.dtype", "values of fp8 blocks")
     with pytest.raises(SlimxError) as error:
-        blocks.dequantise(half, scales, (16, 16))
+        blocks.dequantize(half, scales, (16, 16))
     assert (error.value.code, error.value.about) == ("kernel.dtype", "codes of fp8 blocks")
 
 

@@ -110,8 +110,8 @@ def test_verification_sees_values_that_are_not_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     source = write_checkpoint(tmp_path / "source", GROUPED)
-    quantise = kernel.quantise
-    monkeypatch.setattr(int4.kernel, "quantise", lambda values, **how: quantise(values * factor, **how))
+    quantize = kernel.quantize
+    monkeypatch.setattr(int4.kernel, "quantize", lambda values, **how: quantize(values * factor, **how))
     with pytest.raises(SlimxError) as error:
         go(run.hf_to_int4(source), tmp_path / "out")
     assert error.value.code == "convert.values"

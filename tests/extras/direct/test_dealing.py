@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from slimx.errors import SlimxError
 from slimx.extras.direct.dealing import BYTES, deal, only, share
-from slimx.extras.direct.wire import move_bytes, quantised_moves, wire_bytes
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.direct.wire import move_bytes, quantized_moves, wire_bytes
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
@@ -165,17 +165,17 @@ def test_quantized_moves_are_cut_between_blocks_to_the_same_bytes():
     """Four ranks that hold the same matrices: the buckets are those of the plan as it was compiled."""
     shapes = {"a": (1024, 256), "b": (384, 128)}
     parts = [
-        Part(name, shape, (0, 1, 2, 3), (name,), (Rect(0, 0, 0, *shape, 0, 0),), quantised=True)
+        Part(name, shape, (0, 1, 2, 3), (name,), (Rect(0, 0, 0, *shape, 0, 0),), quantized=True)
         for name, shape in shapes.items()
     ]
     plan = compile_plan(
         parts,
         [part._replace(ranks=(0,)) for part in parts],
-        precision=Precision("bfloat16", "bfloat16", quantisation("ieee")),
+        precision=Precision("bfloat16", "bfloat16", quantization("ieee")),
         bucket_bytes=HUGE,
     )
     dealt = deal(plan, engines=2, grain=1)
-    assert quantised_moves(dealt).all()
+    assert quantized_moves(dealt).all()
     assert not (dealt.moved["row"] % 128).any() and not (dealt.moved["rows"] % 128).any()
     assert wire_bytes(dealt).sent(4).min() > 0
 

@@ -69,7 +69,7 @@ def test_row_operations(dtype: torch.dtype, width: int) -> None:
     temperature = torch.tensor([1.0, 0.7, 0.3])
     assert_same_bits(kernel_cuda.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     assert_same_bits(kernel_cuda.silu_and_mul(x), reference.silu_and_mul(x))
-    found, expected = (made.log_normaliser(x, temperature) for made in (kernel_cuda, reference))
+    found, expected = (made.log_normalizer(x, temperature) for made in (kernel_cuda, reference))
     assert_same_bits(found[0], expected[0])
     assert_same_bits(found[1], expected[1])
 

@@ -82,11 +82,11 @@ def test_bf16_linear_has_the_bits_of_the_fp32_one() -> None:
 def test_row_operations(dtype: torch.dtype, width: int) -> None:
     x, weight = values(5, width, dtype=dtype, seed=1, size=8.0), values(width, dtype=dtype, seed=2)
     temperature = torch.tensor([1.0, 0.7, 0.3, 1.3, 2.0])
-    most, log_sum = reference.log_normaliser(x, temperature)
+    most, log_sum = reference.log_normalizer(x, temperature)
     for isa in ISAS:
         assert_same_bits(kernel.rms_norm(x, weight, 1e-6, isa=isa), reference.rms_norm(x, weight, 1e-6), isa)
         assert_same_bits(kernel.silu_and_mul(x, isa=isa), reference.silu_and_mul(x), isa)
-        found = kernel.log_normaliser(x, temperature, isa=isa)
+        found = kernel.log_normalizer(x, temperature, isa=isa)
         assert_same_bits(found[0], most, isa)
         assert_same_bits(found[1], log_sum, isa)
 
@@ -135,7 +135,7 @@ def test_bits_do_not_depend_on_threads_or_rounding_of_denormals(dtype: torch.dty
             kernel.linear(x, [weight], [256], 4, dtype),
             kernel.rms_norm(x, small[0, :256], 1e-6),
             kernel.silu_and_mul(small),
-            *kernel.log_normaliser(weight, torch.ones(512)),
+            *kernel.log_normalizer(weight, torch.ones(512)),
             kernel.attend(query, Gathered(key, least, place.int(), 0 * place, place + 1), 1.0, None),
         ]
 

@@ -142,7 +142,7 @@ def test_operations_must_have_been_called_where_the_model_has_them(kinds: set[st
     assert wrong == ([target] if needed else [])
 
 
-def test_blocks_do_not_stand_for_an_unquantised_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_stand_for_an_unquantized_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.linear"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["sglang.srt.layers.linear"].RowParallelLinear = type("RowParallelLinear", (), {})
@@ -155,7 +155,7 @@ def test_blocks_do_not_stand_for_an_unquantised_linear_layer(monkeypatch: pytest
         found = room.in_force(registry, torch.nn.ModuleList(layers))
         return [found[BLOCK_LINEAR], found[LINEAR]]
 
-    assert in_force(blocks) == [False, True], "the model has no unquantised linear layer"
+    assert in_force(blocks) == [False, True], "the model has no unquantized linear layer"
     by_blocks = room.replacements()[BLOCK_LINEAR](None, layer, x)
     assert in_force(blocks, plain) == [True, False], "its own entry was not called"
     assert torch.equal(room.replacements()[LINEAR](None, layer, x), by_blocks)

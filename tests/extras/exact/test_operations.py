@@ -214,11 +214,11 @@ def test_combination_of_experts() -> None:
 
 def test_softmax_router_chooses_and_weighs_as_transformers_does() -> None:
     hidden, weight = values(50, 64, dtype=torch.float32, seed=1), values(16, 64, dtype=torch.float32, seed=2)
-    for renormalise in (True, False):
-        weights, ids = exact.route(exact.linear(hidden, weight), 4, renormalise=renormalise)
+    for renormalize in (True, False):
+        weights, ids = exact.route(exact.linear(hidden, weight), 4, renormalize=renormalize)
         scores = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
         best, module_for = scores.topk(4)
-        best = best / best.sum(1, keepdim=True) if renormalise else best
+        best = best / best.sum(1, keepdim=True) if renormalize else best
         order = module_for.argsort(1)
         assert torch.equal(ids, module_for.gather(1, order))
         assert relative(weights, best.gather(1, order)) < 1e-5
@@ -246,14 +246,14 @@ def test_equal_scores_go_to_the_lower_id() -> None:
 
 def test_gradients_of_routing() -> None:
     logits = values(20, 8, dtype=torch.float32, seed=1)
-    for score, renormalise in itertools.product(("softmax", "sigmoid"), (True, False)):
+    for score, renormalize in itertools.product(("softmax", "sigmoid"), (True, False)):
         ids = exact.route(logits, 3, score=score)[1]
 
-        def plain(x: torch.Tensor, score=score, renormalise=renormalise, ids=ids) -> torch.Tensor:
+        def plain(x: torch.Tensor, score=score, renormalize=renormalize, ids=ids) -> torch.Tensor:
             scores = (torch.softmax(x, -1) if score == "softmax" else torch.sigmoid(x)).gather(1, ids)
-            return 1.5 * (scores / scores.sum(1, keepdim=True) if renormalise else scores)
+            return 1.5 * (scores / scores.sum(1, keepdim=True) if renormalize else scores)
 
-        ours = lambda x: exact.route(x, 3, score=score, renormalise=renormalise, factor=1.5)[0]  # noqa: B023, E731
+        ours = lambda x: exact.route(x, 3, score=score, renormalize=renormalize, factor=1.5)[0]  # noqa: B023, E731
         assert_gradients(ours, plain, logits)
 
 

@@ -73,8 +73,8 @@ def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> 
         ),
         ({"schedule": {"max_staleness": 1}, "rollout": {"gap_probe": 0}}, "exact.gap_probe", "rollout.gap_probe"),
         (
-            {"publish": {"quantise": "ieee"}, "algorithm": {"name": "distillation", "teacher": "/t"}},
-            "exact.quantise",
+            {"publish": {"quantize": "ieee"}, "algorithm": {"name": "distillation", "teacher": "/t"}},
+            "exact.quantize",
             "algorithm.teacher",
         ),
         (
@@ -83,14 +83,14 @@ def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> 
             "trainer.recompute.modules",
         ),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "exact.sampling", "rollout.sampling"),
-        ({"publish": {"quantise": "ieee"}}, "exact.quantise", "rollout.engines.model"),
+        ({"publish": {"quantize": "ieee"}}, "exact.quantize", "rollout.engines.model"),
         (
-            {"publish": {"quantise": "int4"}, "rollout": {"engines": [{"model": "packed"} | TRITON]}},
-            "exact.quantise",
-            "publish.quantise",
+            {"publish": {"quantize": "int4"}, "rollout": {"engines": [{"model": "packed"} | TRITON]}},
+            "exact.quantize",
+            "publish.quantize",
         ),
-        ({"publish": {"quantise": "ieee"}, "numerics": {"dtype": "float32"}}, "exact.quantise", "numerics.dtype"),
-        ({"publish": {"quantise": "ieee", "encoding": "hf"}}, "exact.quantise", "publish.encoding"),
+        ({"publish": {"quantize": "ieee"}, "numerics": {"dtype": "float32"}}, "exact.quantize", "numerics.dtype"),
+        ({"publish": {"quantize": "ieee", "encoding": "hf"}}, "exact.quantize", "publish.encoding"),
         (
             {"rollout": {"engines": [{"tensor": 2, "dp_attention": 2}]}},
             "exact.engines",
@@ -152,32 +152,32 @@ def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path) -> None:
     fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
-    blocks = config(publish={"quantise": "ieee"}, rollout={"engines": [{"model": str(tmp_path)}]})
+    blocks = config(publish={"quantize": "ieee"}, rollout={"engines": [{"model": str(tmp_path)}]})
     for block_size, codes in (([64, 64], ["exact.blocks"]), (None, ["exact.blocks"]), ([128, 128], [])):
         described = {} if block_size is None else {"quantization_config": {"weight_block_size": block_size}}
         (tmp_path / "config.json").write_text(json.dumps(described))
         assert broken_codes(blocks, spec, "cpu") == codes
-    assert "exact.quantise_device" in broken_codes(blocks, spec, "cuda")
+    assert "exact.quantize_device" in broken_codes(blocks, spec, "cuda")
     for architecture in ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"):
         spec.family.ARCHITECTURE = architecture
         assert broken_codes(blocks, spec, "cpu") == []
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
-    assert broken_codes(blocks, spec, "cpu") == ["exact.quantise_architecture"]
+    assert broken_codes(blocks, spec, "cpu") == ["exact.quantize_architecture"]
 
 
 def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "head_dim": 128, "moe_intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | wide))
     spec, engine = read_model(tmp_path), {"model": str(tmp_path)}
-    one = config(publish={"quantise": "ieee"}, rollout={"engines": [engine]})
+    one = config(publish={"quantize": "ieee"}, rollout={"engines": [engine]})
     found = publication_plan(one, spec, Sizes(), "cpu")
     dtypes = {t.dtype for bucket in found.plan.buckets[0] for t in bucket.tensors}
     assert found.encoding == "local" and "float8_e4m3fn" in dtypes
     layouts = [engine | {"name": "one"}, engine | {"name": "two", "tensor": 2}]
-    two = config(publish={"quantise": "ieee"}, rollout={"engines": layouts}, numerics={"mode": "exact", "leaves": 2})
-    with refused("publish.exact_encoding", about="publish.quantise"):
+    two = config(publish={"quantize": "ieee"}, rollout={"engines": layouts}, numerics={"mode": "exact", "leaves": 2})
+    with refused("publish.exact_encoding", about="publish.quantize"):
         publication_plan(two, spec, Sizes(), "cpu")
-    fast = config(numerics={"mode": "fast"}, publish={"quantise": "ieee"})
+    fast = config(numerics={"mode": "fast"}, publish={"quantize": "ieee"})
     for mode, refusals in ((one, 0), (fast, 1)):
         problems = broken(all_rules(), mode.sections | {"device": "cpu", "sizes": Sizes()})
-        assert [p.about for p in problems if p.code == "publish.quantise_on_cpu"] == refusals * ["publish.quantise"]
+        assert [p.about for p in problems if p.code == "publish.quantize_on_cpu"] == refusals * ["publish.quantize"]

@@ -12,7 +12,7 @@ from slimx.extras.exact.adapters.sglang.blocks import expert_weights
 from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import blocks
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.reshard.kernels.record import RULE
@@ -33,20 +33,20 @@ def test_every_rank_rounds_its_shards_as_the_whole_tensors_are_rounded(rule: Any
     model, sizes, how = (
         Model(WIDE, deepseek_v3.weight_table(WIDE)),
         Sizes(tensor=2, data=2, expert=2),
-        quantisation(rule),
+        quantization(rule),
     )
     whole, by_rank = checkpoint(model), held_by_trainers(model, sizes)
     count = 1 + max(int(t.max()) for t in whole.values())
     values, rounded = Values(count), torch.zeros(count, dtype=DTYPES[dtype])
-    quantised = {name for e in model.table.entries() if e.row.quantised for name in e.sources}
-    for name in quantised:
-        codes, scales = reference.quantise(values.dress(whole, DTYPES[dtype])[name], RULE[rule.upper()], how.block)
-        rounded[whole[name]] = reference.dequantise(codes, scales, how.block, DTYPES[dtype])
+    quantized = {name for e in model.table.entries() if e.row.quantized for name in e.sources}
+    for name in quantized:
+        codes, scales = reference.quantize(values.dress(whole, DTYPES[dtype])[name], RULE[rule.upper()], how.block)
+        rounded[whole[name]] = reference.dequantize(codes, scales, how.block, DTYPES[dtype])
     for rank, numbers in enumerate(by_rank):
         parameters = values.dress(numbers, DTYPES[dtype])
         parts = MegatronLayout(model.table, sizes).parts_of(rank)
         served = ServedWeights(parts, parameters, how, dtype)
-        assert served.values.keys() == {part.name for part in parts if part.quantised}
+        assert served.values.keys() == {part.name for part in parts if part.quantized}
         for factor in (1.0, 2.0):  # all rules scale by powers of two
             for name in served.values:
                 parameters[name].copy_(values.dress(numbers, DTYPES[dtype])[name] * factor)
@@ -59,24 +59,24 @@ def test_a_shard_that_a_block_would_cross_is_refused_by_name() -> None:
     model, sizes = MODELS["deepseek"], Sizes(tensor=2)
     parameters = Values().dress(held_by_trainers(model, sizes)[0], torch.bfloat16)
     with refused("plan.blocks", about="model.layers.0.mlp.up_proj.weight"):
-        ServedWeights(MegatronLayout(model.table, sizes).parts_of(0), parameters, quantisation("ieee"), "bfloat16")
+        ServedWeights(MegatronLayout(model.table, sizes).parts_of(0), parameters, quantization("ieee"), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_tensor_is_dequantised_as_the_specification_does_it(dtype: torch.dtype) -> None:
+def test_one_tensor_is_dequantized_as_the_specification_does_it(dtype: torch.dtype) -> None:
     x = torch.randn(100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scales = reference.quantise(x, RULE.IEEE, (32, 64))
-    found = blocks.dequantise(codes.view(torch.float8_e4m3fn), scales, (32, 64), dtype)
-    assert torch.equal(found, reference.dequantise(codes, scales, (32, 64), dtype))
+    codes, scales = reference.quantize(x, RULE.IEEE, (32, 64))
+    found = blocks.dequantize(codes.view(torch.float8_e4m3fn), scales, (32, 64), dtype)
+    assert torch.equal(found, reference.dequantize(codes, scales, (32, 64), dtype))
     with refused("kernel.scales", about="scales"):
-        blocks.dequantise(codes, scales[:3], (32, 64), dtype)
+        blocks.dequantize(codes, scales[:3], (32, 64), dtype)
 
 
 def test_experts_with_tokens_are_dequantized_from_their_current_codes() -> None:
     x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
+    made = [reference.quantize(matrix, RULE.IEEE, (32, 64)) for matrix in x]
     codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
-    expected = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
+    expected = [reference.dequantize(*parts, (32, 64), torch.bfloat16) for parts in made]
     method = SimpleNamespace(weight_block_size=[32, 64])
     layer = SimpleNamespace(w2=codes.view(torch.float8_e4m3fn), w2_scale_inv=scales, quant_method=method)
     found = expert_weights(layer, "w2", [2, 0, 1], torch.bfloat16)

@@ -127,7 +127,7 @@ def test_an_engine_must_trust_the_code_that_the_checkpoint_brings(tmp_path: Path
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 def test_routers_are_published_in_fp32_and_matrices_in_fp8(tmp_path: Path, encoding: str):
-    config = run(tmp_path, {"trust_remote_code": True}, publish={"encoding": encoding, "quantise": "triton"})
+    config = run(tmp_path, {"trust_remote_code": True}, publish={"encoding": encoding, "quantize": "triton"})
     plan = publication_plan(config, read(tmp_path, SMALL), Sizes(tensor=2), "cuda").plan
     sent = {tensor.name: tensor.dtype for buckets in plan.buckets for bucket in buckets for tensor in bucket.tensors}
     layer = {name.removeprefix("model.layers.1."): dtype for name, dtype in sent.items() if "layers.1." in name}

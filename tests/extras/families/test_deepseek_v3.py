@@ -106,7 +106,7 @@ def test_v3_has_the_published_number_of_elements():
     blocks = [
         tuple(-(-n // 128) for n in shapes[name])
         for entry in table.entries()
-        if entry.row.quantised
+        if entry.row.quantized
         for name in entry.sources
     ]
     assert round(size([*shapes.values(), *copies, *blocks]), 2) == 684.53
@@ -116,7 +116,7 @@ def test_what_fp8_checkpoints_hold_in_blocks():
     rows = weight_table(V3, 1).rows
     kinds = {True: set(), False: set()}
     for row in rows:
-        kinds[row.quantised] |= {re.sub(r"^.*[}.](?=\w+\.\w+$)", "", name) for name, _ in row.sources}
+        kinds[row.quantized] |= {re.sub(r"^.*[}.](?=\w+\.\w+$)", "", name) for name, _ in row.sources}
     attention = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert kinds[True] == {f"{name}.weight" for name in attention | {"gate_proj", "up_proj", "down_proj"}}
     assert {"gate.weight", "eh_proj.weight", "lm_head.weight", "embed_tokens.weight"} <= kinds[False]

@@ -309,12 +309,12 @@ def test_a_fusion_that_sglang_would_not_make_is_refused(tmp_path: Path, hf, devi
 
 
 def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
-    """As published: all that the table calls quantised in fp8 with a scale per block, the rest as it is."""
+    """As published: all that the table calls quantized in fp8 with a scale per block, the rest as it is."""
     small = {"num_hidden_layers": 1, "attn_type_list": [1], "hidden_size": 256, "intermediate_size": 192}
     small |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     hf = MINIMAX | small | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
     table = read(tmp_path, hf).table
-    codes = {name for entry in table.entries() if entry.row.quantised for name in entry.sources}
+    codes = {name for entry in table.entries() if entry.row.quantized for name in entry.sources}
     stored: dict[str, torch.Tensor] = {}
     for name, shape in table.checkpoint_shapes().items():
         stored[name] = torch.randn(shape)
@@ -323,7 +323,7 @@ def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
             stored[name + "_scale_inv"] = torch.rand([-(-length // 128) for length in shape])
     save_file(stored, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path)
-    reader.check(table, quantised=True)
+    reader.check(table, quantized=True)
     for name, shape in table.checkpoint_shapes().items():
         rows, cols = matrix(shape)
         wanted = stored[name].float().view(rows, cols)

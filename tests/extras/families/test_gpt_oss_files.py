@@ -38,7 +38,7 @@ def packed(tensors: Tensors) -> Tensors:
 def test_mxfp4_is_dequantized_as_in_transformers_and_the_standard():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)
     scales = torch.arange(116, 132, dtype=torch.uint8).view(1, 2, 8)
-    ours = mxfp4.dequantise(blocks, scales)
+    ours = mxfp4.dequantize(blocks, scales)
     assert torch.equal(ours.transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
     assert ours[0, 0, :4].tolist() == [0.0, 0.0, 0.5 * 2.0**-11, 0.0]  # the low half first
 
@@ -79,16 +79,16 @@ def test_a_damaged_mxfp4_tensor_is_refused_by_name(tmp_path: Path, suffix):
 # Conversions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "MXFP4"])
-def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path: Path, quantised):
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "MXFP4"])
+def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path: Path, quantized):
     source = tmp_path / "source"
     source.mkdir()
-    hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantised else {})}
+    hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantized else {})}
     (source / "config.json").write_text(json.dumps(hf))
     wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint_shapes().items()}
-    tensors = packed(wanted) if quantised else wanted
+    tensors = packed(wanted) if quantized else wanted
     save_file(tensors, source / "model.safetensors")
-    if quantised:
+    if quantized:
         for name in TABLE.transposed():
             wanted[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
     megatron, back = tmp_path / "megatron", tmp_path / "back"
@@ -100,7 +100,7 @@ def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path:
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
-def test_a_runs_export_does_not_call_itself_quantised(tmp_path: Path):
+def test_a_runs_export_does_not_call_itself_quantized(tmp_path: Path):
     source, out = tmp_path / "source", tmp_path / "out"
     for directory in (source, out):
         directory.mkdir()

@@ -171,7 +171,7 @@ def test_a_damaged_int4_matrix_is_refused_by_name(tmp_path: Path, published_kimi
     ("field", "value"),
     [("num_bits", 8), ("symmetric", False), ("group_size", 128), ("actorder", "group"), ("type", "float")],
 )
-def test_another_scheme_of_quantisation_is_refused_by_its_field(tmp_path: Path, field: str, value: Any):
+def test_another_scheme_of_quantization_is_refused_by_its_field(tmp_path: Path, field: str, value: Any):
     hf = copy.deepcopy(KIMI)
     hf["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"][field] = value
     (tmp_path / "config.json").write_text(json.dumps(hf))

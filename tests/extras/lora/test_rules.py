@@ -42,7 +42,7 @@ def test_layouts_and_options_that_were_never_proven_are_refused(trainer, about):
 @pytest.mark.parametrize(
     ("sections", "about"),
     [
-        ({"publish": {"quantise": "ieee"}}, "publish.quantise"),
+        ({"publish": {"quantize": "ieee"}}, "publish.quantize"),
         ({"algorithm": {"reference": True, "reference_refresh": 2}}, "algorithm.reference_refresh"),
     ],
 )

@@ -27,7 +27,7 @@ def main() -> None:
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     from slimx.config.sections.trainer import Trainer
-    from slimx.extras.low_precision.blocks import dequantise, quantise
+    from slimx.extras.low_precision.blocks import dequantize, quantize
     from slimx.extras.low_precision.recipes import RECIPES
     from slimx.reshard.kernels.record import RULE
     from slimx.trainer.device.backends import choose_backends
@@ -47,12 +47,12 @@ def main() -> None:
         """Returns True if codes and scales by slimx are the same numbers to Transformer Engine's own tensor."""
         square = quantizer.block_scaling_dim == 2
         block = (quantizer.block_len if square else 1, quantizer.block_len)
-        codes, scales = quantise(values, RULE.TE, block)
+        codes, scales = quantize(values, RULE.TE, block)
         padded = torch.full(quantizer.get_scale_shape(SHAPE, columnwise=False), torch.nan)
         local_scales = scales if square else scales.T
         padded[: local_scales.shape[0], : local_scales.shape[1]] = local_scales
         tensor = Float8BlockwiseQTensorStorage(codes, padded, None, None, quantizer.dtype, quantizer, square)
-        return torch.equal(tensor.dequantize(dtype=torch.float32), dequantise(codes, scales, block, torch.float32))
+        return torch.equal(tensor.dequantize(dtype=torch.float32), dequantize(codes, scales, block, torch.float32))
 
     out = {}
     for name in RECIPES:

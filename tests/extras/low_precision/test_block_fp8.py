@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.extras.low_precision.block_fp8 import FORMAT, block_of
-from slimx.extras.low_precision.blocks import dequantise, quantise
+from slimx.extras.low_precision.blocks import dequantize, quantize
 from slimx.layout.table import Stored
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
@@ -45,19 +45,19 @@ def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
 
 def test_a_stack_has_the_values_of_its_matrices():
     values = torch.randn(3, 100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scales = map(torch.stack, zip(*(quantise(matrix, RULE.IEEE, (32, 64)) for matrix in values), strict=True))
-    expected = [dequantise(*matrix, (32, 64)) for matrix in zip(codes, scales, strict=True)]
-    assert torch.equal(dequantise(codes, scales, (32, 64)), torch.stack(expected))
-    assert torch.equal(dequantise(codes[::2], scales[::2], (32, 64)), torch.stack(expected[::2]))
-    assert dequantise(codes[:0], scales[:0], (32, 64)).shape == (0, 100, 200)
+    codes, scales = map(torch.stack, zip(*(quantize(matrix, RULE.IEEE, (32, 64)) for matrix in values), strict=True))
+    expected = [dequantize(*matrix, (32, 64)) for matrix in zip(codes, scales, strict=True)]
+    assert torch.equal(dequantize(codes, scales, (32, 64)), torch.stack(expected))
+    assert torch.equal(dequantize(codes[::2], scales[::2], (32, 64)), torch.stack(expected[::2]))
+    assert dequantize(codes[:0], scales[:0], (32, 64)).shape == (0, 100, 200)
 
 
 @pytest.mark.parametrize("rows", [slice(0, 100), slice(32, 96), slice(37, 38), slice(70, 100)])
 @pytest.mark.parametrize("cols", [slice(0, 200), slice(64, 128), slice(5, 190)])
 def test_a_slice_has_the_values_of_the_whole_wherever_it_cuts_blocks(tmp_path: Path, rows: slice, cols: slice):
     values = torch.randn(100, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scales = reference.quantise(values, RULE.IEEE, (32, 64))
+    codes, scales = reference.quantize(values, RULE.IEEE, (32, 64))
     described(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 64]})
     save_file({"x": codes.view(torch.float8_e4m3fn), "x_scale_inv": scales}, tmp_path / "model.safetensors")
     found = FORMAT.read(CheckpointReader(tmp_path), Stored("x"), rows, cols)
-    assert torch.equal(found, reference.dequantise(codes, scales, (32, 64), torch.bfloat16)[rows, cols])
+    assert torch.equal(found, reference.dequantize(codes, scales, (32, 64), torch.bfloat16)[rows, cols])

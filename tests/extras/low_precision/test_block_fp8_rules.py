@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from tests.refusals import refused
 
 
@@ -13,4 +13,4 @@ from tests.refusals import refused
 )
 def test_a_rule_with_blocks_that_are_not_its_own_is_refused(rule: str, block: tuple[int, int]):
     with refused("plan.rule", about=rule):
-        quantisation(rule, block)
+        quantization(rule, block)

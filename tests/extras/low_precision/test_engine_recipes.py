@@ -17,7 +17,7 @@ from tests.needed import missing
 pytestmark = pytest.mark.slow("needs .venv/transformer-engine, imports the whole of it")
 
 
-def test_quantisers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
+def test_quantizers_have_the_blocks_and_the_rule_that_slimx_rounds_by() -> None:
     if not transformer_engine_stand.PACKAGE.is_dir():
         missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
     command = [sys.executable, "-m", "tests.extras.low_precision.engine_recipes"]

@@ -76,9 +76,9 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
     [
         ({"numerics": {"dtype": "float32"}}, "fp8.dtype", "numerics.dtype"),
         ({"numerics": {"dtype": "bfloat16", "mode": "exact"}}, "unproven", "numerics.mode"),
-        ({"publish": {"quantise": "ieee"}}, "fp8.quantise", "publish.quantise"),
-        ({"publish": {"quantise": "ue8m0"}}, "fp8.quantise", "publish.quantise"),
-        ({"publish": {"quantise": "te"}, "trainer": {"fp8": "mxfp8"}}, "fp8.quantise", "publish.quantise"),
+        ({"publish": {"quantize": "ieee"}}, "fp8.quantize", "publish.quantize"),
+        ({"publish": {"quantize": "ue8m0"}}, "fp8.quantize", "publish.quantize"),
+        ({"publish": {"quantize": "te"}, "trainer": {"fp8": "mxfp8"}}, "fp8.quantize", "publish.quantize"),
         ({"cluster": {"gpu": "gb300"}}, "fp8.gpu", "trainer.fp8"),
         ({"cluster": {"gpu": "h100"}, "trainer": {"fp8": "mxfp8"}}, "fp8.gpu", "trainer.fp8"),
         ({"trainer": {"fp8": "mxfp8", "lora": {"rank": 4, "alpha": 8}}}, "unproven", "trainer.lora"),
@@ -124,7 +124,7 @@ def test_a_model_whose_layers_were_not_compared_is_refused(tmp_path: Path, other
 )
 def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], code: str, about: str) -> None:
     values = {**BASE, "model": {"path": "m"}, "trainer": {"fp8": "blockwise"}}
-    Config.model_validate(values | {"publish": {"quantise": "te"}, "cluster": {"gpu": "h100"}})
+    Config.model_validate(values | {"publish": {"quantize": "te"}, "cluster": {"gpu": "h100"}})
     with invalid(code, about=about):
         Config.model_validate(values | sections)
 

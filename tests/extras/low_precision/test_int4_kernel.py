@@ -12,7 +12,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from slimx.extras.low_precision import int4_kernel as int4
-from slimx.extras.low_precision.int4 import GROUP, dequantise
+from slimx.extras.low_precision.int4 import GROUP, dequantize
 from tests.refusals import refused
 from tests.unit.emulation import CSRC, library
 from tests.unit.reshard.cuda_stand import EMULATION
@@ -47,7 +47,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_codes_and_values_are_those_of_compressed_tensors() -> None:
     weight = matrix()
-    codes, scales, finite = int4.quantise(weight)
+    codes, scales, finite = int4.quantize(weight)
     theirs = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale_of(weight)}, SCHEME)
     assert finite
     assert same(scales, scale_of(weight))
@@ -57,7 +57,7 @@ def test_codes_and_values_are_those_of_compressed_tensors() -> None:
     int4.round_(rounded)
     # Their zero may be negative; a zero of codes is not.
     assert torch.equal(rounded, back)
-    assert same(rounded, dequantise(codes, scales))
+    assert same(rounded, dequantize(codes, scales))
 
 
 def test_rounding_twice_equals_rounding_once() -> None:
@@ -66,7 +66,7 @@ def test_rounding_twice_equals_rounding_once() -> None:
     spread = torch.arange(-7, 8).float() / 7
     weight[:, 1:16] = (amax.float().unsqueeze(1) * spread).to(torch.bfloat16)
     weight[:, 0] = amax
-    codes, scales, _ = int4.quantise(weight)
+    codes, scales, _ = int4.quantize(weight)
     fit = ~scales.isnan().squeeze(1)
     assert int((~fit).sum()) == 1  # the largest bf16, whose value would be infinite
     once = weight[fit].clone()
@@ -74,7 +74,7 @@ def test_rounding_twice_equals_rounding_once() -> None:
     twice = once.clone()
     int4.round_(twice)
     assert same(once, twice)
-    again, scales_again, finite = int4.quantise(once)
+    again, scales_again, finite = int4.quantize(once)
     assert finite
     assert same(again, codes[fit])
     assert same(scales_again, scales[fit])
@@ -85,7 +85,7 @@ def test_rounding_twice_equals_rounding_once() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_fp32_is_rounded_as_the_nearest_bf16(threads: int) -> None:
     weight = torch.randn(300, 96, generator=torch.Generator().manual_seed(1))
-    for mine, plain in zip(int4.quantise(weight, threads=threads), int4.quantise(weight.bfloat16()), strict=True):
+    for mine, plain in zip(int4.quantize(weight, threads=threads), int4.quantize(weight.bfloat16()), strict=True):
         assert mine == plain if isinstance(mine, bool) else same(mine, plain)
     rounded, narrow = weight.clone(), weight.bfloat16()
     int4.round_(rounded, threads=threads)
@@ -96,9 +96,9 @@ def test_fp32_is_rounded_as_the_nearest_bf16(threads: int) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_group_that_is_not_finite_is_nan_and_told(value: float) -> None:
     weight = matrix()
-    plain, plain_scales, _ = int4.quantise(weight)
+    plain, plain_scales, _ = int4.quantize(weight)
     weight[9, 70] = value
-    codes, scales, finite = int4.quantise(weight)
+    codes, scales, finite = int4.quantize(weight)
     assert not finite
     assert scales[9, 2].isnan()
     rounded = weight.clone()
@@ -123,7 +123,7 @@ def test_part_of_a_matrix_is_rounded_in_place_alone() -> None:
 @pytest.mark.parametrize("shape", [(4, 48), (4, 16), (64,), (2, 4, 32)])
 def test_a_shape_without_groups_is_refused(shape: tuple[int, ...]) -> None:
     with refused("int4.shape"):
-        int4.quantise(torch.zeros(shape, dtype=torch.bfloat16))
+        int4.quantize(torch.zeros(shape, dtype=torch.bfloat16))
 
 
 def test_a_transposed_matrix_is_refused() -> None:
@@ -133,22 +133,22 @@ def test_a_transposed_matrix_is_refused() -> None:
 
 def test_another_dtype_is_refused() -> None:
     with refused("kernel.dtype"):
-        int4.quantise(torch.zeros(4, 32, dtype=torch.float16))
+        int4.quantize(torch.zeros(4, 32, dtype=torch.float16))
 
 
 def test_the_kernel_for_gpus_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix()
-    expected, narrow = int4.quantise(weight), weight.clone()
+    expected, narrow = int4.quantize(weight), weight.clone()
     int4.round_(narrow)
     emulate(monkeypatch)
     for dtype in (torch.bfloat16, torch.float32):
         rounded = weight.to(dtype)
-        codes, scales, finite = int4.quantise(rounded)
+        codes, scales, finite = int4.quantize(rounded)
         int4.round_(rounded)
         assert (same(codes, expected[0]), same(scales, expected[1]), finite) == (True, True, True)
         assert same(rounded, narrow.to(dtype))
     weight[9, 70] = float("nan")
-    assert int4.quantise(weight)[2] is False
+    assert int4.quantize(weight)[2] is False
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:

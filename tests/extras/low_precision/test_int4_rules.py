@@ -67,7 +67,7 @@ def test_an_engine_group_s_own_model_is_read_as_the_trained_one_is(tmp_path: Pat
 def test_experts_that_the_checkpoint_stacks_have_no_int4(tmp_path: Path) -> None:
     """Uses columns of complete groups; still, an export or an engine would have to pack the stack."""
     assert found(tmp_path / "qat", GPT_OSS, {"qat": "int4"}) == {("qat.experts", "trainer.qat")}
-    assert ("qat.experts", "publish.quantise") in published(
+    assert ("qat.experts", "publish.quantize") in published(
         tmp_path / "published", GPT_OSS, model=str(tmp_path / "int4")
     )
 
@@ -77,7 +77,7 @@ TRITON = {"sglang": {"moe_runner_backend": "triton"}}
 
 def published(folder: Path, hf: dict[str, Any], **engine: Any) -> set[tuple]:
     """Returns the same for a run that publishes INT4 to engines with Triton's kernels."""
-    return found(folder, hf, publish={"quantise": "int4"}, engines=[TRITON | engine])
+    return found(folder, hf, publish={"quantize": "int4"}, engines=[TRITON | engine])
 
 
 def test_int4_is_published_to_engines_that_start_from_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_int4_is_published_to_engines_that_start_from_it(tmp_path: Path) -> None
     assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "int4")) == set()
     assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "later")) == set()
     assert published(tmp_path / "bf16", GROUPED, model=str(tmp_path / "bf16")) == other
-    dense = {("qat.experts", "publish.quantise")}
+    dense = {("qat.experts", "publish.quantize")}
     assert published(tmp_path / "dense", QWEN3, model=str(tmp_path / "int4")) == dense
 
 
@@ -115,7 +115,7 @@ def test_groups_that_do_not_divide_are_refused(
     ("sections", "code", "about"),
     [
         ({"numerics": {"dtype": "float32"}}, "qat.dtype", "numerics.dtype"),
-        ({"publish": {"quantise": "ieee"}}, "unproven", "publish.quantise"),
+        ({"publish": {"quantize": "ieee"}}, "unproven", "publish.quantize"),
         ({"trainer": {"qat": "int4", "lora": {"rank": 4, "alpha": 8}}}, "unproven", "trainer.lora"),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_was_never_proven_beside_it_is_refused(sections: dict[str, Any], co
     ("sections", "about"),
     [
         ({"numerics": {"dtype": "float32"}}, "numerics.dtype"),
-        ({"publish": {"quantise": "int4", "encoding": "hf"}}, "publish.encoding"),
+        ({"publish": {"quantize": "int4", "encoding": "hf"}}, "publish.encoding"),
         ({"engine": {"model": "packed"}}, "rollout.engines.sglang.moe_runner_backend"),
         (
             {"engine": {"model": "packed", "sglang": {"enforce_shared_experts_fusion": True}}},
@@ -142,7 +142,7 @@ def test_engines_that_could_not_take_codes_are_refused(sections: dict[str, Any],
     values = {"run": {"dir": "r"}, "model": {"path": "m"}, "numerics": {"dtype": "bfloat16"}}
     rollout = {"prompts": "p", "engines": [sections.pop("engine", {"model": "packed"} | TRITON)]}
     with invalid("publish.int4", about=about):
-        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout, **sections})
+        Config.model_validate({**values, "publish": {"quantize": "int4"}, "rollout": rollout, **sections})
 
 
 def test_drafts_were_never_proven_with_codes() -> None:
@@ -150,4 +150,4 @@ def test_drafts_were_never_proven_with_codes() -> None:
     engine = {"model": "packed", "sglang": TRITON["sglang"] | {"speculative_algorithm": "EAGLE"}}
     with invalid("unproven", about="rollout.engines.sglang.speculative_algorithm"):
         rollout = {"prompts": "p", "engines": [engine]}
-        Config.model_validate({**values, "publish": {"quantise": "int4"}, "rollout": rollout})
+        Config.model_validate({**values, "publish": {"quantize": "int4"}, "rollout": rollout})

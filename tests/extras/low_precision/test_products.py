@@ -22,8 +22,8 @@ def spread(seed: int, *shape: int) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, recipe: str, block: tuple[int, int]) -> torch.Tensor:
-    codes, scales = reference.quantise(x, RULES[recipe], block)
-    return reference.dequantise(codes, scales, block, torch.float32)
+    codes, scales = reference.quantize(x, RULES[recipe], block)
+    return reference.dequantize(codes, scales, block, torch.float32)
 
 
 def along_rows(x: torch.Tensor, recipe: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.wire import wire_bytes
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.extras.planner.links.model import (
     STEPS,
     Links,
@@ -153,12 +153,12 @@ def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
     assert sent.tolist() != of_one.sent.sum(axis=0).tolist(), "engines take from other ranks than a single one would"
 
 
-@pytest.mark.parametrize("quantisation", [None, quantisation("ieee")], ids=["bf16", "fp8"])
-def test_bytes_on_links_are_those_of_the_buckets(quantisation):
+@pytest.mark.parametrize("quantization", [None, quantization("ieee")], ids=["bf16", "fp8"])
+def test_bytes_on_links_are_those_of_the_buckets(quantization):
     plan = compile_plan(
         MegatronLayout(weight_table(HF), SOURCES).parts(),
         EngineLayout(engine_table(HF), ENGINE).parts(),
-        precision=Precision("bfloat16", "bfloat16", quantisation),
+        precision=Precision("bfloat16", "bfloat16", quantization),
         bucket_bytes=1 << 20,
         ranks=2,
     )

@@ -35,7 +35,7 @@ RUN_671B = (
 )
 
 
-IN_FP8 = ("publish.quantise=ieee", "rollout.engines=[{tensor: 4, expert: 4, count: 2, model: a-copy-in-fp8}]")
+IN_FP8 = ("publish.quantize=ieee", "rollout.engines=[{tensor: 4, expert: 4, count: 2, model: a-copy-in-fp8}]")
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_memory_for_buckets_follows_transport_and_staging(plan):
     assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (part, staged)
 
 
-def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
-    plain, quantised = (
+def test_fp8_halves_the_bytes_and_counts_the_quantized_tensors(plan):
+    plain, quantized = (
         json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"] for more in ((), IN_FP8)
     )
     # Per layer and rank: qkv, o, w13 and w2; the embeddings stay as they are.
-    assert (plain["quantised"], quantised["quantised"]) == (0, 4 * 48 * 4)
-    assert quantised["tensors"] == plain["tensors"] + quantised["quantised"]
-    assert 0.5 < quantised["nbytes"] / plain["nbytes"] < 0.52
+    assert (plain["quantized"], quantized["quantized"]) == (0, 4 * 48 * 4)
+    assert quantized["tensors"] == plain["tensors"] + quantized["quantized"]
+    assert 0.5 < quantized["nbytes"] / plain["nbytes"] < 0.52
 
 
 def test_engines_that_start_from_bf16_weights_have_no_place_for_fp8_ones(plan):
-    code, text = plan(SHALLOW, *RUN_30B, "publish.quantise=ieee")
-    assert code == 2 and "publish.quantise=ieee" in text and "rollout.engines group actor" in text
+    code, text = plan(SHALLOW, *RUN_30B, "publish.quantize=ieee")
+    assert code == 2 and "publish.quantize=ieee" in text and "rollout.engines group actor" in text
     assert plan(SHALLOW, *RUN_30B, *IN_FP8)[0] == 0
 
 
@@ -212,10 +212,10 @@ def test_a_run_without_engines_publishes_nothing(plan):
             ["publish.transport=cuda_ipc", "cluster.device"],
         ),
         (
-            ("publish.quantise=triton", "numerics.dtype=float32"),
+            ("publish.quantize=triton", "numerics.dtype=float32"),
             "publish.triton_dtype",
-            "publish.quantise",
-            ["publish.quantise=triton", "numerics.dtype", "bfloat16"],
+            "publish.quantize",
+            ["publish.quantize=triton", "numerics.dtype", "bfloat16"],
         ),
         (
             ("trainer.megatron.mtp_num_layers=few",),
@@ -239,7 +239,7 @@ def test_number_formats_that_cpu_engines_lack_are_violations(plan):
     code, text = plan(SHALLOW, *IN_FP8, "cluster.device=cpu")
     config = load_config(plan.directory / "run.yaml", [*IN_FP8, "cluster.device=cpu"])
     assert code == 2 and "numerics.mode=exact" in text.splitlines()[-1]
-    assert [problem.code for problem in plan_report(config).problems] == ["publish.quantise_on_cpu"]
+    assert [problem.code for problem in plan_report(config).problems] == ["publish.quantize_on_cpu"]
 
 
 @pytest.mark.parametrize(

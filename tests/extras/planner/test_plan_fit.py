@@ -163,7 +163,7 @@ def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "quantise", "named", "refused"),
+    ("gpu", "quantize", "named", "refused"),
     [
         ("gb300", "ue8m0", {}, ["moe_runner_backend", "fp8_gemm_runner_backend"]),
         ("gb300", "ue8m0", {"moe_runner_backend": "triton"}, ["fp8_gemm_runner_backend"]),
@@ -173,9 +173,9 @@ def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
         ("gb300", "null numerics.mode=exact", {}, []),
     ],
 )
-def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, gpu, quantise, named, refused):
+def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, gpu, quantize, named, refused):
     engines = json.dumps([{"tensor": 4, "expert": 4, "sglang": named}])
-    overrides = [f"cluster.gpu={gpu}", *f"publish.quantise={quantise}".split(), f"rollout.engines={engines}"]
+    overrides = [f"cluster.gpu={gpu}", *f"publish.quantize={quantize}".split(), f"rollout.engines={engines}"]
     plan(SHALLOW, *overrides)
     config = load_config(plan.directory / "run.yaml", overrides)
     problems = [problem.about for problem in plan_report(config).problems if problem.code == "engines.backend"]

@@ -17,7 +17,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.extras.exact.served_weights import ServedWeights
 from slimx.extras.families import deepseek_v3
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.extras.planner.memory.activations import Setting, layer_bytes
 from slimx.extras.planner.memory.engine import kv_bytes
 from slimx.extras.planner.memory.parameter_runs import Holdings, ParameterRun
@@ -149,12 +149,12 @@ def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -
         "reward": {"function": "a.b"},
     }
     plain, blocks = (
-        trainer_memory(Config.model_validate(sections | {"publish": {"quantise": rule}}), spec, Sizes(), "cpu")[0]
+        trainer_memory(Config.model_validate(sections | {"publish": {"quantize": rule}}), spec, Sizes(), "cpu")[0]
         for rule in (None, "ieee")
     )
     parts = MegatronLayout(spec.table, Sizes()).parts_of(0)
     parameters = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
-    served = ServedWeights(parts, parameters, quantisation("ieee"), "bfloat16")
+    served = ServedWeights(parts, parameters, quantization("ieee"), "bfloat16")
     assert blocks.weights - plain.weights == sum(3 * t.numel() for t in served.values.values()) > 0
     assert blocks.peak - plain.peak == blocks.weights - plain.weights
 
@@ -192,7 +192,7 @@ DENSE: dict[str, Any] = {
 
 def setting(**fields: Any) -> Setting:
     return Setting(
-        **{"tokens": 2048, "length": 2048, "sizes": Sizes(), "itemsize": 2, "kernels": "engine", "materialised": False}
+        **{"tokens": 2048, "length": 2048, "sizes": Sizes(), "itemsize": 2, "kernels": "engine", "materialized": False}
         | fields
     )
 

@@ -81,7 +81,7 @@ TOO_LARGE = {
         "schedule.colocate=false",
         "trainer.optimizer.offload_fraction=0",
     ),
-    "bf16 engines": ("glm-4.5", "publish.quantise=null"),
+    "bf16 engines": ("glm-4.5", "publish.quantize=null"),
     "a small GPU for a large model": ("deepseek-v3", "cluster.gpu_memory_gib=20"),
     "a small GPU": ("qwen3-30b-a3b", "cluster.gpu_memory_gib=20"),
     "too many ranks": ("qwen3-30b-a3b", "trainer.world_size=1000000000"),

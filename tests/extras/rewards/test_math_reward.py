@@ -81,12 +81,12 @@ def burn(seconds: float) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_alarm_that_python_drops_comes_again():
-    class Finalised:
+    class Finalized:
         def __del__(self) -> None:
             burn(0.3)  # the first alarm strikes here
 
     def compute() -> str:
-        Finalised()
+        Finalized()
         burn(60)
         return "too late"
 

@@ -105,7 +105,7 @@ def test_an_answer_that_was_cut_short_keeps_its_beginning():
     ]
 
 
-def retokenised(sample: Sample, calls: list[Request]) -> None:
+def retokenized(sample: Sample, calls: list[Request]) -> None:
     sample.tokens[2] = 40
 
 
@@ -143,7 +143,7 @@ THE_SAMPLE = "the sample of rollout 4/1"
 @pytest.mark.parametrize(
     ("spoil", "code", "about"),
     [
-        (retokenised, "slime.token", f"token 2 of {THE_SAMPLE}"),
+        (retokenized, "slime.token", f"token 2 of {THE_SAMPLE}"),
         (another_context, "slime.token", f"token 5 of {THE_SAMPLE}"),
         (other_logprob, "slime.logprobs", f"token 3 of {THE_SAMPLE}"),
         (trained_tool, "slime.token", f"token 4 of {THE_SAMPLE}"),

@@ -98,7 +98,7 @@ def test_layers_of_multi_token_prediction_that_would_share_are_refused(tmp_path:
 def test_a_shared_choice_stays_until_the_backward_pass_of_its_micro_batch(tmp_path: Path):
     """Counts eight bytes for each token that a query reads, with and without recomputation."""
     spec = read(tmp_path, SHARED)
-    setting = Setting(tokens=100, length=100, sizes=Sizes(), itemsize=2, kernels="torch", materialised=True)
+    setting = Setting(tokens=100, length=100, sizes=Sizes(), itemsize=2, kernels="torch", materialized=True)
     every = SparseAttention((True,) * 11)
     kept = [
         activation_bytes(

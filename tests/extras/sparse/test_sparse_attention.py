@@ -156,7 +156,7 @@ def test_a_prediction_layer_neither_shares_nor_provides_a_choice():
 def test_the_indexer_is_published_as_engines_hold_it(tmp_path: Path, hf: dict[str, Any], encoding: str):
     """Checks that the norm is fp32, and that only tensors in fp8 there are in fp8."""
     spec = read(tmp_path, small(hf))
-    config = run(tmp_path, publish={"encoding": encoding, "quantise": "triton"})
+    config = run(tmp_path, publish={"encoding": encoding, "quantize": "triton"})
     plan = publication_plan(config, spec, Sizes(), "cuda").plan
     sent = {tensor.name: tensor.dtype for buckets in plan.buckets for bucket in buckets for tensor in bucket.tensors}
     kinds = {name.rpartition(INDEXER)[2]: dtype for name, dtype in sent.items() if INDEXER in name}

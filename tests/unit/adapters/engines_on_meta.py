@@ -65,12 +65,12 @@ def built(path: str, rank: int, world: int, given: dict[str, Any], device: str =
     hf = config.hf_config
     kind, _ = get_model_architecture(config)
     shared = resolve_shared_experts_config(kind, hf, None)
-    quantised = getattr(hf, "quantization_config", None)
-    method = CompressedTensorsConfig if quantised and quantised["quant_method"] == "compressed-tensors" else Fp8Config
-    if quantised is not None:  # as SGLang's loader does before it builds a model
-        quantised["packed_modules_mapping"] = getattr(kind, "packed_modules_mapping", {})
+    quantized = getattr(hf, "quantization_config", None)
+    method = CompressedTensorsConfig if quantized and quantized["quant_method"] == "compressed-tensors" else Fp8Config
+    if quantized is not None:  # as SGLang's loader does before it builds a model
+        quantized["packed_modules_mapping"] = getattr(kind, "packed_modules_mapping", {})
     with torch.device(device), context.get_model().override(shared_experts=shared):
-        return kind(config=hf, quant_config=method.from_config(quantised) if quantised else None)
+        return kind(config=hf, quant_config=method.from_config(quantized) if quantized else None)
 
 
 def described(model: torch.nn.Module) -> dict[str, Any]:

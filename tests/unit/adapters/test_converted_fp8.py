@@ -35,9 +35,9 @@ def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path) -> None:
     convert(run.hf_to_fp8(source), tmp_path / "fp8", threads=1, verify=False)
     asked = run_with_sglang("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
     assert asked.returncode == 0, asked.stderr[-2000:]
-    block, activation, serialised, skipped = json.loads(asked.stdout.splitlines()[-1])
-    assert (block, activation, serialised) == ([128, 128], "dynamic", True)
-    assert skipped == {name: not quantised for name, quantised in IN_FP8.items()}
+    block, activation, serialized, skipped = json.loads(asked.stdout.splitlines()[-1])
+    assert (block, activation, serialized) == ([128, 128], "dynamic", True)
+    assert skipped == {name: not quantized for name, quantized in IN_FP8.items()}
     scales = {name for name in tensors_of(tmp_path / "fp8") if name.endswith("_scale_inv")}
     assert {name.split("model.layers.1.")[1] for name in scales if LAYER in name} >= {
         "self_attn.q_proj.weight_scale_inv",

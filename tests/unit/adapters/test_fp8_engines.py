@@ -11,8 +11,8 @@ import pytest
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
-from slimx.extras.convert.formats.fp8 import with_quantisation
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.convert.formats.fp8 import with_quantization
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
@@ -45,10 +45,10 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     rollout = config.rollout.model_copy(update={"engines": (group.model_copy(update={"role": "regular"}),)})
     published = publication_plan(config.model_copy(update={"rollout": rollout}), spec, Sizes(), "cuda")
     served = spec.engine_table()
-    plain = sorted({name for entry in served.entries() if not entry.row.quantised for name in entry.sources})
+    plain = sorted({name for entry in served.entries() if not entry.row.quantized for name in entry.sources})
     matrices = [name for name in plain if name.endswith(".weight") and "norm" not in name and "experts." not in name]
-    quantised = with_quantisation(hf, quantisation(config.publish.quantise), matrices)
-    (directory / "config.json").write_text(json.dumps(hf if hf.get("quantization_config") else quantised))
+    quantized = with_quantization(hf, quantization(config.publish.quantize), matrices)
+    (directory / "config.json").write_text(json.dumps(hf if hf.get("quantization_config") else quantized))
     return spec, published
 
 
@@ -57,7 +57,7 @@ def built(files: list[Path], directory: Path) -> Built:
     asked, plans = [], {}
     for file in files:
         config = load_config(file, [])
-        for group in config.rollout.policy_engines if config.publish.quantise else ():
+        for group in config.rollout.policy_engines if config.publish.quantize else ():
             name = f"{file.stem}-{group.name}"
             _, published = plan_of(config, group, directory / name)
             sizes = {"ep_size": group.expert, "dp_size": group.dp_attention, "pp_size": group.pipeline}

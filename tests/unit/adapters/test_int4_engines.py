@@ -107,7 +107,7 @@ def config_of(place: Path) -> Config:
             "model": {"path": str(place / "bf16")},
             "numerics": {"dtype": "bfloat16"},
             "trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1, "qat": "int4"},
-            "publish": {"quantise": "int4"},
+            "publish": {"quantize": "int4"},
             "rollout": {"prompts": "p", "engines": [engine]},
         }
     )
@@ -170,7 +170,7 @@ def test_what_rules_the_engines_own_layout_out_is_named(places: dict[str, Path])
     place = places["qwen3"]
     config = config_of(place)
     config.rollout.engines[0].sglang["enable_eplb"] = True
-    with refused("publish.int4_encoding", about="publish.quantise"):
+    with refused("publish.int4_encoding", about="publish.quantize"):
         publication_plan(config, read_model(place / "bf16"), sizes_of(config.trainer), "cuda")
     facts = config.sections | {"device": "cpu", "sizes": sizes_of(config.trainer)}
-    assert ("publish.quantise_on_cpu", "publish.quantise") in {(p.code, p.about) for p in broken(all_rules(), facts)}
+    assert ("publish.quantize_on_cpu", "publish.quantize") in {(p.code, p.about) for p in broken(all_rules(), facts)}

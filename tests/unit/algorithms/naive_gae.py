@@ -1,4 +1,4 @@
-"""Generalised advantage estimation as a loop over tokens."""
+"""Generalized advantage estimation as a loop over tokens."""
 
 from __future__ import annotations
 

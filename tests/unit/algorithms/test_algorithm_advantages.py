@@ -55,7 +55,7 @@ def test_a_greedy_baseline_by_hand():
         group_advantages(algorithm, group("a", [1.0, 0.0]))
 
 
-def test_each_reward_part_is_normalised_on_its_own():
+def test_each_reward_part_is_normalized_on_its_own():
     """Parts 0, 2 and 0, 0.02 have the same normal form, +-1 / sqrt 2; part "format" has weight 0.5."""
     parts = {"right": [0.0, 2.0], "format": [0.02, 0.0]}
     half = math.sqrt(0.5)
@@ -63,7 +63,7 @@ def test_each_reward_part_is_normalised_on_its_own():
     assert found.tolist() == pytest.approx([-half + 0.5 * half, half - 0.5 * half])
 
 
-def test_gdpo_is_normalised_over_the_rollouts_of_the_step():
+def test_gdpo_is_normalized_over_the_rollouts_of_the_step():
     """Advantages +-2a, +-a and 0 with a = 1 / sqrt 2: their deviation is a sqrt 2. A rollout of two trajectories counts
     once; equal rewards give 0."""
     groups = [group("a", [1.0, 0.0]), group("b", [1.0, 0.0]), group("c", [1.0])]

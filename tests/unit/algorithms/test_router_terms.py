@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.algorithms.router_terms import balance_loss, normalised_scores, top_counts, updated_bias, z_loss
+from slimx.algorithms.router_terms import balance_loss, normalized_scores, top_counts, updated_bias, z_loss
 
 EXPERTS, TOPK = 6, 2
 SEGMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
@@ -20,14 +20,14 @@ def logits() -> torch.Tensor:
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 def test_scores_of_a_token_sum_to_one(logits, function):
-    scores = normalised_scores(logits, function)
+    scores = normalized_scores(logits, function)
     assert torch.allclose(scores.sum(1), torch.ones(8))
     if function == "sigmoid":
         assert torch.allclose(scores[0, 0], logits[0, 0].sigmoid() / logits[0].sigmoid().sum())
 
 
 def test_padding_is_in_no_term_and_gets_no_gradient(logits):
-    scores = normalised_scores(logits, "softmax")
+    scores = normalized_scores(logits, "softmax")
     counts = top_counts(scores.detach(), TOPK, COUNTED, SEGMENTS, 3)
     assert counts.sum(1).tolist() == [2 * TOPK, 3 * TOPK, 0]
     load, weight = counts / counts.sum(1, keepdim=True).clamp(min=1), torch.tensor([1 / 2, 1 / 3, 0.0])
@@ -36,7 +36,7 @@ def test_padding_is_in_no_term_and_gets_no_gradient(logits):
 
 
 def test_the_balance_of_a_sequence_is_the_sum_of_load_times_mean_score(logits):
-    scores = normalised_scores(logits, "softmax").detach()
+    scores = normalized_scores(logits, "softmax").detach()
     counts = top_counts(scores, TOPK, COUNTED, SEGMENTS, 3)
     load, weight = counts / counts.sum(1, keepdim=True).clamp(min=1), torch.tensor([1 / 2, 1 / 3, 0.0])
     expected = 0.0

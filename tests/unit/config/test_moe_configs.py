@@ -93,7 +93,7 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_engines_that_are_published_to_in_fp8_start_from_an_fp8_model(file: Path) -> None:
     config = load_config(file, [])
-    for group in config.rollout.policy_engines if config.publish.quantise else ():
+    for group in config.rollout.policy_engines if config.publish.quantize else ():
         # A copy that the user converts first is not there.
         described = ROOT / (group.model or config.model.path) / "config.json"
         assert not described.exists() or "quantization_config" in json.loads(described.read_text())
@@ -103,7 +103,7 @@ def test_every_kind_of_run_has_a_configuration() -> None:
     configs = [load_config(file, []) for file in FILES]
     assert {Path(config.model.path).name for config in configs} == set(PARAMETERS)
     assert {config.schedule.colocate for config in configs} == {True, False}
-    assert {config.publish.quantise is None for config in configs} == {True, False}
+    assert {config.publish.quantize is None for config in configs} == {True, False}
     assert any(config.rollout.disaggregated for config in configs)
     assert {config.cluster.gpu for config in configs} == {"h100", "gb300"}
 

@@ -95,7 +95,7 @@ UNPROVEN: dict[str, dict[str, dict[str, Any]]] = {
     "schedule.max_staleness": {"schedule": {"max_staleness": 1}},
     "schedule.colocate": {"schedule": {"colocate": True}},
     "publish.transport": {"publish": {"transport": "disk"}},
-    "publish.quantise": {"publish": {"quantise": "ieee"}},
+    "publish.quantize": {"publish": {"quantize": "ieee"}},
 }
 
 

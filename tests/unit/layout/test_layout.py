@@ -25,7 +25,7 @@ QWEN = MODELS["qwen"].table
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
 def test_coordinates_are_those_of_megatrons_parallel_state(sizes: Sizes):
-    """Megatron's own initialisation, called as `slimx.trainer.parallel` calls it, on torch's fake process group."""
+    """Megatron's own initialization, called as `slimx.trainer.parallel` calls it, on torch's fake process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that megatron-core would use on CUDA
         from megatron.core import parallel_state

@@ -34,11 +34,11 @@ def test_the_cases_hold_what_engines_can_be_asked_for():
     assert any(s.attention_data == 4 and s.expert == 2 for s in sizes) and any(s.pipeline == 3 for s in sizes)
 
 
-def test_a_router_bias_is_fp32_and_what_fp8_checkpoints_quantise_is_marked():
+def test_a_router_bias_is_fp32_and_what_fp8_checkpoints_quantize_is_marked():
     for part in EngineLayout(SERVED["fused"].table, EngineSizes()).parts():
         assert part.dtype == ("float32" if part.name.endswith("e_score_correction_bias") else None)
         outside = ("norm", "gate.weight", "bias", "lm_head", "embed_tokens")
-        assert part.quantised == (not any(word in part.name for word in outside)), part.name
+        assert part.quantized == (not any(word in part.name for word in outside)), part.name
 
 
 def test_a_model_without_query_compression_has_its_projections_apart():

@@ -322,9 +322,9 @@ def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])
-def test_a_quantised_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ...], dtype: str | None):
-    with refused("table.quantised", about="local.weight"):
-        row = Row("local.weight", (("model.weight", shape),), quantised=True, dtype=dtype)
+def test_a_quantized_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ...], dtype: str | None):
+    with refused("table.quantized", about="local.weight"):
+        row = Row("local.weight", (("model.weight", shape),), quantized=True, dtype=dtype)
         Table((row,), layers=1, experts=0)
 
 

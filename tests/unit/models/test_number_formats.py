@@ -71,12 +71,12 @@ def test_a_damaged_tensor_of_it_is_refused_by_name(tmp_path: Path, damage: str) 
 def test_a_format_for_conversions_is_refused_where_a_model_is_trained(tmp_path: Path) -> None:
     directory, table, _ = stored(tmp_path)
     reader = CheckpointReader(directory, formats={"quarters": Converted()})
-    reader.check(table, quantised=True)
+    reader.check(table, quantized=True)
     with refused("checkpoint.missing", about=NAME):
         reader.check(table)
 
 
 @pytest.mark.parametrize("rule", ["ieee", "triton", "te", "ue8m0", "int4", None])
 def test_each_rule_of_publications_has_the_codes_of_one_format(rule: str | None) -> None:
-    found = published_format(rule).quantisation(rule)
+    found = published_format(rule).quantization(rule)
     assert (found and found.rule) == rule

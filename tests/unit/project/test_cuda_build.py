@@ -24,7 +24,7 @@ ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {
     **{"pack": r"7reshardILNS_6KernelE0EE", "checksum": r"7reshardILNS_6KernelE1EE", "scales": "13triton_scales"},
     "int4": r"10int4_roundI",
-    **{name: rf"\d+exact_{name}I" for name in ("linear", "rms_norm", "silu_and_mul", "log_normaliser", "attend")},
+    **{name: rf"\d+exact_{name}I" for name in ("linear", "rms_norm", "silu_and_mul", "log_normalizer", "attend")},
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'(.*?)Compile time", re.S)
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -74,7 +74,7 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
 @pytest.mark.parametrize("source", ["reshard_cpu.cpp", "delta_cpu.cpp", "exact_cpu.cpp", "int4_cpu.cpp"])
 @pytest.mark.parametrize(
     "stage",
-    ["-fsyntax-only", pytest.param("-S", marks=pytest.mark.slow("warnings of the optimiser: seconds of a core"))],
+    ["-fsyntax-only", pytest.param("-S", marks=pytest.mark.slow("warnings of the optimizer: seconds of a core"))],
 )
 def test_the_cpu_libraries_compile_without_a_warning(source: str, stage: str) -> None:
     flags = [

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.record import OP, PIECE, QUANTISES, RULE
+from slimx.reshard.kernels.record import OP, PIECE, QUANTIZES, RULE
 from tests import reshard_reference as reference
 
 FP8_RULES = [RULE.IEEE, RULE.TE, RULE.UE8M0, RULE.TRITON]
@@ -93,11 +93,11 @@ class Tensor:
     rule: RULE = RULE.NONE
     block: tuple[int, int] = (0, 0)
     scales: torch.Tensor | None = None
-    """Of a dequantising op [block rows, block cols]."""
+    """Of a dequantizing op [block rows, block cols]."""
 
     @property
-    def quantises(self) -> bool:
-        return self.op in QUANTISES
+    def quantizes(self) -> bool:
+        return self.op in QUANTIZES
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -106,20 +106,20 @@ class Tensor:
 
     @property
     def scale_size(self) -> int:
-        return {OP.QUANTISE_MXFP8: 1, OP.DEQUANTISE_MXFP8: 1, OP.QUANTISE_INT4: 2}.get(self.op, 4)
+        return {OP.QUANTIZE_MXFP8: 1, OP.DEQUANTIZE_MXFP8: 1, OP.QUANTIZE_INT4: 2}.get(self.op, 4)
 
     def width(self, cols: int) -> int:
         """Bytes of `cols` elements where they are written."""
-        return (cols // 2 if self.op == OP.QUANTISE_INT4 else cols) * self.out.itemsize
+        return (cols // 2 if self.op == OP.QUANTIZE_INT4 else cols) * self.out.itemsize
 
     def expected(self, table: torch.Tensor) -> list[np.ndarray]:
         """The bytes of the whole tensor, and of its scales if it has any, by the reference."""
-        if self.op == OP.QUANTISE_INT4:
-            return [bits(part) for part in reference.quantise_int4(self.source)]
-        if self.quantises:
-            return [bits(part) for part in reference.quantise(self.source, self.rule, self.block, table)]
-        if self.op in (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8):
-            return [bits(reference.dequantise(self.source, self.scales, self.block, self.out))]
+        if self.op == OP.QUANTIZE_INT4:
+            return [bits(part) for part in reference.quantize_int4(self.source)]
+        if self.quantizes:
+            return [bits(part) for part in reference.quantize(self.source, self.rule, self.block, table)]
+        if self.op in (OP.DEQUANTIZE_FP8, OP.DEQUANTIZE_MXFP8):
+            return [bits(reference.dequantize(self.source, self.scales, self.block, self.out))]
         if self.op == OP.FP32_TO_BF16:
             return [bits(reference.to_bf16(self.source))]
         return [bits(self.source.float() if self.op == OP.BF16_TO_FP32 else self.source)]
@@ -151,7 +151,7 @@ def plan(tensors: list[Tensor], rng: random.Random, *, whole: bool = False) -> P
         dst, end = end, end + -(-rows * line // 4) * 4 + 4 * rng.randrange(4)
         out.places.append((dst, rows * line))
         scale_dst = end
-        if t.quantises:
+        if t.quantizes:
             down, across = t.scale_shape
             end += -(-down * across * t.scale_size // 4) * 4
             out.places.append((scale_dst, down * across * t.scale_size))
@@ -167,13 +167,13 @@ def plan(tensors: list[Tensor], rng: random.Random, *, whole: bool = False) -> P
             record["src_ld"], record["src_step"] = (stride * view.element_size() for stride in view.stride())
             record["dst"], record["pos"], record["dst_ld"], record["pos_ld"] = dst + place, place, line, line
             record["rows"], record["cols"] = view.shape
-            record["tensor"], record["scale_tensor"] = index, index + 1 if t.quantises else -1
+            record["tensor"], record["scale_tensor"] = index, index + 1 if t.quantizes else -1
             record["block_rows"], record["block_cols"] = t.block
             record["op"], record["rule"], record["out"] = t.op, t.rule, t.out.itemsize
             if t.block[0]:
                 at = r // high * scale_row + c // wide * t.scale_size
                 record["scale_ld"] = record["scale_pos_ld"] = scale_row
-                record["scale"], record["scale_pos"] = (scale_dst if t.quantises else t.scales.data_ptr()) + at, at
+                record["scale"], record["scale_pos"] = (scale_dst if t.quantizes else t.scales.data_ptr()) + at, at
             records.append(record)
     rng.shuffle(records)
     out.pieces, out.nbytes = np.array(records, dtype=PIECE), end + 64
@@ -184,7 +184,7 @@ def random_tensor(rng: random.Random, shape: tuple[int, int], *, finite: bool) -
     """A tensor of a random op, rule, dtype and block shape."""
     op = rng.choice(list(OP))
     item = {OP.FP32_TO_BF16: 4, OP.BF16_TO_FP32: 2}.get(op, rng.choice([2, 4]))
-    if op == OP.QUANTISE_INT4:
+    if op == OP.QUANTIZE_INT4:
         shape = shape[0], -(-shape[1] // 32) * 32
     values = random_weights(shape, DTYPE[item], rng)
     if not finite:
@@ -197,16 +197,16 @@ def random_tensor(rng: random.Random, shape: tuple[int, int], *, finite: bool) -
         return Tensor(op, values, values.dtype)
     if op in (OP.FP32_TO_BF16, OP.BF16_TO_FP32):
         return Tensor(op, values, DTYPE[6 - item])
-    if op == OP.QUANTISE_FP8:
+    if op == OP.QUANTIZE_FP8:
         rule = rng.choice(FP8_RULES if item == 2 else FP8_RULES[:-1])
         return Tensor(op, values, DTYPE[1], rule, block)
-    if op == OP.QUANTISE_MXFP8:
+    if op == OP.QUANTIZE_MXFP8:
         return Tensor(op, values, DTYPE[1], RULE.MXFP8, (1, 32))
-    if op == OP.QUANTISE_INT4:
+    if op == OP.QUANTIZE_INT4:
         return Tensor(op, values.clamp(-1e38, 1e38) if finite else values, DTYPE[1], RULE.INT4, (1, 32))
     codes = random_bits(shape, torch.uint8, rng.randrange(2**31))
     codes = torch.where(codes & 0x7F == 0x7F, 0, codes) if finite else codes
-    if op == OP.DEQUANTISE_FP8:
+    if op == OP.DEQUANTIZE_FP8:
         out = Tensor(op, codes, DTYPE[rng.choice([2, 4])], block=block)
         out.scales = torch.rand(out.scale_shape) * rng.choice([1e-30, 1.0])
     else:

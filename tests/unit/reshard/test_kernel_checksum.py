@@ -30,7 +30,7 @@ def test_checksum_is_the_same_for_every_order_and_split_and_bucket() -> None:
 def test_every_flipped_byte_of_codes_and_scales_is_detected_in_the_bucket(rule: RULE) -> None:
     """As a receiver looks: at the raw bytes in staging, against what the packing ranks summed."""
     x = random_weights((5, 70), torch.bfloat16, random.Random(0))
-    op, block = (OP.QUANTISE_MXFP8, (1, 32)) if rule == RULE.MXFP8 else (OP.QUANTISE_FP8, (2, 16))
+    op, block = (OP.QUANTIZE_MXFP8, (1, 32)) if rule == RULE.MXFP8 else (OP.QUANTIZE_FP8, (2, 16))
     made = plan([Tensor(op, x, torch.uint8, rule, block)], random.Random(0))
     bucket, packed = torch.zeros(made.nbytes, dtype=torch.uint8), made.sums()
     kernel.pack(made.pieces, bucket, packed)

@@ -50,15 +50,15 @@ def test_a_wrong_piece_is_refused_by_name_before_anything_is_written(change: dic
     assert not bucket.any() and not sums.any()
 
 
-INT4 = {"op": OP.QUANTISE_INT4, "rule": RULE.INT4, "block_rows": 1, "block_cols": 32}
+INT4 = {"op": OP.QUANTIZE_INT4, "rule": RULE.INT4, "block_rows": 1, "block_cols": 32}
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
         ({"block_cols": 0}, "kernel.blocks"),
-        ({"op": OP.QUANTISE_MXFP8, "rule": RULE.MXFP8}, "kernel.mxfp8_blocks"),
-        ({"op": OP.QUANTISE_INT4, "rule": RULE.INT4}, "kernel.int4_blocks"),
+        ({"op": OP.QUANTIZE_MXFP8, "rule": RULE.MXFP8}, "kernel.mxfp8_blocks"),
+        ({"op": OP.QUANTIZE_INT4, "rule": RULE.INT4}, "kernel.int4_blocks"),
         (INT4, "kernel.int4_groups"),
         (INT4 | {"cols": 64, "src_ld": 128}, "kernel.rows"),
         ({"rule": RULE.MXFP8}, "kernel.rule"),
@@ -74,10 +74,10 @@ INT4 = {"op": OP.QUANTISE_INT4, "rule": RULE.INT4, "block_rows": 1, "block_cols"
         ({"src_ld": 17}, "kernel.alignment"),
     ],
 )
-def test_a_wrong_quantising_piece_is_refused(change: dict[str, int], code: str) -> None:
+def test_a_wrong_quantizing_piece_is_refused(change: dict[str, int], code: str) -> None:
     source = torch.ones(4, 8, dtype=torch.bfloat16)
     pieces = plan(
-        [Tensor(OP.QUANTISE_FP8, source, torch.uint8, RULE.IEEE, (2, 4))], random.Random(0), whole=True
+        [Tensor(OP.QUANTIZE_FP8, source, torch.uint8, RULE.IEEE, (2, 4))], random.Random(0), whole=True
     ).pieces
     kernel.pack(pieces, torch.zeros(200, dtype=torch.uint8), np.zeros(2, np.uint64))
     for field, value in change.items():
@@ -88,9 +88,9 @@ def test_a_wrong_quantising_piece_is_refused(change: dict[str, int], code: str) 
     assert not bucket.any() and not sums.any()
 
 
-def test_dequantising_needs_an_address_of_scales() -> None:
+def test_dequantizing_needs_an_address_of_scales() -> None:
     codes = torch.ones(4, 8, dtype=torch.uint8)
-    t = Tensor(OP.DEQUANTISE_FP8, codes, torch.bfloat16, block=(2, 4), scales=torch.ones(2, 2))
+    t = Tensor(OP.DEQUANTIZE_FP8, codes, torch.bfloat16, block=(2, 4), scales=torch.ones(2, 2))
     pieces = plan([t], random.Random(0), whole=True).pieces
     pieces["scale"] = 0
     with refused("kernel.scale_source", about="0"):
@@ -113,7 +113,7 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensors_name() -> None:
 
 def test_the_rule_triton_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.ones(4, 8, dtype=torch.bfloat16)
-    made = plan([Tensor(OP.QUANTISE_FP8, source, torch.uint8, RULE.TRITON, (2, 4))], random.Random(0), whole=True)
+    made = plan([Tensor(OP.QUANTIZE_FP8, source, torch.uint8, RULE.TRITON, (2, 4))], random.Random(0), whole=True)
     bucket = torch.zeros(made.nbytes, dtype=torch.uint8)
     for number, (content, code) in enumerate(
         [

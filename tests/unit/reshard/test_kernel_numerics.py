@@ -44,8 +44,8 @@ def check(t: Tensor, *, flagged: bool) -> list[np.ndarray]:
     return expected
 
 
-def quantised(x: torch.Tensor, rule: RULE, block: tuple[int, int]) -> Tensor:
-    return Tensor(OP.QUANTISE_MXFP8 if rule == RULE.MXFP8 else OP.QUANTISE_FP8, x, torch.uint8, rule, block)
+def quantized(x: torch.Tensor, rule: RULE, block: tuple[int, int]) -> Tensor:
+    return Tensor(OP.QUANTIZE_MXFP8 if rule == RULE.MXFP8 else OP.QUANTIZE_FP8, x, torch.uint8, rule, block)
 
 
 def blocks_of_every_amax(width: int) -> torch.Tensor:
@@ -63,9 +63,9 @@ def blocks_of_every_amax(width: int) -> torch.Tensor:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_bf16_amax(rule: RULE) -> None:
     x = blocks_of_every_amax(32)
-    check(quantised(x, rule, (1, 32)), flagged=False)
+    check(quantized(x, rule, (1, 32)), flagged=False)
     if rule != RULE.TRITON:
-        check(quantised(x.float(), rule, (1, 32)), flagged=False)
+        check(quantized(x.float(), rule, (1, 32)), flagged=False)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in FP8_RULES if rule != RULE.TRITON])
@@ -74,14 +74,14 @@ def test_amax_of_fp32_between_those_of_bf16(rule: RULE) -> None:
     x = (x + torch.randint(0, 65536, x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int32)).view(
         torch.float32
     )
-    check(quantised(x, rule, (1, 32)), flagged=False)
+    check(quantized(x, rule, (1, 32)), flagged=False)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_bf16_alone_in_its_block(rule: RULE) -> None:
     x = all_bf16()
     padded = torch.stack([x, torch.zeros_like(x)], dim=1) if rule == RULE.MXFP8 else x[:, None]
-    check(quantised(padded, rule, (1, 32) if rule == RULE.MXFP8 else (1, 1)), flagged=True)
+    check(quantized(padded, rule, (1, 32) if rule == RULE.MXFP8 else (1, 1)), flagged=True)
 
 
 def test_every_bf16_below_448_at_scale_1() -> None:
@@ -89,7 +89,7 @@ def test_every_bf16_below_448_at_scale_1() -> None:
     x = x[x.float().abs() <= 448]
     x = torch.nn.functional.pad(x, (0, -len(x) % 63)).view(-1, 63)
     x = torch.cat([torch.full((len(x), 1), 448.0, dtype=torch.bfloat16), x], dim=1)
-    codes, scales = check(quantised(x, RULE.UE8M0, (1, 64)), flagged=False)
+    codes, scales = check(quantized(x, RULE.UE8M0, (1, 64)), flagged=False)
     assert (scales.view(np.float32) == 1).all()
     assert np.array_equal(codes, bits(x.float().to(torch.float8_e4m3fn)))
 
@@ -98,7 +98,7 @@ def test_every_code_at_every_e8m0_scale() -> None:
     codes = torch.arange(256).to(torch.uint8).repeat(256, 1)
     scales = torch.arange(256).to(torch.uint8)[:, None].repeat(1, 8)
     for dtype in (torch.bfloat16, torch.float32):
-        check(Tensor(OP.DEQUANTISE_MXFP8, codes, dtype, block=(1, 32), scales=scales), flagged=True)
+        check(Tensor(OP.DEQUANTIZE_MXFP8, codes, dtype, block=(1, 32), scales=scales), flagged=True)
 
 
 def test_every_code_at_fp32_scales_of_every_kind() -> None:
@@ -106,21 +106,21 @@ def test_every_code_at_fp32_scales_of_every_kind() -> None:
     scales = torch.cat([torch.tensor(special), torch.rand(200, generator=torch.Generator().manual_seed(0))])[:, None]
     codes = torch.arange(256).to(torch.uint8).repeat(len(scales), 1)
     for dtype in (torch.bfloat16, torch.float32):
-        check(Tensor(OP.DEQUANTISE_FP8, codes, dtype, block=(1, 256), scales=scales), flagged=True)
+        check(Tensor(OP.DEQUANTIZE_FP8, codes, dtype, block=(1, 256), scales=scales), flagged=True)
 
 
 def test_every_bf16_amax_in_int4() -> None:
     x = blocks_of_every_amax(32)
     for source in (x, x.float()):
-        int4 = Tensor(OP.QUANTISE_INT4, source[:MOST_INT4], torch.uint8, RULE.INT4, (1, 32))
+        int4 = Tensor(OP.QUANTIZE_INT4, source[:MOST_INT4], torch.uint8, RULE.INT4, (1, 32))
         check(int4, flagged=False)
-    check(Tensor(OP.QUANTISE_INT4, x[MOST_INT4:], torch.uint8, RULE.INT4, (1, 32)), flagged=True)
+    check(Tensor(OP.QUANTIZE_INT4, x[MOST_INT4:], torch.uint8, RULE.INT4, (1, 32)), flagged=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_bf16_in_int4_among_those_next_to_it(dtype: torch.dtype) -> None:
     x = all_bf16().view(-1, 32).to(dtype)
-    check(Tensor(OP.QUANTISE_INT4, x, torch.uint8, RULE.INT4, (1, 32)), flagged=True)
+    check(Tensor(OP.QUANTIZE_INT4, x, torch.uint8, RULE.INT4, (1, 32)), flagged=True)
 
 
 def test_rounding_to_bf16_around_every_bf16() -> None:
@@ -151,22 +151,22 @@ def test_a_checked_copy_and_a_widening_flag_what_is_not_finite(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_quantised_values_are_near(rule: RULE) -> None:
+def test_quantized_values_are_near(rule: RULE) -> None:
     x = blocks_of_every_amax(32)[0x2000:0x7000]  # amax from 2^-63 to 2^97
-    codes, scales = reference.quantise(x, rule, (1, 32), TABLE)
-    back = reference.dequantise(codes, scales, (1, 32), torch.float32)
+    codes, scales = reference.quantize(x, rule, (1, 32), TABLE)
+    back = reference.dequantize(codes, scales, (1, 32), torch.float32)
     s = reference.from_e8m0(scales) if rule == RULE.MXFP8 else scales
     room = torch.maximum(x.float().abs() * 2**-4 * 1.0001, s * 2**-10 * (2 if rule == RULE.UE8M0 else 1) * 1.0001)
     assert (abs(back - x.float()) <= room).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ue8m0_is_a_fixed_point_of_requantisation(dtype: torch.dtype) -> None:
-    """What an engine does that dequantises such weights and quantises them again on loading."""
-    x = blocks_of_every_amax(32)[: FINITE - 8].to(dtype)  # above, dequantised values overflow
-    codes, scales = reference.quantise(x, RULE.UE8M0, (1, 32))
-    again = reference.dequantise(codes, scales, (1, 32), dtype)
-    codes_again, scales_again = reference.quantise(again, RULE.UE8M0, (1, 32))
+def test_ue8m0_is_a_fixed_point_of_requantization(dtype: torch.dtype) -> None:
+    """What an engine does that dequantizes such weights and quantizes them again on loading."""
+    x = blocks_of_every_amax(32)[: FINITE - 8].to(dtype)  # above, dequantized values overflow
+    codes, scales = reference.quantize(x, RULE.UE8M0, (1, 32))
+    again = reference.dequantize(codes, scales, (1, 32), dtype)
+    codes_again, scales_again = reference.quantize(again, RULE.UE8M0, (1, 32))
     assert torch.equal(scales, scales_again) and torch.equal(codes, codes_again)
     largest = (codes & 0x7F).amax(1)
     assert (largest == 0x7E).float().mean() > 0.02  # 448: some were doubled, or nothing was tested

@@ -71,12 +71,12 @@ def test_values_that_are_not_finite_flag_their_tensor(seed: int) -> None:
 
 
 LARGE = {
-    "bands of many blocks": (OP.QUANTISE_FP8, 2, RULE.IEEE, (128, 128), (300, 5000)),
-    "fp32 bands": (OP.QUANTISE_FP8, 4, RULE.UE8M0, (128, 128), (130, 2300)),
-    "a block as wide as a row": (OP.QUANTISE_FP8, 2, RULE.TE, (1, 9001), (7, 9001)),
-    "a block as large as the tensor": (OP.QUANTISE_FP8, 2, RULE.UE8M0, (300, 5001), (300, 5001)),
-    "blocks in one column": (OP.QUANTISE_FP8, 2, RULE.TRITON, (128, 1), (260, 3000)),
-    "mxfp8": (OP.QUANTISE_MXFP8, 2, RULE.MXFP8, (1, 32), (200, 5003)),
+    "bands of many blocks": (OP.QUANTIZE_FP8, 2, RULE.IEEE, (128, 128), (300, 5000)),
+    "fp32 bands": (OP.QUANTIZE_FP8, 4, RULE.UE8M0, (128, 128), (130, 2300)),
+    "a block as wide as a row": (OP.QUANTIZE_FP8, 2, RULE.TE, (1, 9001), (7, 9001)),
+    "a block as large as the tensor": (OP.QUANTIZE_FP8, 2, RULE.UE8M0, (300, 5001), (300, 5001)),
+    "blocks in one column": (OP.QUANTIZE_FP8, 2, RULE.TRITON, (128, 1), (260, 3000)),
+    "mxfp8": (OP.QUANTIZE_MXFP8, 2, RULE.MXFP8, (1, 32), (200, 5003)),
     "fp32 to bf16": (OP.FP32_TO_BF16, 4, RULE.NONE, (0, 0), (3, 300_001)),
     "bf16 to fp32": (OP.BF16_TO_FP32, 2, RULE.NONE, (0, 0), (1503, 401)),
     "checked copy": (OP.COPY_CHECKED, 2, RULE.NONE, (0, 0), (3, 300_001)),
@@ -97,11 +97,11 @@ def test_large_tensors_are_cut_into_tiles_without_a_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", [(128, 128), (1, 32)])
-def test_large_tensors_are_dequantised_without_a_trace(block: tuple[int, int]) -> None:
+def test_large_tensors_are_dequantized_without_a_trace(block: tuple[int, int]) -> None:
     mx = block == (1, 32)
     values = random_weights((300, 5003), torch.bfloat16, random.Random(0))
-    codes, scales = reference.quantise(values, RULE.MXFP8 if mx else RULE.UE8M0, block)
-    op = OP.DEQUANTISE_MXFP8 if mx else OP.DEQUANTISE_FP8
+    codes, scales = reference.quantize(values, RULE.MXFP8 if mx else RULE.UE8M0, block)
+    op = OP.DEQUANTIZE_MXFP8 if mx else OP.DEQUANTIZE_FP8
     for dtype in (torch.bfloat16, torch.float32):
         tensors = [Tensor(op, codes, dtype, block=block, scales=scales)]
         check(tensors, plan(tensors, random.Random(1), whole=True), by_piece=False)
@@ -110,7 +110,7 @@ def test_large_tensors_are_dequantised_without_a_trace(block: tuple[int, int]) -
 def test_what_the_program_has_set_for_its_floats_changes_nothing() -> None:
     tensors = [
         Tensor(
-            OP.QUANTISE_FP8, random_weights((64, 64), torch.bfloat16, random.Random(k)), torch.uint8, RULE.TE, (1, 64)
+            OP.QUANTIZE_FP8, random_weights((64, 64), torch.bfloat16, random.Random(k)), torch.uint8, RULE.TE, (1, 64)
         )
         for k in range(3)
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
@@ -202,8 +202,8 @@ def held(dtype: torch.dtype = torch.bfloat16) -> Tensors:
         Precision("float32", "float32"),
         Precision("float32", "bfloat16"),
         Precision("bfloat16", "float32"),
-        Precision("bfloat16", "bfloat16", quantisation("ieee", (2, 4))),
-        Precision("float32", "bfloat16", quantisation("mxfp8", (1, 32))),
+        Precision("bfloat16", "bfloat16", quantization("ieee", (2, 4))),
+        Precision("float32", "bfloat16", quantization("mxfp8", (1, 32))),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Quantised buckets hold the codes and scales of the reference, whichever rank quantised which block."""
+"""Quantized buckets hold the codes and scales of the reference, whichever rank quantized which block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.number_formats import Precision, Quantisation
+from slimx.layout.number_formats import Precision, Quantization
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table, checkpoint_parts
@@ -46,18 +46,18 @@ def single_threaded():
         yield
 
 
-def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, block: tuple[int, int]) -> Tensors:
+def quantized(tensors: Tensors, parts: dict[str, Part], rule: Quantization, block: tuple[int, int]) -> Tensors:
     """Codes and scales by the reference, each matrix of a stack on its own."""
     out: Tensors = {}
     for name, tensor in tensors.items():
-        if not parts[name].quantised:
+        if not parts[name].quantized:
             out[name] = tensor if is_bias(name) else tensor.bfloat16()
             continue
         matrices = tensor.flatten(0, -3).unbind(0) if tensor.dim() == 3 else [tensor]
         if rule.rule == "int4":
-            made, suffixes = [reference.quantise_int4(m) for m in matrices], ("_packed", "_scale")
+            made, suffixes = [reference.quantize_int4(m) for m in matrices], ("_packed", "_scale")
         else:
-            made = [reference.quantise(m, kernel.RULE[rule.rule.upper()], block) for m in matrices]
+            made = [reference.quantize(m, kernel.RULE[rule.rule.upper()], block) for m in matrices]
             suffixes = "", "_scale_inv"
         for suffix, each in zip(suffixes, zip(*made, strict=True), strict=True):
             out[name + suffix] = torch.stack(each) if tensor.dim() == 3 else each[0]
@@ -70,7 +70,7 @@ def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, bloc
     [("ieee", (128, 128)), ("te", (128, 128)), ("ue8m0", (128, 128)), ("mxfp8", (1, 32)), ("ieee", (16, 64))],
 )
 @pytest.mark.parametrize("engine", [None, EngineSizes(tensor=2, expert=2)], ids=["hf", "local"])
-def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block, engine, trainer: str):
+def test_quantized_buckets_hold_the_references_codes_and_scales(rule: Any, block, engine, trainer: str):
     model = Model(WIDE, deepseek_v3.weight_table(WIDE))
     served = replace(SERVED["deepseek"], model=model, table=deepseek_v3.engine_table(WIDE))
     sizes = Sizes(tensor=2, pipeline=2, data=2, expert=2)
@@ -80,7 +80,7 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
     else:
         parts = list(EngineLayout(served.table, engine).parts())
         numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
-    how = quantisation(rule, block)
+    how = quantization(rule, block)
     plan = compile_plan(
         MegatronLayout(model.table, sizes).parts(),
         parts,
@@ -91,7 +91,7 @@ def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block
     values, dtype = Values(1 + max(int(t.max()) for t in whole.values())), DTYPES[trainer]
     trainers = [values.dress(tensors, dtype) for tensors in held_by_trainers(model, sizes)]
     by_name = {part.name: part for part in parts}
-    expected = [quantised(values.dress(tensors, dtype), by_name, how, block) for tensors in numbered]
+    expected = [quantized(values.dress(tensors, dtype), by_name, how, block) for tensors in numbered]
     assert_packed(plan, trainers, expected)
     if rule == "te":
         assert_runs_give_the_same(plan, trainers)
@@ -107,17 +107,17 @@ def test_int4_buckets_have_the_references_codes_and_scales(engine: EngineSizes, 
     plan = compile_plan(
         MegatronLayout(model.table, sizes).parts(),
         parts,
-        precision=Precision(trainer, "bfloat16", how := int4.QUANTISATION),
+        precision=Precision(trainer, "bfloat16", how := int4.QUANTIZATION),
         bucket_bytes=300_000,
         ranks=engine.world,
     )
     values = Values(1 + max(int(t.max()) for t in whole.values()))
     trainers = [values.dress(tensors, DTYPES[trainer]) for tensors in held_by_trainers(model, sizes)]
     by_name = {part.name: part for part in parts}
-    assert {part.name.rpartition(".")[2] for part in parts if part.quantised} == {"w13_weight", "w2_weight"}
+    assert {part.name.rpartition(".")[2] for part in parts if part.quantized} == {"w13_weight", "w2_weight"}
     numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
     dressed = [values.dress(tensors, DTYPES[trainer]) for tensors in numbered]
-    assert_packed(plan, trainers, [quantised(tensors, by_name, how, how.block) for tensors in dressed])
+    assert_packed(plan, trainers, [quantized(tensors, by_name, how, how.block) for tensors in dressed])
     assert_runs_give_the_same(plan, trainers)
     received = wire_bytes(plan).received(plan.targets)
     assert received.tolist() == [sum(t.nbytes for b in target for t in b.tensors) for target in plan.buckets]
@@ -127,14 +127,14 @@ def test_int4_buckets_have_the_references_codes_and_scales(engine: EngineSizes, 
 def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
     """Codes of 35 bytes before fp32 scales and bf16 values: each must stand where its kernel can write it."""
     rows = tuple(
-        Row(f"{name}{k}", ((f"{name}{k}", shape),), quantised=name == "q", dtype="float32" if name == "f" else None)
+        Row(f"{name}{k}", ((f"{name}{k}", shape),), quantized=name == "q", dtype="float32" if name == "f" else None)
         for k, (name, shape) in enumerate([("q", (5, 7)), ("p", (3, 5)), ("q", (9, 11)), ("f", (3,)), ("q", (1, 1))])
     )
     table = Table(rows, layers=1, experts=0)
     plan = compile_plan(
         MegatronLayout(table, Sizes()).parts(),
         parts := list(checkpoint_parts(table)),
-        precision=Precision("bfloat16", "bfloat16", how := quantisation(rule, block)),
+        precision=Precision("bfloat16", "bfloat16", how := quantization(rule, block)),
         bucket_bytes=HUGE,
     )
     generator = torch.Generator().manual_seed(3)
@@ -143,6 +143,6 @@ def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
         for row in rows
     }
     by_name = {part.name: part for part in parts}
-    expected = {n: quantised({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in held.items()}
+    expected = {n: quantized({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in held.items()}
     assert_packed(plan, [held], [{k: t for tensors in expected.values() for k, t in tensors.items()}])
     assert_runs_give_the_same(plan, [held])

@@ -11,7 +11,7 @@ import torch
 
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision import int4
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.extras.planner.memory.publication import packed_on_gpu
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
@@ -27,10 +27,10 @@ from tests.unit.reshard.packer_stand import HUGE, WIDE, Values, one_thread
 
 RULES = {
     "bf16": None,
-    "te": quantisation("te", (128, 128)),
-    "narrow": quantisation("ieee", (16, 64)),
-    "mxfp8": quantisation("mxfp8", (1, 32)),
-    "int4": int4.QUANTISATION,
+    "te": quantization("te", (128, 128)),
+    "narrow": quantization("ieee", (16, 64)),
+    "mxfp8": quantization("mxfp8", (1, 32)),
+    "int4": int4.QUANTIZATION,
 }
 
 

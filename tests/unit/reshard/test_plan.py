@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
 from slimx.layout.megatron import MegatronLayout
@@ -284,10 +284,10 @@ def test_a_target_rank_beyond_the_plan_is_refused_with_the_numbers():
 # The same bytes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_survives_serialisation():
+def test_a_plan_survives_serialization():
     served, sizes = SERVED["fused"], EngineSizes(tensor=2, expert=2)
     source = MegatronLayout(served.model.table, Sizes(tensor=2, data=2, expert=2)).parts()
-    precision = Precision("float32", "bfloat16", quantisation("te", (2, 2)))
+    precision = Precision("float32", "bfloat16", quantization("te", (2, 2)))
     target = EngineLayout(served.table, sizes).parts()
     plan = compile_plan(source, target, precision=precision, bucket_bytes=3000, ranks=2)
     again = Plan.from_bytes(plan.to_bytes())

@@ -1,4 +1,4 @@
-"""Block quantisation in a plan: codes and scales have their places, and a shard inside a block is refused by name."""
+"""Block quantization in a plan: codes and scales have their places, and a shard inside a block is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimx.extras.families import deepseek_v3
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
@@ -38,7 +38,7 @@ NARROW = {"v_head_dim": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
 
 
 def precision(block: tuple[int, int]) -> Precision:
-    return Precision("bfloat16", "bfloat16", quantisation(BLOCKS[block], block))
+    return Precision("bfloat16", "bfloat16", quantization(BLOCKS[block], block))
 
 
 def v3_like(
@@ -60,7 +60,7 @@ def v3_like(
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("engine", [None, EngineSizes(tensor=2), EngineSizes(tensor=2, expert=2, attention_data=2)])
-def test_every_quantised_tensor_is_followed_by_its_scales(engine: EngineSizes | None, block: tuple[int, int]):
+def test_every_quantized_tensor_is_followed_by_its_scales(engine: EngineSizes | None, block: tuple[int, int]):
     plan = v3_like(Sizes(tensor=2, data=2, expert=2), engine, block, bucket_bytes=100_000)
     (high, wide), seen = block, 0
     for bucket in (bucket for buckets in plan.buckets for bucket in buckets):
@@ -124,18 +124,18 @@ def test_a_block_that_only_the_edge_of_its_tensor_cuts_is_allowed():
     assert fused.shape == (384 + 128 + 64, 256) and scales.shape == (5, 2)
 
 
-def test_the_same_shards_travel_unquantised():
+def test_the_same_shards_travel_unquantized():
     table = deepseek_v3.weight_table(HF | {"moe_intermediate_size": 192})
     parts = MegatronLayout(table, Sizes(data=4, expert_tensor=4)).parts()
     compile_plan(
-        parts, checkpoint_parts(table), precision=replace(precision((4, 8)), quantisation=None), bucket_bytes=1
+        parts, checkpoint_parts(table), precision=replace(precision((4, 8)), quantization=None), bucket_bytes=1
     )
 
 
 @pytest.mark.parametrize("side", ["source", "target", "both"])
 def test_a_tensor_that_is_reordered_is_refused_by_name(side: str):
     def parts(map: IndexMap) -> list[Part]:
-        row = Row("local", (("a.weight", (256, 256)),), map, quantised=True)
+        row = Row("local", (("a.weight", (256, 256)),), map, quantized=True)
         return list(MegatronLayout(Table((row,), layers=1, experts=0), Sizes()).parts())
 
     source, target = (parts(RotateHalf(128, 64) if side in (own, "both") else Copy()) for own in ("source", "target"))
@@ -144,7 +144,7 @@ def test_a_tensor_that_is_reordered_is_refused_by_name(side: str):
 
 
 def test_heads_that_many_engine_ranks_repeat_have_whole_blocks_each():
-    row = Row("qkv", (("q", (1024, 128)), ("k", (256, 128))), Blocks((8, 2)), axis=0, quantised=True)
+    row = Row("qkv", (("q", (1024, 128)), ("k", (256, 128))), Blocks((8, 2)), axis=0, quantized=True)
     table = Table((row,), layers=1, experts=0)
     source = MegatronLayout(replace(table, rows=(replace(row, axis=None),)), Sizes()).parts()
     target = EngineLayout(table, EngineSizes(tensor=8)).parts()

@@ -14,7 +14,7 @@ import pytest
 from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.families import deepseek_v3
-from slimx.extras.low_precision.block_fp8 import quantisation
+from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
@@ -43,16 +43,16 @@ V3 = {
 TRAINER = Sizes(tensor=8, pipeline=4, data=4, expert=32, split=(15, 15, 15, 16))
 TARGETS = {
     "bf16": (EngineSizes(tensor=64, expert=64, attention_data=8), None),
-    "fp8": (EngineSizes(tensor=16, pipeline=4, expert=16), quantisation("ieee")),
+    "fp8": (EngineSizes(tensor=16, pipeline=4, expert=16), quantization("ieee")),
 }
 
 
 def plan_of(name: str) -> Plan:
-    engine, quantisation = TARGETS[name]
+    engine, quantization = TARGETS[name]
     return compile_plan(
         MegatronLayout(deepseek_v3.weight_table(V3), TRAINER).parts(),
         EngineLayout(deepseek_v3.engine_table(V3), engine).parts(),
-        precision=Precision("bfloat16", "bfloat16", quantisation),
+        precision=Precision("bfloat16", "bfloat16", quantization),
         bucket_bytes=2**30,
         ranks=engine.world,
     )

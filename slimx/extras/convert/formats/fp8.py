@@ -8,25 +8,25 @@ import numpy as np
 import torch
 
 from slimx.errors import SlimxError
-from slimx.extras.convert.compare import compare_quantised
+from slimx.extras.convert.compare import compare_quantized
 from slimx.extras.convert.formats.safetensors import Tensor, Unit
 from slimx.extras.convert.sources import Advance, Reading, Scratch, Shape, row_blocks
 from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, scales_shape
 from slimx.json_types import Json
 from slimx.layout.maps import Rect
-from slimx.layout.number_formats import Quantisation
+from slimx.layout.number_formats import Quantization
 from slimx.layout.table import Table
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 
 
-def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
+def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
     """Returns the checkpoint tensors that the family's fp8 checkpoints have in fp8.
 
     Raises SlimxError if engines could not use one: they fuse the sources of one row, block by block."""
     names: set[str] = set()
     for entry in table.entries():
-        if not entry.row.quantised:
+        if not entry.row.quantized:
             continue
         shapes = [shape for _, shape in entry.row.sources]
         for name, shape in zip(entry.sources, shapes, strict=True):
@@ -41,14 +41,14 @@ def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
     return frozenset(names)
 
 
-def quantised(name: str, shape: Shape, quantisation: Quantisation) -> Unit:
+def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
     """Plans a matrix as e4m3 codes, followed by its scales."""
-    block = quantisation.block
+    block = quantization.block
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
         scales = []
         for rect in row_blocks(shape, 4, multiple=block[0]):
-            codes, part = _quantise(name, reading.read(name, rect).contiguous(), quantisation, reading.scratch)
+            codes, part = _quantize(name, reading.read(name, rect).contiguous(), quantization, reading.scratch)
             scales.append(part.clone())
             yield codes
         yield torch.cat(scales)
@@ -57,23 +57,23 @@ def quantised(name: str, shape: Shape, quantisation: Quantisation) -> Unit:
 
     def compare(source: Reading, written: Reading, advance: Advance) -> None:
         scales = written.read(name + SCALE_SUFFIX, Rect(0, 0, 0, down, across, 0, 0)).clone()
-        compare_quantised(name, shape, block, source, written, scales, advance)
+        compare_quantized(name, shape, block, source, written, scales, advance)
 
     codes = Tensor(name, torch.float8_e4m3fn, shape)
     return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, (down, across))), parts, compare)
 
 
-def _quantise(
-    name: str, values: torch.Tensor, quantisation: Quantisation, scratch: Scratch
+def _quantize(
+    name: str, values: torch.Tensor, quantization: Quantization, scratch: Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes codes, uint8 [rows, cols], and scales [block rows, block cols] of `values` [rows, cols], in `scratch`.
 
-    bf16 and fp32 are quantised directly; fp16, which the kernels do not support, as fp32 of the same value."""
+    bf16 and fp32 are quantized directly; fp16, which the kernels do not support, as fp32 of the same value."""
     if values.dtype == torch.float16:
         values = values.float()
     item = element_bytes(name, values, torch.bfloat16, torch.float32)
     rows, cols = values.shape
-    down, across = scales_shape((rows, cols), quantisation.block)
+    down, across = scales_shape((rows, cols), quantization.block)
     scale_offset = -(-rows * cols // 16) * 16
     bucket = scratch.tensor((scale_offset + down * across * 4,), torch.uint8)
     fields = {
@@ -91,10 +91,10 @@ def _quantise(
         "scale_pos_ld": across * 4,
         "tensor": 0,
         "scale_tensor": 1,
-        "block_rows": quantisation.block[0],
-        "block_cols": quantisation.block[1],
-        "op": OP.QUANTISE_FP8,
-        "rule": RULE[quantisation.rule.upper()],
+        "block_rows": quantization.block[0],
+        "block_cols": quantization.block[1],
+        "op": OP.QUANTIZE_FP8,
+        "rule": RULE[quantization.rule.upper()],
     }
     piece = np.zeros(1, dtype=PIECE)
     for field, value in fields.items():
@@ -104,27 +104,27 @@ def _quantise(
 
 
 def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
-    """Raises SlimxError if `rule` cannot quantise tensor `name` of `dtype` on this host."""
+    """Raises SlimxError if `rule` cannot quantize tensor `name` of `dtype` on this host."""
     if rule != "triton":
         return
     if dtype != torch.bfloat16:
         raise SlimxError(
-            f"tensor {name} is {dtype}: the rule triton quantises bf16 only; choose another rule",
+            f"tensor {name} is {dtype}: the rule triton quantizes bf16 only; choose another rule",
             code="convert.rule",
             about=name,
         )
     kernel.triton_scales(kernel.TRITON_SCALES)  # refuses a host without the table
 
 
-def with_quantisation(hf: Json, quantisation: Quantisation, plain: Sequence[str]) -> Json:
+def with_quantization(hf: Json, quantization: Quantization, plain: Sequence[str]) -> Json:
     """Returns the config.json `hf` of a model in fp8 except the matrices `plain`, for SGLang and transformers."""
     config: Json = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(quantisation.block),
+        "weight_block_size": list(quantization.block),
         "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
     }
-    if quantisation.rule == "ue8m0":
+    if quantization.rule == "ue8m0":
         config["scale_fmt"] = "ue8m0"
     return {**hf, "quantization_config": config}

@@ -36,7 +36,7 @@ def experts_of(table: Table) -> frozenset[str]:
     return frozenset(names)
 
 
-def quantised(name: str, shape: Shape) -> Unit:
+def quantized(name: str, shape: Shape) -> Unit:
     """Plans a matrix as INT4 codes, followed by its scales and its shape."""
     packed = int4.packed_shapes(shape)
 
@@ -46,7 +46,7 @@ def quantised(name: str, shape: Shape) -> Unit:
             values = reading.read(name, rect)
             if values.dtype == torch.float16:
                 values = values.float()
-            codes, part, _ = kernel.quantise(values.contiguous(), threads=1)
+            codes, part, _ = kernel.quantize(values.contiguous(), threads=1)
             scales.append(part)
             yield codes
         yield torch.cat(scales)
@@ -61,8 +61,8 @@ def quantised(name: str, shape: Shape) -> Unit:
 
 
 def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Yields names of the matrices that SGLang's layers keep unquantised. It fuses some checkpoint matrices into one
-    and looks up the fused name among the unquantised ones; nothing if SGLang does not serve the model."""
+    """Yields names of the matrices that SGLang's layers keep unquantized. It fuses some checkpoint matrices into one
+    and looks up the fused name among the unquantized ones; nothing if SGLang does not serve the model."""
     try:
         table = spec.engine_table()
     except SlimxError:
@@ -72,7 +72,7 @@ def served_plain(spec: ModelSpec) -> Iterator[str]:
             yield entry.row.name.format(layer=entry.layer, expert=entry.expert)
 
 
-def with_quantisation(hf: Json, plain: Iterable[str]) -> Json:
+def with_quantization(hf: Json, plain: Iterable[str]) -> Json:
     """Returns the config.json `hf` of a model in INT4 except the matrices `plain`, for SGLang and transformers."""
     group = {
         "targets": ["Linear"],

@@ -73,7 +73,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def _devices() -> None:
     """Creates tensors for 'cuda' on the CPU (megatron.core names the device in about 200 places)."""
     # torch.device as a context manager looks up its factories once and calls them as they are then: transformers loads
-    # models within torch.device("meta"), and buffers missing from that list stay uninitialised.
+    # models within torch.device("meta"), and buffers missing from that list stay uninitialized.
     _device_constructors()
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -199,8 +199,8 @@ def _compile() -> None:
 
 
 def _yarn_device() -> None:
-    """Makes YarnRotaryEmbedding initialise on the CPU: it enters torch.device(torch.cuda.current_device()), and MLA
-    does not pass on that the model is initialised on the CPU."""
+    """Makes YarnRotaryEmbedding initialize on the CPU: it enters torch.device(torch.cuda.current_device()), and MLA
+    does not pass on that the model is initialized on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     YarnRotaryEmbedding.__init__ = functools.partialmethod(YarnRotaryEmbedding.__init__, use_cpu_initialization=True)

@@ -27,7 +27,7 @@ MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
 NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 LING_EXPERTS = "sglang.srt.models.bailing_moe.BailingMoESparseMoeBlock._forward_router_experts"
 DEVICE_MODULE = "torch.get_device_module"
-SYNCHRONISE = "torch.cuda.synchronize"
+SYNCHRONIZE = "torch.cuda.synchronize"
 
 
 # Seeded sampling ----------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: 
 
 def device_module(device: Any = None) -> ModuleType:
     """Returns torch.cpu instead of torch's choice, which is torch.cuda in a CUDA build even without a GPU: SGLang would
-    synchronise with one to release memory."""
+    synchronize with one to release memory."""
     return torch.cpu
 
 
@@ -224,7 +224,7 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Registers the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: include those of
     experts, which are unused if numerics.mode replaces them."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
-    registry.register(SYNCHRONISE, no_device_to_wait_for, kinds.REPLACE)
+    registry.register(SYNCHRONIZE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)

@@ -1,6 +1,6 @@
 """A NIXL agent with memory of this process, for nixl 1.5, whose transport UCX uses RDMA, shared memory or tcp.
 
-Descriptors are created from (address, bytes, device). NIXL's serialised descriptors are pickles and are not used."""
+Descriptors are created from (address, bytes, device). NIXL's serialized descriptors are pickles and are not used."""
 
 from __future__ import annotations
 

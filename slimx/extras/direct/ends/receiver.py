@@ -36,7 +36,7 @@ class Invitation:
     name: str
     """Name of its agent, unique for each start of the engine."""
     parts: tuple[bytes, ...]
-    """Rank -> serialised plan of the bytes that it receives."""
+    """Rank -> serialized plan of the bytes that it receives."""
     deadline_s: float
     """Seconds in which a bucket must arrive."""
     item: int = 0

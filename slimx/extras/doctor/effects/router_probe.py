@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slimx.algorithms.router_terms import LayerTally, Totals, normalised_scores
+from slimx.algorithms.router_terms import LayerTally, Totals, normalized_scores
 from slimx.config.schema import Config
 from slimx.extras.doctor.effects.probe import Probe, policy_gradient
 from slimx.models.families import ModelSpec
@@ -54,7 +54,7 @@ def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndar
     logits = torch.randn(count, sizes.experts, generator=random, dtype=torch.float64)
     logits.requires_grad_()
     expert_weights = torch.randn(count, sizes.experts, generator=random, dtype=torch.float64)
-    scores = normalised_scores(logits, sizes.function)
+    scores = normalized_scores(logits, sizes.function)
     taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(sizes.topk).indices, True)
     gates = scores * taken
     gates = gates / gates.sum(1, keepdim=True)

@@ -20,16 +20,16 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return _TokenLogprobs.apply(logits, tokens)
 
 
-def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns max z and log(sum(exp(z - max z))), each [rows] fp32."""
     temperature = torch.ones(len(logits), device=logits.device)
-    return forward_on(logits.device).log_normaliser(logits.contiguous(), temperature)
+    return forward_on(logits.device).log_normalizer(logits.contiguous(), temperature)
 
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        most, log_sum = _normaliser(logits)
+        most, log_sum = _normalizer(logits)
         out = (logits.float() - most[:, None]).sub_(log_sum[:, None])
         ctx.save_for_backward(out)
         ctx.dtype = logits.dtype
@@ -44,7 +44,7 @@ class _LogSoftmax(torch.autograd.Function):
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        most, log_sum = _normaliser(logits)
+        most, log_sum = _normalizer(logits)
         ctx.save_for_backward(logits, tokens, most, log_sum)
         logit = logits.gather(1, tokens[:, None].long())[:, 0].float()
         return (logit - most) - log_sum

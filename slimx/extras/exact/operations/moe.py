@@ -17,7 +17,7 @@ def route(
     bias: torch.Tensor | None = None,
     groups: int = 1,
     top_groups: int = 1,
-    renormalise: bool = True,
+    renormalize: bool = True,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each token's experts: logits [T, experts] fp32 -> weights [T, top_k] fp32, ids [T, top_k] int64
@@ -26,7 +26,7 @@ def route(
     `score`: "softmax" over all experts, or "sigmoid". The experts with the largest scores (softmax: logits) are chosen,
     of equal ones the lower id; `bias` [experts] fp32 is added for the choice only. With `groups` > 1, only experts of
     the `top_groups` groups with the largest sum of their two best scores are eligible (DeepSeek-V3, 2412.19437). The
-    weights are the scores; `renormalise` divides them by their sum, in order of id; `factor` multiplies them last.
+    weights are the scores; `renormalize` divides them by their sum, in order of id; `factor` multiplies them last.
     """
     if score not in ("softmax", "sigmoid"):
         raise SlimxError(
@@ -38,7 +38,7 @@ def route(
         choice = logits if score == "softmax" and bias is None else scores
         ids = _choose(choice if bias is None else choice + bias.float(), top_k, groups, top_groups)
     weights = scores.gather(1, ids)
-    if renormalise:
+    if renormalize:
         total = weights[:, :1]
         for k in range(1, top_k):
             total = total + weights[:, k : k + 1]

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of exact mode."""
+"""Root-mean-square normalization of exact mode."""
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the normalised sum and the sum of x and residual, both [..., hidden].
+    """Returns the normalized sum and the sum of x and residual, both [..., hidden].
 
-    The sum is rounded to x's dtype before the norm, as in a trainer that adds in one module and normalises in the next.
+    The sum is rounded to x's dtype before the norm, as in a trainer that adds in one module and normalizes in the next.
     """
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -34,7 +34,7 @@ class Setting:
     itemsize: int
     """Bytes of an element of parameters and activations."""
     kernels: Kernels
-    materialised: bool
+    materialized: bool
     """True if the attention keeps its probabilities (no flash kernel supports it)."""
     masked: bool = False
     """True if torch's kernel receives a mask for every pair of tokens, and keys and values for every head (sinks)."""
@@ -175,7 +175,7 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
     made = s.tokens * heads * model["qk_head_dim"] + value  # keys without rotation and values: one product
     projected = 0.0
     exclusive = 0.0
-    if not s.materialised:
+    if not s.materialized:
         projected = (2 * key + made) * s.itemsize
         exclusive = 2 * key
     if s.kernels == "torch":
@@ -196,7 +196,7 @@ def _core(
     values); `exclusive`: elements that nothing else keeps; `part`: elements that are a part of a larger tensor."""
     context = query if value == key else value
     alike = {"operands": exclusive * s.itemsize, "values": part * s.itemsize, "context": context * s.itemsize}
-    if s.materialised:
+    if s.materialized:
         # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
         pairs = heads * s.tokens * s.length * FP32
         core = (query + (key + value) * s.sizes.context) * FP32 + pairs + _mask(s)

@@ -13,7 +13,7 @@ from slimx.extras.lora.targets import adapter_targets
 from slimx.extras.planner.memory.deep_ep import engine_buffers
 from slimx.extras.planner.memory_record import EngineMemory
 from slimx.layout.engine import EngineLayout
-from slimx.layout.number_formats import ITEMSIZE, Quantisation, published_format
+from slimx.layout.number_formats import ITEMSIZE, Quantization, published_format
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
@@ -41,14 +41,14 @@ def engine_memory(
     addition to the weights; `occupied`: bytes that a trainer rank still uses on the GPU when the server starts.
     `table`: result of `engine_table`, if known already."""
     sizes = engine_sizes(group)
-    number_format = published_format(config.publish.quantise)
-    rule = config.publish.quantise
-    quantisation = None
+    number_format = published_format(config.publish.quantize)
+    rule = config.publish.quantize
+    quantization = None
     if rule is not None:
-        quantisation = number_format.quantisation(rule)
+        quantization = number_format.quantization(rule)
     chosen = number_format.chosen(table or engine_table(spec, group))
     itemsize = ITEMSIZE[config.numerics.dtype]
-    weights = engine_weights(chosen, config.numerics.dtype, sizes, quantisation)
+    weights = engine_weights(chosen, config.numerics.dtype, sizes, quantization)
     if not group.frozen:
         weights += adapter_slots(config, spec)
     graphs = 0
@@ -121,16 +121,16 @@ def engine_table(spec: ModelSpec, group: Engines) -> Table:
     return spec.engine_table(fused_shared_experts=fused, draft=group.drafts and spec.has_draft_table)
 
 
-def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Quantisation | None) -> int:
-    """Returns the bytes of the weights of the fullest rank; quantised ones include block scales. `dtype`: dtype of the
+def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantization: Quantization | None) -> int:
+    """Returns the bytes of the weights of the fullest rank; quantized ones include block scales. `dtype`: dtype of the
     others."""
     by_rank = np.zeros(sizes.world, dtype=np.int64)
     for shard in EngineLayout(table, sizes).shards():
         rows, cols = matrix(shard.shape)
         nbytes = rows * cols * ITEMSIZE[shard.row.dtype or dtype]
-        if shard.row.quantised and quantisation is not None:
-            codes, scales = (math.prod(shape) for shape in quantisation.shapes((rows, cols)))
-            nbytes = codes * ITEMSIZE[quantisation.code_dtype] + scales * ITEMSIZE[quantisation.scale_dtype]
+        if shard.row.quantized and quantization is not None:
+            codes, scales = (math.prod(shape) for shape in quantization.shapes((rows, cols)))
+            nbytes = codes * ITEMSIZE[quantization.code_dtype] + scales * ITEMSIZE[quantization.scale_dtype]
         for stage, layers in enumerate(shard.layers):
             ranks = [stage * sizes.tensor + rank for rank in shard.ranks]
             by_rank[ranks] += nbytes * layers

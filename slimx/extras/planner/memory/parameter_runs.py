@@ -99,8 +99,8 @@ class ParameterRun:
     trained: bool = True
     parameter: bool = True
     """False for a buffer of its module."""
-    quantised: bool = False
-    """True if a publication in fp8 quantises it."""
+    quantized: bool = False
+    """True if a publication in fp8 quantizes it."""
     adapted: bool = False
     """True if it has an adapter."""
     orthogonalised: bool = False
@@ -220,7 +220,7 @@ class Holdings:
                 tied=bool(row.copies) and sizes.pipeline > 1,
                 trained=parameter and not frozen,
                 parameter=parameter,
-                quantised=row.quantised,
+                quantized=row.quantized,
                 adapted=rank > 0,
                 orthogonalised=_orthogonalised(row),
             )

@@ -46,8 +46,8 @@ class StateBytes:
     """fp32 copies of the rank's part of bf16 gradients that an optimizer step makes."""
     elements: int
     """Elements of the rank's parameters and buffers, without alignment gaps."""
-    quantised: int
-    """Elements that a publication in fp8 quantises."""
+    quantized: int
+    """Elements that a publication in fp8 quantizes."""
     adapted: int
     """Elements of the rank's weights that have an adapter, without those of the adapters."""
     pinned_weights: int
@@ -97,12 +97,12 @@ class Buffers:
         parameter_elements = 0
         pinned_elements = 0
         unbuffered = 0
-        quantised = 0
+        quantized = 0
         adapted = 0
         for run in self.runs:
             elements = run.elements * run.count
-            if run.quantised:
-                quantised += elements
+            if run.quantized:
+                quantized += elements
             if run.adapted:
                 adapted += elements
             if not run.parameter:
@@ -137,7 +137,7 @@ class Buffers:
             moments=moments,
             copied=copied,
             elements=_elements(self.runs),
-            quantised=quantised,
+            quantized=quantized,
             adapted=adapted,
             pinned_weights=pinned_buffers + round(unbuffered * pinned_share),
             pinned_share=pinned_share,

@@ -103,10 +103,10 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     limit = config.trainer.max_tokens_per_microbatch
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel needs queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
-    materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
-    by_kind = spec.layer_kind.materialises(config.trainer)
+    materialized = latent if device == "cpu" else config.trainer.attention == "unfused"
+    by_kind = spec.layer_kind.materializes(config.trainer)
     if by_kind is not None:
-        materialised = by_kind
+        materialized = by_kind
     length = limit
     if config.rollout.policy_engines:
         length = min(config.rollout.longest, limit)
@@ -116,7 +116,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
         sizes=sizes,
         itemsize=ITEMSIZE[config.numerics.dtype],
         kernels="torch" if device == "cpu" else "engine",
-        materialised=materialised,
+        materialized=materialized,
         masked=device == "cuda" and spec.transformer.get("softmax_type") == "learnable",
     )
 
@@ -257,10 +257,10 @@ def _host_bytes(
 
 
 def _rounded_copies(config: Config, state: StateBytes, device: str) -> int:
-    """Returns the bytes of quantised weights that layers keep; those of the CPU keep none."""
+    """Returns the bytes of quantized weights that layers keep; those of the CPU keep none."""
     if device == "cpu":
         return 0
-    return rounding_of(config.trainer).kept_bytes(state.quantised)
+    return rounding_of(config.trainer).kept_bytes(state.quantized)
 
 
 def _merged(config: Config, state: StateBytes) -> int:
@@ -293,10 +293,10 @@ def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> in
 
 
 def _served(config: Config, state: StateBytes) -> int:
-    """Returns the bytes of exact mode's `ServedWeights`: codes and their dequantised values; scales are not counted."""
-    if not config.exact or not config.publish.quantise:
+    """Returns the bytes of exact mode's `ServedWeights`: codes and their dequantized values; scales are not counted."""
+    if not config.exact or not config.publish.quantize:
         return 0
-    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype])
+    return state.quantized * (1 + ITEMSIZE[config.numerics.dtype])
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:

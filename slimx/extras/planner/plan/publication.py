@@ -125,11 +125,11 @@ def publication_figures(
     published = compiled.published
     plan = published.plan
     tensors = 0
-    quantised = 0
+    quantized = 0
     for target in plan.buckets:
         for bucket in target:
             tensors += len(bucket.tensors)
-            quantised += sum(tensor.scale_of >= 0 for tensor in bucket.tensors)
+            quantized += sum(tensor.scale_of >= 0 for tensor in bucket.tensors)
     wire = wire_bytes(plan)
     if compiled.dealt is not None:
         sent = wire_bytes(compiled.dealt.plan).sent(sizes.world)
@@ -146,9 +146,9 @@ def publication_figures(
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
-        rule=publish.quantise or "none",
+        rule=publish.quantize or "none",
         tensors=tensors,
-        quantised=quantised,
+        quantized=quantized,
         buckets=plan.count,
         moves=len(plan.moved),
         launches=plan.launches,

@@ -250,8 +250,8 @@ def _engine_memory(record: EngineMemory) -> Iterator[str]:
 def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     yield f"publication encoding {figures.encoding}: {figures.note} (engines on {device})"
     yield f"  transport {figures.transport}: {figures.transport_note}"
-    quantised = f"{figures.quantised:,} by the rule {figures.rule}" if figures.quantised else "none"
-    yield f"  tensors   {figures.tensors:,} to each engine, quantised: {quantised}"
+    quantized = f"{figures.quantized:,} by the rule {figures.rule}" if figures.quantized else "none"
+    yield f"  tensors   {figures.tensors:,} to each engine, quantized: {quantized}"
     yield (
         f"  bytes     {_size(figures.nbytes)} in all; an engine rank takes {_size(figures.received)}, a trainer rank "
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"

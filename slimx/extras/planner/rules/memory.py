@@ -49,7 +49,7 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
             yield (
                 f"a rank of engine {engine.group} holds {_gib(engine.weights)} GiB of weights, and SGLang gives "
                 f"weights and KV cache {_gib(engine.static)} GiB of a GPU (mem_fraction_static "
-                f"{engine.static_fraction}); raise rollout.engines.tensor, or quantise (publish.quantise)"
+                f"{engine.static_fraction}); raise rollout.engines.tensor, or quantize (publish.quantize)"
             )
         elif engine.concurrency == 0:
             states = ""

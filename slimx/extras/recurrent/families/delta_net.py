@@ -193,7 +193,7 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
         *head(hf),
     )
     return Table(
-        _unquantised(rows),
+        _unquantized(rows),
         layers=hf["num_hidden_layers"],
         experts=experts,
         aliases=tied_copies(hf),
@@ -252,9 +252,9 @@ def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
     )
 
 
-def _unquantised(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def _unquantized(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     # Neither reading nor publishing fp8 weights of these families was tested.
-    return tuple(replace(row, quantised=False) for row in rows)
+    return tuple(replace(row, quantized=False) for row in rows)
 
 
 def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
@@ -324,7 +324,7 @@ def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention"
         *(_served_experts(layer, hf) if experts else engine_rows.swiglu(layer, "mlp", hidden, hf["intermediate_size"])),
         *engine_rows.head(hf, tied=tied),
     )
-    return Table(_unquantised(rows), layers=layers, experts=experts)
+    return Table(_unquantized(rows), layers=layers, experts=experts)
 
 
 def _without_attention_module(row: Row) -> Row:

@@ -186,7 +186,7 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     rows.append(replace(norm, name="decoder.final_norm.weight", sources=(("backbone.norm_f.weight", (hidden,)),)))
     rows.append(output)
     # Reading fp8 checkpoints of the family was never tested.
-    return Table(tuple(replace(row, quantised=False) for row in rows), layers=len(_pattern(hf)), experts=experts)
+    return Table(tuple(replace(row, quantized=False) for row in rows), layers=len(_pattern(hf)), experts=experts)
 
 
 def _layer(hf: HfConfig, kind: Kind) -> Layer:

@@ -1,4 +1,4 @@
-"""Operations of GGUF's quantised weights, which SGLang imports with every model."""
+"""Operations of GGUF's quantized weights, which SGLang imports with every model."""
 
 from __future__ import annotations
 

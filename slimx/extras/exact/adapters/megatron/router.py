@@ -23,8 +23,8 @@ class _ExactRouting(TopKRouter):
         """Returns probabilities and routing map, both [t, experts], by the rounding rules of exact mode."""
         config = self.config
         flat = logits.view(-1, config.num_moe_experts)
-        # megatron-core renormalises sigmoid scores of several experts, and softmax scores unless softmax comes first.
-        renormalise = self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax
+        # megatron-core renormalizes sigmoid scores of several experts, and softmax scores unless softmax comes first.
+        renormalize = self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax
         weights, experts = exact.route(
             flat,
             self.topk,
@@ -32,13 +32,11 @@ class _ExactRouting(TopKRouter):
             bias=self.expert_bias,
             groups=config.moe_router_num_groups or 1,
             top_groups=config.moe_router_group_topk or 1,
-            renormalise=renormalise,
+            renormalize=renormalize,
             factor=config.moe_router_topk_scaling_factor or 1.0,
         )
         if self.router_replay is not None:  # records the choice; exact mode never replays one
-            self.router_replay.get_replay_topk(
-                flat, self.topk, default_compute_topk=lambda *_, **__: (weights, experts)
-            )
+            self.router_replay.get_replay_topk(flat, self.topk, None, None, lambda *_, **__: (weights, experts))
         probs = torch.zeros_like(flat).scatter(1, experts, weights)
         return probs, torch.zeros_like(flat, dtype=torch.bool).scatter(1, experts, True)
 

@@ -1,8 +1,8 @@
-"""Block-fp8 weights of an SGLang server in exact mode: stored as published, dequantised when used.
+"""Block-fp8 weights of an SGLang server in exact mode: stored as published, dequantized when used.
 
 Written for sglang 0.5.23, whose fp8 layers on the CPU repack weights for AMX kernels that no wheel contains. Here the
 codes and scales stay as SGLang allocates and loads them: a publication writes in place, a verification reads the same
-bytes, and a linear computes with the dequantised values.
+bytes, and a linear computes with the dequantized values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slimx.extras.low_precision.blocks import dequantise
+from slimx.extras.low_precision.blocks import dequantize
 
 _MODULE = "sglang.srt.layers.quantization.fp8"
 LINEAR = f"{_MODULE}.Fp8LinearMethod.apply"
@@ -44,7 +44,7 @@ class BlockOperations:
         return targets
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        """Calls SGLang's function for unquantised experts on the CPU, which exact mode replaces."""
+        """Calls SGLang's function for unquantized experts on the CPU, which exact mode replaces."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
@@ -56,14 +56,14 @@ class BlockOperations:
 
 
 def methods_of(model: torch.nn.Module) -> set[str]:
-    """Returns the class names of the quantisation methods of `model`'s layers."""
+    """Returns the class names of the quantization methods of `model`'s layers."""
     return {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
 
 
-def quantised_otherwise(module: Any) -> str | None:
+def quantized_otherwise(module: Any) -> str | None:
     """Returns the reason why the weights of a linear layer or of experts are not supported, else None.
 
-    Unquantised weights are supported, and e4m3 codes with one fp32 scale per block in host memory.
+    Unquantized weights are supported, and e4m3 codes with one fp32 scale per block in host memory.
     """
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
@@ -76,33 +76,33 @@ def quantised_otherwise(module: Any) -> str | None:
     covered = {(False, torch.float8_e4m3fn, "cpu"), (True, torch.float32, "cpu")}
     if isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)) and method.block_quant and forms == covered:
         return None
-    return "has weights that are quantised in another way than in blocks of fp8 on the CPU"
+    return "has weights that are quantized in another way than in blocks of fp8 on the CPU"
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weight of a linear layer [rows, cols], dequantised to `dtype` if the layer stores codes."""
+    """Returns the weight of a linear layer [rows, cols], dequantized to `dtype` if the layer stores codes."""
     weight = layer.weight
     if weight.dtype != torch.float8_e4m3fn:
         return weight
-    return _dequantised(layer, weight, layer.weight_scale_inv, dtype)
+    return _dequantized(layer, weight, layer.weight_scale_inv, dtype)
 
 
 def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
     """Returns the weights `name` of all experts of a layer, each [rows, cols].
 
-    If the layer stores codes, only experts with tokens (`counts`) are dequantised to `dtype`; the other entries are
-    uninitialised and must not be read.
+    If the layer stores codes, only experts with tokens (`counts`) are dequantized to `dtype`; the other entries are
+    uninitialized and must not be read.
     """
     weights = getattr(layer, name)
     if weights.dtype != torch.float8_e4m3fn:
         return list(weights)
     used = torch.tensor([expert for expert, count in enumerate(counts) if count])
-    wide = _dequantised(layer, weights[used], getattr(layer, name + "_scale_inv")[used], dtype)
+    wide = _dequantized(layer, weights[used], getattr(layer, name + "_scale_inv")[used], dtype)
     out = [torch.empty(weights.shape[1:], dtype=dtype)] * len(weights)
     for expert, matrix in zip(used.tolist(), wide, strict=True):
         out[expert] = matrix
     return out
 
 
-def _dequantised(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return dequantise(codes, scales, tuple(layer.quant_method.weight_block_size), dtype)
+def _dequantized(layer: Any, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(codes, scales, tuple(layer.quant_method.weight_block_size), dtype)

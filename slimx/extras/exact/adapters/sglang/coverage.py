@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slimx.extras.exact.adapters.sglang.blocks import quantised_otherwise
+from slimx.extras.exact.adapters.sglang.blocks import quantized_otherwise
 from slimx.extras.exact.adapters.sglang.experts import BLOCKS
 from slimx.extras.exact.adapters.sglang.rotary import KINDS
 
@@ -42,8 +42,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
     if isinstance(module, LinearBase):
         if isinstance(module, RowParallelLinear) and module.bias is not None:
-            return quantised_otherwise(module) or "has a bias"
-        return quantised_otherwise(module)
+            return quantized_otherwise(module) or "has a bias"
+        return quantized_otherwise(module)
     if isinstance(module, FusedMoE):
         # A subclass such as DeepEPMoE sends tokens by its own kernels.
         return _problem_of_experts(module) if type(module) is FusedMoE else "computes its experts in another way"
@@ -52,7 +52,7 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
     name = type(module).__name__
     if isinstance(module, RMSNorm):
         if module.cast_x_before_out_mul or module.fp32_residual or module.variance_size_override:
-            return "normalises in another way"
+            return "normalizes in another way"
     elif isinstance(module, RadixAttention):
         if (module.sliding_window_size or -1) > -1 or module.logit_cap or module.is_cross_attention:
             return "attends to a window or caps its logits"
@@ -67,7 +67,7 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
         if module.use_dsa:
             return "attends to chosen tokens only"
     elif getattr(module, "use_fused_qk_norm_rope", False) or getattr(module, "use_fused_qk_norm_rope_cpu", False):
-        return "normalises and rotates in a special kernel"
+        return "normalizes and rotates in a special kernel"
     elif not isinstance(module, VocabParallelEmbedding) and name not in GATES:
         unknown = next(module.parameters(recurse=False), None) is not None
         return "is unknown" if unknown else None
@@ -76,7 +76,7 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 def _problem_of_experts(module: Any) -> str | None:
     """Returns the reason why SGLang's FusedMoE does not follow the contract, or None."""
-    reason = quantised_otherwise(module)
+    reason = quantized_otherwise(module)
     if reason is not None:
         return reason
     method = module.quant_method

@@ -77,7 +77,7 @@ class ExpertOperations:
             bias=correction_bias,
             groups=num_expert_group,
             top_groups=topk_group,
-            renormalise=renormalize,
+            renormalize=renormalize,
             factor=routed_scaling_factor or 1.0,
         )
         return weights, ids.to(torch.int32)
@@ -93,7 +93,7 @@ class ExpertOperations:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
-        weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
+        weights, ids = exact.route(gating_output, topk, renormalize=renormalize)
         return weights, ids.to(torch.int32)
 
     def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:

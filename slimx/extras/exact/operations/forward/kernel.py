@@ -118,16 +118,16 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
     return out
 
 
-def log_normaliser(
+def log_normalizer(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `reference.log_normaliser`."""
+    """Computes `reference.log_normalizer`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits)).unbind()
     outputs = most.data_ptr(), log_sum.data_ptr()
-    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, wide_of(logits), *outputs)
+    _call("log_normalizer", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, wide_of(logits), *outputs)
     return most, log_sum
 
 
@@ -152,7 +152,7 @@ def _declare() -> None:
     real = ctypes.c_float
     library.slimx_exact_rms_norm.argtypes = [address, address, count, count, real, code, address, code, code]
     library.slimx_exact_silu_and_mul.argtypes = [address, count, count, code, address, code, code]
-    library.slimx_exact_log_normaliser.argtypes = [
+    library.slimx_exact_log_normalizer.argtypes = [
         *(address, address, count, count),
         *(code, address, address, code, code),
     ]

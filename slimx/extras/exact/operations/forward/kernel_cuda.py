@@ -77,15 +77,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `reference.log_normaliser`."""
+def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `reference.log_normalizer`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
         inputs = logits.data_ptr(), temperature.data_ptr(), *_checked_shape(logits), wide_of(logits)
-        _call("log_normaliser", logits, *inputs, most.data_ptr(), log_sum.data_ptr())
+        _call("log_normalizer", logits, *inputs, most.data_ptr(), log_sum.data_ptr())
     return most, log_sum
 
 
@@ -127,7 +127,7 @@ def load(path: Path) -> ctypes.CDLL:
     real = ctypes.c_float
     library.slimx_exact_cuda_rms_norm.argtypes = [address, address, count, count, real, code, address, address]
     library.slimx_exact_cuda_silu_and_mul.argtypes = [address, count, count, code, address, address]
-    library.slimx_exact_cuda_log_normaliser.argtypes = [address, address, count, count, code, address, address, address]
+    library.slimx_exact_cuda_log_normalizer.argtypes = [address, address, count, count, code, address, address, address]
     library.slimx_exact_cuda_attend.argtypes = [address, address, count, code, address]
     return library
 

@@ -127,7 +127,7 @@ def _attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tens
     return mixed / total[:, :, None]
 
 
-def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes both terms of a log-softmax of z = logits / temperature in fp32: max z and log(sum(exp(z - max z))),
     each [rows] fp32, of logits [rows, vocabulary] and temperature [rows] fp32."""
     z = logits.float() / temperature[:, None]

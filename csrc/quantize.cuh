@@ -1,4 +1,4 @@
-// quantise.cuh: tiles of the quantising ops: the scale of a block from its largest magnitude, then its codes.
+// quantize.cuh: tiles of the quantizing ops: the scale of a block from its largest magnitude, then its codes.
 #pragma once
 
 #include "elements.cuh"
@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_codes(const SlimxPiece& p, int64_t row, in
 
 // `block`: which of the piece's, in row-major order. `turn` alternates from one call to the next.
 template <int kItem>
-__device__ __forceinline__ void quantise_block(const SlimxPiece& p, const Cut& cut, int32_t block, uint8_t* shared,
+__device__ __forceinline__ void quantize_block(const SlimxPiece& p, const Cut& cut, int32_t block, uint8_t* shared,
                                                uint8_t* bucket, Found& found, Scratch& scratch, int turn) {
   constexpr int kLanes = kEdge / kVector, kStep = kThreads / kLanes;  // 16 lanes for a row, 16 rows at a time
   const int32_t block_row = block / cut.units, block_col = block % cut.units;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void for_each_in_quads(const SlimxPiece& p, const Cut
 }
 
 template <int kItem>
-__device__ __forceinline__ void quantise_mx(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+__device__ __forceinline__ void quantize_mx(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                             uint8_t* shared, uint8_t* bucket, Found& found) {
   const auto write = [&](int32_t row, int32_t col, const Vector<kItem>& x, uint32_t most) {
     const bool poisoned = is_nonfinite<kItem>(most);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void quantise_mx(const SlimxPiece& p, const Cut& cut,
 // ---- any block at any address: one warp each, element by element, read twice ----------------------------------------
 
 template <int kItem>
-__device__ __forceinline__ void quantise_by_warp(const SlimxPiece& p, const Cut& cut, int64_t block, uint8_t* bucket,
+__device__ __forceinline__ void quantize_by_warp(const SlimxPiece& p, const Cut& cut, int64_t block, uint8_t* bucket,
                                                  Found& found) {
   const int32_t block_row = int32_t(block / cut.units), block_col = int32_t(block % cut.units);
   const int64_t row0 = int64_t(block_row) * p.block_rows, col0 = int64_t(block_col) * p.block_cols;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void quantise_by_warp(const SlimxPiece& p, const Cut&
 #pragma unroll 1
   for (int64_t k = lane; k < count; k += kWarp) most = larger<kItem>(most, load(k));
   most = warp_max(most);
-  const bool poisoned = is_nonfinite<kItem>(most), mx = p.op == SLIMX_QUANTISE_MXFP8;
+  const bool poisoned = is_nonfinite<kItem>(most), mx = p.op == SLIMX_QUANTIZE_MXFP8;
   const float amax = as_float<kItem>(most);
   const uint8_t e = poisoned ? SLIMX_NAN_E8M0 : slimx_mxfp8_exponent(amax);
   SlimxScale scale = {slimx_float(SLIMX_NAN_FP32), 0.0f, 0};
@@ -170,7 +170,7 @@ __device__ __forceinline__ void quantise_by_warp(const SlimxPiece& p, const Cut&
 #pragma unroll 1
   for (int64_t k = lane; k < count; k += kWarp) {
     const float x = as_float<kItem>(load(k));  // all its bits, the sign too
-    const uint8_t code = poisoned ? SLIMX_NAN_E4M3 : slimx_quantise(x, scale);
+    const uint8_t code = poisoned ? SLIMX_NAN_E4M3 : slimx_quantize(x, scale);
     const int64_t row = row0 + int64_t(uint64_t(k) / cols), col = col0 + int64_t(uint64_t(k) % cols);
     bucket[p.dst + row * p.dst_ld + col] = code;
     found.values += part_share(code, p.pos + row * p.pos_ld + col);
@@ -178,16 +178,16 @@ __device__ __forceinline__ void quantise_by_warp(const SlimxPiece& p, const Cut&
 }
 
 template <int kItem>
-__device__ __forceinline__ void quantise_tile(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+__device__ __forceinline__ void quantize_tile(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                               uint8_t* shared, uint8_t* bucket, Found& found, Scratch& scratch,
                                               int turn) {
   const int warp = int(threadIdx.x) / kWarp;
   if (cut.path == Path::kBlock)
-    quantise_block<kItem>(p, cut, int32_t(first), shared, bucket, found, scratch, turn);
+    quantize_block<kItem>(p, cut, int32_t(first), shared, bucket, found, scratch, turn);
   else if (cut.path == Path::kVectors)
-    quantise_mx<kItem>(p, cut, first, count, shared, bucket, found);
+    quantize_mx<kItem>(p, cut, first, count, shared, bucket, found);
   else if (warp < count)
-    quantise_by_warp<kItem>(p, cut, first + warp, bucket, found);
+    quantize_by_warp<kItem>(p, cut, first + warp, bucket, found);
 }
 
 }  // namespace slimx

@@ -1,4 +1,4 @@
-"""Block quantisation as it is written in Triton: what the rule triton must equal. In a file of its own, as it imports
+"""Block quantization as it is written in Triton: what the rule triton must equal. In a file of its own, as it imports
 Triton, which reads a kernel's source from its file."""
 
 import torch
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _quantise(x_ptr, q_ptr, s_ptr, top, least, BLOCK: tl.constexpr):
+def _quantize(x_ptr, q_ptr, s_ptr, top, least, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     at = row * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at).to(tl.float32)
@@ -18,10 +18,10 @@ def _quantise(x_ptr, q_ptr, s_ptr, top, least, BLOCK: tl.constexpr):
     tl.store(s_ptr + row, scale)
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [blocks, elements] and scales [blocks] of bf16 `x` [blocks, elements], one block a row."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
     # 448 is an argument, as a compiler may turn the division by a constant into a multiplication.
-    _quantise[(len(x),)](x, codes, scales, 448.0, 1e-10, BLOCK=x.shape[1])
+    _quantize[(len(x),)](x, codes, scales, 448.0, 1e-10, BLOCK=x.shape[1])
     return codes, scales

@@ -1,8 +1,8 @@
-// quantise_int4.cuh: tiles of SLIMX_QUANTISE_INT4: a bf16 scale for each group of 32 columns, and codes, two in a byte.
+// quantize_int4.cuh: tiles of SLIMX_QUANTIZE_INT4: a bf16 scale for each group of 32 columns, and codes, two in a byte.
 #pragma once
 
 #include "int4.h"
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 namespace slimx {
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t bits_of(const Vector<kItem>& v, int k) {
 
 // Four neighbouring lanes share a group, and each writes a word of codes.
 template <int kItem>
-__device__ __forceinline__ void quantise_int4_vectors(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+__device__ __forceinline__ void quantize_int4_vectors(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                       uint8_t* shared, uint8_t* bucket, Found& found) {
   static_assert(SLIMX_INT4_GROUP == kMxCols, "a quad has a group");
   const auto write = [&](int32_t row, int32_t col, const Vector<kItem>& x, uint32_t most) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void quantise_int4_vectors(const SlimxPiece& p, const
 
 // A group at any address: one warp, an element for each lane. Lanes of even number write what two have found.
 template <int kItem>
-__device__ __forceinline__ void quantise_int4_by_warp(const SlimxPiece& p, const Cut& cut, int64_t block,
+__device__ __forceinline__ void quantize_int4_by_warp(const SlimxPiece& p, const Cut& cut, int64_t block,
                                                       uint8_t* bucket, Found& found) {
   static_assert(SLIMX_INT4_GROUP == kWarp, "an element for each lane");
   const int64_t row = block / cut.units, group = block % cut.units;
@@ -74,13 +74,13 @@ __device__ __forceinline__ void quantise_int4_by_warp(const SlimxPiece& p, const
 }
 
 template <int kItem>
-__device__ __forceinline__ void quantise_int4_tile(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
+__device__ __forceinline__ void quantize_int4_tile(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                    uint8_t* shared, uint8_t* bucket, Found& found) {
   const int warp = int(threadIdx.x) / kWarp;
   if (cut.path == Path::kVectors)
-    quantise_int4_vectors<kItem>(p, cut, first, count, shared, bucket, found);
+    quantize_int4_vectors<kItem>(p, cut, first, count, shared, bucket, found);
   else if (warp < count)
-    quantise_int4_by_warp<kItem>(p, cut, first + warp, bucket, found);
+    quantize_int4_by_warp<kItem>(p, cut, first + warp, bucket, found);
 }
 
 }  // namespace slimx

@@ -1,6 +1,6 @@
-// quantise.h: tiles of block-quantised tensors, both ways.
+// quantize.h: tiles of block-quantized tensors, both ways.
 //
-// A band is a row of blocks. Quantising reads a band twice, the second time from the cache: first for the largest
+// A band is a row of blocks. Quantizing reads a band twice, the second time from the cache: first for the largest
 // magnitude of each block, then for the codes. All loops run along whole rows, across blocks, as memory does.
 #pragma once
 
@@ -109,7 +109,7 @@ SLIMX_INLINE uint64_t write_codes(const SlimxPiece& p, uint8_t* bucket, int64_t 
 }
 
 template <class Isa, class T, class Scale>
-SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const float* triton_scales) {
+SLIMX_INLINE Share quantize_tile(const SlimxPiece& p, uint8_t* bucket, const float* triton_scales) {
   Band<T, Scale> band;
   const int64_t blocks = (p.cols + p.block_cols - 1) / p.block_cols;
   Share share;
@@ -139,7 +139,7 @@ SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const flo
 
 // T: the type of a source element. A tile has no more than kBlocks groups in a row.
 template <class Isa, class T>
-SLIMX_INLINE Share quantise_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
+SLIMX_INLINE Share quantize_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) uint8_t codes[kBlocks * SLIMX_INT4_GROUP / 2];
   uint16_t scales[kBlocks];
   const int64_t groups = p.cols / SLIMX_INT4_GROUP;
@@ -160,7 +160,7 @@ SLIMX_INLINE Share quantise_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
 
 // T: the type of a destination element.
 template <class Isa, class T>
-SLIMX_INLINE Share dequantise_tile(const SlimxPiece& p, uint8_t* bucket) {
+SLIMX_INLINE Share dequantize_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) T out[kChunk];
   Summed all;
   for (int64_t r = 0; r < p.rows; ++r) {
@@ -170,7 +170,7 @@ SLIMX_INLINE Share dequantise_tile(const SlimxPiece& p, uint8_t* bucket) {
       for (int64_t c = first, n; c < last; c += n) {
         n = columns_of_block(c, last, p.block_cols);
         const int64_t block = c / p.block_cols;
-        const float scale = p.op == SLIMX_DEQUANTISE_MXFP8 ? slimx_from_e8m0(scales[block])
+        const float scale = p.op == SLIMX_DEQUANTIZE_MXFP8 ? slimx_from_e8m0(scales[block])
                                                            : reinterpret_cast<const float*>(scales)[block];
         decode(source_row(p, r) + c, n, scale, out + (c - first));
       }
