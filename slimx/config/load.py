@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         return _load(Path(path).expanduser(), overrides)
     except RecursionError:
         raise SlimxError(
-            f"{path}: lists or mappings in it or in an override are nested too deeply to be read; write it flatter",
+            f"{path}: lists or mappings in it or in an override are nested too deeply to be read; reduce the nesting",
             code="config.depth",
             about=str(path),
         ) from None

@@ -171,7 +171,8 @@ class CoreConfig(Section):
     @property
     def samples_known(self) -> bool:
         """True if the engines' log-probs are bitwise equal to the trainer's: in exact mode without staleness, where
-        this run's engines sample every token with the step's initial weights. Replayed rollouts are another run's."""
+        this run's engines sample every token with the step's initial weights. False for replayed rollouts, which come
+        from another run."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 
     @property

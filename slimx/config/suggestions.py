@@ -25,7 +25,7 @@ REPEATING = ("critic", "policies")
 
 def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *, override: bool) -> str:
     """Returns a suggestion for the unknown key at `path`, with `value`, in a configuration of type `model`. `override`:
-    True for a key of the command line, False for a key of the file."""
+    True for a key on the command line, False for a key in the file."""
     *section, last = map(str, path)
     siblings = _keys_at(model, path[:-1])
     text = _text(value)

@@ -47,7 +47,7 @@ def no_sections(path: Path, tree: object, sections: Collection[str]) -> str | No
 
 
 def no_override(override: str, following: Sequence[str], keys: Sequence[str]) -> str:
-    """Returns the sentence for an `override` without a key and a value. `following`: the arguments after it; `keys`:
+    """Returns the error message for an `override` that is not KEY=VALUE. `following`: the arguments after it; `keys`:
     the keys of a configuration."""
     if following and following[0].startswith("="):
         parts = following[:2] if following[0] == "=" else following[:1]

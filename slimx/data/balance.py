@@ -13,9 +13,8 @@ DIFFERENCED = 2**22
 
 def balance(costs: Sequence[float], parts: int) -> Parts:
     """Returns `parts` lists of indices of nearly equal total cost: the better result of differencing and greedy.
-
-    Differencing is usually several times closer to equal, but on some inputs greedy's heaviest part is lighter, which
-    determines the time. If there are at least as many items as parts, with positive costs, no part is empty. Beyond
+    Differencing usually balances several times better, but on some inputs greedy's heaviest part, which determines the
+    time, is lighter. If there are at least as many items as parts, with positive costs, no part is empty. Beyond
     `DIFFERENCED` only greedy is used.
     """
     if len(costs) * parts > DIFFERENCED:

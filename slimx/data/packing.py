@@ -184,7 +184,7 @@ def padded(number: int, multiple: int) -> int:
 def _pack_rows(
     all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
 ) -> MicroBatch:
-    """Packs the rows at `indices` into a micro-batch, which has `multiple_of` tokens of padding if there are none."""
+    """Packs the rows at `indices` into a micro-batch; without rows it has `multiple_of` tokens of padding."""
     rows = [all_rows[index] for index in indices]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of

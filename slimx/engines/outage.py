@@ -141,7 +141,7 @@ class EnginesTurn:
         self._theirs.set()
 
     async def end(self) -> None:
-        """Prevents further starts and returns when no engine is being started or ended. Starts and stops have their own
+        """Prevents further starts and waits until no engine is starting or stopping. Starts and stops have their own
         deadlines."""
         self._theirs.clear()
         await self._idle.wait()

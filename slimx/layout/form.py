@@ -72,7 +72,7 @@ class AttachedForm:
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """The plain form in an engine's server, which computes with weights alone."""
+    """The plain weight form in an engine's server: the weights alone, without additional parameters."""
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
 
 
 def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tuple[int, int]:
-    """Returns first element and length of a rank's shard, or the whole if `axis` is None."""
+    """Returns the start and length of a rank's shard; 0 and `length` if `axis` is None."""
     if axis is None:
         return 0, length
     return share(length, rank, size, name)

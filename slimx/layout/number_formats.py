@@ -179,7 +179,7 @@ def all_formats() -> Mapping[str, NumberFormat]:
 
 
 def published_format(rule: str | None) -> NumberFormat:
-    """Returns the format of publications by `rule`, a value of `publish.quantize`."""
+    """Returns the number format in which `rule`, a value of `publish.quantize`, publishes weights."""
     for number_format in all_formats().values():
         if rule in number_format.RULES:
             return number_format

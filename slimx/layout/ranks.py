@@ -127,8 +127,8 @@ class EngineSizes:
     pipeline: int = 1
     attention_data: int = 1
     redundant: int = 0
-    """Physical experts in addition to the model's (expert load balancing); physical expert p is logical expert p mod
-    the model's number."""
+    """Redundant physical experts (expert load balancing); physical expert p is logical expert p mod the number of
+    logical experts."""
 
     def __post_init__(self) -> None:
         for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):

@@ -89,7 +89,7 @@ def _gpus(config: Config) -> int:
 
 
 def _is_local(host: str) -> bool:
-    """Returns True if `host` is the local machine on every machine."""
+    """Returns True if `host` is a loopback address or localhost, which every machine resolves to itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -57,7 +57,8 @@ class Manifest:
             key = unmatched[0]
             problem = "is unknown" if key in values else "is missing"
             raise SlimxError(
-                f"manifest: {key} {problem}; the other side runs a different version of slimx",
+                f"manifest: {key} {problem}; the other side runs a different version of slimx: install the same one on "
+                "both",
                 code="manifest.key",
                 about=key,
             )

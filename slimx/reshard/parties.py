@@ -184,5 +184,5 @@ class Members(Protocol):
         ...
 
     async def admit(self, recipient: Recipient) -> None:
-        """Admits an engine with a verified version to serving."""
+        """Starts routing requests to an engine that holds a verified version."""
         ...

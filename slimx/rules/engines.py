@@ -66,7 +66,7 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
                 f"{group.where} has dp_attention {group.dp_attention} over {group.nodes} nodes, and SGLang then "
-                "unpickles what its sockets receive: any sender in these machines' networks can run programs on them; "
+                "unpickles what its sockets receive: any host on these machines' networks can execute code on them; "
                 "set it to true, or to the CIDR of a network that only this run's users can reach"
             )
 

@@ -99,8 +99,10 @@ def _driver(environment: Mapping[str, str]) -> Path | None:
 def set_build_tools(
     environment: MutableMapping[str, str], packages: Path | None = None, programs: Path | None = None
 ) -> None:
-    """Sets CUDA_HOME, and PATH for ninja, unless they are set already, to the wheels of this Python: in `packages`
-    (its site-packages) and `programs` (its directory of programs).
+    """Sets CUDA_HOME to the toolkit that `cuda_home` finds, unless it is set, and adds ninja to PATH if it is missing.
+
+    Looks for this Python's wheels in `packages` (default: its site-packages) and for ninja in `programs` (default: its
+    scripts directory).
 
     DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. Torch and flashinfer start ninja by name,
     which is not on PATH in an environment that is not activated."""

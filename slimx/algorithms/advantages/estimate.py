@@ -125,8 +125,8 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
 
 
 def finish_advantages(algorithm: Algorithm, step: StepData) -> dict[str, float]:
-    """Fills the columns of a step's rows that depend on all of them: advantages token by token or from pairs, and
-    columns that the loss computes from advantages; returns metrics of the step."""
+    """Fills the columns that depend on all rows of a step: per-token or pairwise advantages, and columns that the loss
+    derives from advantages; returns the step's metrics."""
     metrics: dict[str, float] = {}
     for kind in (algorithm.advantages.kind, algorithm.loss.kind):
         if kind in entry_points.find(GROUP):

@@ -30,7 +30,7 @@ class Algorithm(Section):
     name: Name = "grpo"
     """Published algorithm that sets the defaults of the other keys (table in docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
-    """Estimator of advantages: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
+    """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
     advantages(groups) -> one number or array [L-1] per trajectory."""
     loss: Loss = Field(default={}, validate_default=True)
     """Objective of a token: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:

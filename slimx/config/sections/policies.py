@@ -41,8 +41,8 @@ class Policy(Section):
     """Groups of servers of this policy, with unique names; null: groups like those of the policy `actor`, named after
     this policy."""
     engines_of: str | None = None
-    """`actor`: its engines generate for this policy too, with one copy of the common base and separate adapters; null:
-    this policy has separate engines. It needs publish.adapters=alone, and trainer.lora of equal rank and targets."""
+    """`actor`: its engines generate for this policy too, with one copy of the common base and separate adapters, which
+    needs publish.adapters=alone, and trainer.lora of equal rank and targets; null: this policy has separate engines."""
 
     def _faults(self) -> Faults:
         changed = []

@@ -74,7 +74,8 @@ class Optimizer(Section):
     clip_grad: Weight = 1.0
     """Global gradient norm above which gradients are scaled down; 0: never."""
     max_skipped: Count = 3
-    """Consecutive optimizer steps skipped for an infinite or NaN gradient at which the run stops; 0: never."""
+    """Limit on consecutive optimizer steps skipped for an infinite or NaN gradient; the run stops when it is reached;
+    0: no limit."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of Adam's moments between steps, which compute in fp32. bfloat16 halves their memory, as in
     DeepSeek-V3's training (arXiv:2412.19437, 3.3.3). Needs CUDA, Transformer Engine's Adam and

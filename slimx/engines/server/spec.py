@@ -77,7 +77,7 @@ class EngineSpec:
     external: bool = False
     """True if it was started outside of the run."""
     node: NodeShare | None = None
-    """None: the server is on one node."""
+    """This node's part of a server that spans several nodes; None: the server is on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
     """Keys that requests to the server need."""
     gpus: tuple[str, ...] | None = None

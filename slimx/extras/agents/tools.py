@@ -95,8 +95,8 @@ def check_prompts(
         for (name, seconds), needed in zip(deadlines.items(), needs(prompts, **options), strict=True):
             if seconds < needed:
                 raise SlimxError(
-                    f"rollout.options.{name} is {seconds:g} s, and {toolbox} may take {needed:g} s for these prompts; "
-                    "raise it, or their rollouts would be given up",
+                    f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take {needed:g} s for these prompts; "
+                    "raise it, or their rollouts will be given up",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )

@@ -49,7 +49,8 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_usr: bool = False
     """Mounts this machine's /usr read-only, for roots without programs."""
     engine: tuple[str, ...] = ()
-    """Words that start the container engine; () for the first of podman and docker that works."""
+    """Command that starts the container engine, as a list of arguments; () for the first of podman and docker that
+    works."""
     user: str | None = None
     cpus: Above0 = 1.0
     base: Path | None = None

@@ -57,9 +57,8 @@ _GET = f"""{_WALK}
 
 
 class ContainerBox(Box):
-    """A `Box` that begins as an image, or as a copy of a tar archive or directory of this machine.
-
-    The image needs `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds what it adds."""
+    """A `Box` that starts from an image, or from a copy of a tar archive or directory on this machine. The image needs
+    `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds what the box adds."""
 
     def __init__(
         self,

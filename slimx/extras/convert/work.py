@@ -264,8 +264,8 @@ def _verify(conversion: Conversion, partial: Partial, done: Mapping[str, Done], 
         if record(partial.path / name) != file.record:
             partial.record_path(name).unlink()
             raise SlimxError(
-                f"{partial.path / name}: has other bytes than were written; run the same command again to rewrite it, "
-                "and check the disk",
+                f"{partial.path / name} does not contain the bytes that were written; run the same command again to "
+                "rewrite it, and check the disk",
                 code="convert.bytes",
                 about=name,
             )

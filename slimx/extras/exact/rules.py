@@ -75,7 +75,7 @@ FAMILIES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
+"""Architectures whose trainer and engine log-probs were shown to be bitwise equal (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose SGLang path on CUDA was reviewed: all of its special kernels are turned off."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -89,7 +89,7 @@ MODE = "numerics.mode is exact"
 def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
-            yield "numerics.leaves cuts sums in numerics.mode exact, but the mode is fast; leave it out"
+            yield "numerics.leaves splits sums only in numerics.mode exact, but the mode is fast; leave it out"
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):

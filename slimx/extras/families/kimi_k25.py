@@ -27,7 +27,7 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel except its TransformerConfig and layer spec."""
     return deepseek_v3.gpt_arguments(hf["text_config"])
 
 

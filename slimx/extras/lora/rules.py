@@ -159,8 +159,8 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 supports adapters of routed experts by Triton on GPUs only, and serving them unmerged is "
-            "not proven: name attention, or leave publish.adapters at merged"
+            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and serving them unmerged "
+            "is not proven: list only attention, or leave publish.adapters at merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]

@@ -54,7 +54,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def rounds(row: Row) -> bool:
-    """Returns True if INT4 rounds the tensors of `row`: matrices of one expert each that are not stacked in the
+    """Returns True if the tensors of `row` are rounded to INT4: per-expert matrices that are not stacked in the
     checkpoint."""
     matrices = all(len(shape) == 2 for _, shape in row.sources)
     return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None

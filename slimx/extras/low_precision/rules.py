@@ -228,7 +228,7 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
 
 @rule("publish.quantize_on_cpu", "publish.quantize")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
-    """Checks configurations with trainers, which publish."""
+    """Applies only to configurations with trainers: others publish nothing."""
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
@@ -283,7 +283,7 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
 
 
 def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
-    """Yields groups of the policy's engines, the directory that each starts from, if it exists, and its
+    """Yields each group of the policy's engines whose initial directory has a config.json, with that directory and its
     quantization_config. Raises SlimxError for a config.json with an invalid value."""
     from slimx.models.schema import read_fields
 

@@ -59,7 +59,7 @@ class Fp8(Rounding):
                 getattr(module, "_fp8_workspaces", {}).clear()
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns the bytes of codes and scales of the weights, along rows and along columns."""
+        """Returns the bytes of the weights' fp8 codes and scales, stored rowwise and columnwise."""
         scales = -(-elements // prod(self.recipe.weight))
         return 2 * (elements + scales * self.recipe.scale_bytes)
 

@@ -26,11 +26,12 @@ PIECE_BYTES = 512 * 2**20
 
 
 class HostMoments(ExternalState):
-    """Wrapper of `inner`, an Adam with state shaped like apex's FusedAdam (moments per parameter, a step per group);
-    other attributes are those of `inner`."""
+    """Wrapper around `inner` that keeps moments on the host. `inner`: an Adam with state shaped like apex's FusedAdam
+    (moments per parameter, a step per group); other attributes are those of `inner`."""
 
     def __init__(self, inner: torch.optim.Optimizer, fraction: float, piece_bytes: int = PIECE_BYTES):
-        """Takes `fraction`: of the moments' bytes, 0 to 1; complete parameters, until it is reached."""
+        """Chooses the parameters. `fraction`: share of the moments' bytes to keep on the host, 0 to 1, rounded up to
+        complete parameters."""
         self.inner = inner
         self.piece_bytes = piece_bytes
         self.moved = _first(inner.param_groups, fraction)

@@ -24,7 +24,7 @@ UNPROVEN = {
         "policies (with further weights)",
     ),
 }
-"""As `slimx.rules.unproven.UNPROVEN`."""
+"""Feature -> entries that were never proven with it, as in `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))

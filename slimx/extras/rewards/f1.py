@@ -22,7 +22,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def f1(text: str, answer: str) -> float:
-    """Returns the harmonic mean of word precision and recall, without case, punctuation and articles; 1 if both texts
+    """Returns the harmonic mean of word precision and recall, ignoring case, punctuation and articles; 1 if both texts
     are empty."""
     predicted = words(text)
     reference = words(answer)

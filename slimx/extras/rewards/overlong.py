@@ -13,7 +13,8 @@ async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: in
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:
         raise SlimxError(
-            f"slimx.extras.rewards.overlong: buffer is {buffer} and limit {limit} tokens; give 0 < buffer <= limit",
+            f"slimx.extras.rewards.overlong: buffer is {buffer} and limit is {limit} tokens; set them so "
+            "that 0 < buffer <= limit",
             code="reward.option",
             about="buffer",
         )

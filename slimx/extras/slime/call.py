@@ -66,7 +66,8 @@ class HookCall:
             )
         if payload.get("stream"):
             raise SlimxError(
-                "a slime hook posts stream=true to the engines, which slimx does not stream to hooks; leave it out",
+                "a slime hook posts stream=true to the engines, but slimx does not stream responses to hooks; leave it "
+                "out",
                 code="slime.payload",
                 about="stream",
             )

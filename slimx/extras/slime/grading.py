@@ -27,7 +27,7 @@ DAPO_STRICT_WINDOW = 100
 CLOSED = ("yes", "no", "noanswer")
 """Answers for which `f1_score` gives no credit for shared words."""
 JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", default=None)
-"""The running reward, visible to the functions that it calls."""
+"""The reward function that is running, visible to the functions that it calls."""
 
 
 def equal(answer: str | None, right: Any) -> bool:

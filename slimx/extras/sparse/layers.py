@@ -131,7 +131,7 @@ class SparseAttention(LayerKind):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns a maker of recorders of the chosen tokens, with `trainer.indexer_replay` R2."""
+        """Returns a factory of recorders of the chosen tokens for `trainer.indexer_replay` R2, else None."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences

@@ -235,7 +235,7 @@ def _with_defaults(module: object) -> Family:
 
 
 def configured_model(config: Config) -> ModelSpec:
-    """Returns the trained model of the configuration: a policy, or the trunk of a reward model.
+    """Returns the model that the configuration trains: a policy, or the trunk of a reward model.
 
     Raises SlimxError as `read_model` does."""
     family = load_family(config.model.family) if config.model.family else None

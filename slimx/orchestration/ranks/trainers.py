@@ -49,7 +49,7 @@ class TrainerGroup(RankGroup):
         *,
         name: str = "trainer",
     ):
-        """Creates the actors. `table`: of the model. `plans`: by which weights leave the ranks, "export" and those of
+        """Creates the actors. `table`: the model's weight table. `plans`: by name, of exports ("export") and of
         publications."""
         critic = config.critic is not None and config.critic.placement == "shared"
         roles = ["model", "critic"] if critic else ["model"]
@@ -63,7 +63,7 @@ class TrainerGroup(RankGroup):
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
         """Returns a group of new ranks of the smaller `sizes` that trains the same batches, not started yet; the ranks
-        of this group have ended. `plans`: by which weights leave them."""
+        of this group have ended. `plans`: of its exports and publications."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})
@@ -104,7 +104,7 @@ class TrainerGroup(RankGroup):
         return shards
 
     async def start(self) -> list[Json]:
-        """Starts all ranks with the plans by which weights leave them; returns pids and adapters by rank."""
+        """Starts all ranks with the plans of exports and publications; returns pids and adapters by rank."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)
         for rank, result in enumerate(started):
@@ -135,7 +135,7 @@ class TrainerGroup(RankGroup):
     async def trained_tokens(
         self, updates: Sequence[TrainBatch], rows: Sequence[Sequence[TrainingRow]]
     ) -> list[TrainedTokens]:
-        """Returns the values that the last step, of `updates`, computed for every token of its `rows`, in order."""
+        """Returns the last step's values for every token, row by row. `updates` and `rows`: those of that step."""
         results = await self.call("model.trained_tokens", "the log-probs of the trained tokens")
         tokens: list[TrainedTokens] = []
         for index, (update, update_rows) in enumerate(zip(updates, rows, strict=True)):

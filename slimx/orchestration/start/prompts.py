@@ -111,8 +111,8 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
             other = seen.setdefault(prompt.id, source.name)
             if other != source.name:
                 raise SlimxError(
-                    f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; give "
-                    "the files other names, or their rows ids",
+                    f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; rename "
+                    "the files, or give their rows ids",
                     code="prompts.id",
                     about=prompt.id,
                 )

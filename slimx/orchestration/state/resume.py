@@ -36,7 +36,7 @@ class ComparedPolicy:
 
 
 def trainer_state(config: Config, sizes: Sizes) -> Json:
-    """Returns the fields of a checkpoint about one policy's trainers."""
+    """Returns the checkpoint fields that describe one policy's trainers."""
     trainer = config.trainer
     return {
         "layout": layout_of(sizes),

@@ -151,8 +151,8 @@ def pack_at(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Does what `pack` does for the `plan.bucket_bytes` bytes at `address`, which the plan's device can reach; it may
-    belong to another device or process. The caller guarantees their size."""
+    """Packs like `pack` into the `plan.bucket_bytes` bytes at `address`, memory that the plan's device can access; it
+    may belong to another device or process. The caller guarantees its size."""
     if plan.checksum:
         raise SlimxError(
             f"the plan of bucket {plan.bucket} is for checksums: create it without checksum=True to pack it",

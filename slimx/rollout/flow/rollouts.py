@@ -157,8 +157,8 @@ class GroupMaker:
         evaluation: bool = False,
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Returns the judged rollouts of one prompt. `number` determines their seeds, also in a resumed run.
-        `progress`: earlier progress, which is updated."""
+        """Generates and judges the rollouts of one prompt. `number` determines their seeds, also in a resumed run.
+        `progress`: earlier progress, updated in place."""
         progress = GroupProgress() if progress is None else progress
         samples_of_eval = evaluation and not self.config.algorithm.scores  # held-out preference pairs stay pairs
         size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size
@@ -382,7 +382,7 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory, or of those of a group; a failure is marked on the first one."""
+        """Sets the reward of a trajectory, or of each in a group; a failure is marked on the first trajectory."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]

@@ -122,7 +122,8 @@ class Saver:
     # In the background ------------------------------------------------------------------------------------------------
 
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
-        """Runs in the thread: failures are reported instead of raised, since no caller waits for the thread."""
+        """Writes this rank's part of a checkpoint in the thread: failures are reported instead of raised, since no
+        caller waits for the thread."""
         try:
             files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)

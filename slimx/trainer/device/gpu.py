@@ -225,10 +225,10 @@ class MemoryGuard:
             if size:
                 kinds.append(f"{kind} {_mib(size)}")
         raise SlimxError(
-            f"{self.gpu.uuid} has {_mib(free)} of {_mib(total)} free, less than trainer.memory_margin_mib "
-            f"{self.margin // MIB}, with caches freed; processes on it: {', '.join(users) or 'none that NVML shows'}; "
-            f"of this rank: {', '.join(kinds) or 'nothing'}; lower trainer.max_tokens_per_microbatch, offload more, or "
-            "end the other processes",
+            f"{self.gpu.uuid} has {_mib(free)} of {_mib(total)} free even after freeing caches, less than "
+            f"trainer.memory_margin_mib {self.margin // MIB}; processes on it: "
+            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}; lower "
+            "trainer.max_tokens_per_microbatch, offload more, or end the other processes",
             code="gpu.memory_margin",
             about=self.gpu.uuid,
         )

@@ -52,9 +52,8 @@ class KeptTokens:
         self._restricted = to_device(support.counts > 0, device)
 
     def mask_(self, logits: torch.Tensor, first: int, vocabulary: range) -> None:
-        """Sets every logit outside the support to `OUTSIDE`, in place.
-
-        logits [C, V / TP] are of positions first, first + 1, ... and of the token ids in `vocabulary`.
+        """Sets every logit outside the support to `OUTSIDE`, in place. logits [C, V / TP]: rows are positions first,
+        first + 1, ...; columns are the token ids in `vocabulary`.
         """
         last = first + len(logits)
         start = self._offsets[first]
@@ -272,7 +271,7 @@ class _OutputLayer:
         return logits.gather(1, self._columns[part, None])[:, 0]
 
     def top_indices(self, top: torch.Tensor | None, part: slice) -> _TopIndices:
-        """Returns the indices of the tokens `top` of the positions `part` in this rank's part of the vocabulary."""
+        """Returns the indices, in this rank's vocabulary shard, of the tokens `top` at positions `part`."""
         assert top is not None
         ids = top[part] - self.vocabulary.start
         rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)

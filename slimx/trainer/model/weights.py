@@ -57,8 +57,9 @@ class Weights:
         """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))
+            place = "table" if odd[0] in names else "model"
             raise SlimxError(
-                f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both",
+                f"weight table of {spec.path}: {odd[0]} is only in the {place}; correct the family's weight_table",
                 code="model.table_name",
                 about=odd[0],
             )

@@ -131,7 +131,7 @@ class PolicyRouter(TopKRouter):
     router_replay: RouterChoice | None
 
     watch: RouterWatch | None = None
-    """Set during a pass; without it the router behaves as upstream's."""
+    """Watch of the current pass; without one, the router behaves like upstream's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Computes logits of input with the weight as engines receive it (`served`)."""

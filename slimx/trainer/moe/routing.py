@@ -85,7 +85,7 @@ class Routing:
 
     @contextmanager
     def forward(self, batches: list[MicroBatch], *, replay: Routes | None = None) -> Iterator[None]:
-        """Wraps a pass without backward over this rank's `batches`; the routers' choices are recorded."""
+        """Wraps a forward-only pass over this rank's `batches`; records the routers' choices."""
         with self._pass(batches, replay, totals=None, training=False):
             yield
 

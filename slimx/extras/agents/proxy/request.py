@@ -102,7 +102,8 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
 
 
 def read_message(message: object, path: str = "the message") -> Message:
-    """Converts a message of the API to the chat templates' form. `path`: of the message in the request, for errors."""
+    """Converts an API message to the chat-template format. `path`: location of the message in the request, for
+    errors."""
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"

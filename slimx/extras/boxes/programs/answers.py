@@ -20,8 +20,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_program(text: str) -> str | None:
-    """Returns the last fenced block of Python, or of no language if none is of Python. None if there is none, or if it
-    is unclosed."""
+    """Returns the last fenced Python block, else the last one without a language; None if there is none or it is
+    unclosed."""
     python: list[str | None] = []
     plain: list[str | None] = []
     blocks = plain

@@ -26,9 +26,9 @@ CELL = 2**26
 
 
 def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Reads a file, the files that match a pattern with *, a directory or hf://OWNER/NAME, as `read_rows` returns it.
-
-    `subset` and `split` choose files of the last two. Folders named COLUMN=VALUE add a column to their files' rows.
+    """Reads a file, the files that match a pattern with *, a directory or hf://OWNER/NAME; returns what `read_rows`
+    returns. `subset` and `split` select files of the last two. Folders named COLUMN=VALUE add a column to their files'
+    rows.
     """
     if str(path).startswith(HUB):
         name = "/".join(str(path).removeprefix(HUB).split("/")[1:])

@@ -28,7 +28,7 @@ class DirectEnd:
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offers memory to the trainer ranks for the `Invitation`s, the same number on every machine. Withdraws earlier
+        """Offers memory to the trainer ranks for `invitations`, split evenly over the machines. Withdraws earlier
         offers."""
         first, *rest = _shares(invitations, self._machines)
         offered, others = await asyncio.gather(self._join(first), self._others("join", rest))

@@ -119,7 +119,7 @@ class DirectReceiver:
                     file.close()
 
     def close(self) -> None:
-        """Releases the memory. A running wait ends; running copies are waited for."""
+        """Releases the memory. Ends a pending wait; waits for copies in progress."""
         self._closed.set()
         with self._lock:
             self._slots.clear()

@@ -43,11 +43,9 @@ class _Tokens:
 
 
 def router_gradient(config: Config, probe: Probe, sizes: RouterSizes) -> np.ndarray:
-    """Returns the gradient with respect to the logits of a router before all N tokens of the probe, float64 [N x
-    experts].
-
-    The log-prob of a token depends on the gates of its experts, each with a random weight, so that the configured loss
-    has a gradient here too."""
+    """Returns the gradient with respect to a router's logits at the positions that predict the probe's N tokens,
+    float64 [N x experts]. The log-prob of a token depends on the gates of its experts, each with a random weight, so
+    the configured loss has a gradient here too."""
     random = torch.Generator().manual_seed(0)
     lengths = [len(values) for values in probe.begin]
     count = sum(lengths)

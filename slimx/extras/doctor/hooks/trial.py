@@ -30,7 +30,7 @@ BEAT_S = 0.05
 STUCK_S = 20.0
 """Seconds after which a blocked event loop is given up."""
 ELSE = "I do not know that."
-"""Text of the stand-in other than the answer."""
+"""Text that the stand-in says instead of the answer."""
 
 
 @dataclass(slots=True)

@@ -196,8 +196,8 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     ranks."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
-            f"{traffic.ranks} ranks ({traffic.sources} trainers, {traffic.engine_ranks} of engines) do not fit the "
-            f"{links.domain} of {links.name}; predict them on links that join more",
+            f"{traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} of engines) exceed the "
+            f"{links.domain} that {links.name} connects; choose links that connect more",
             code="links.ranks",
             about=links.name,
         )
@@ -272,7 +272,7 @@ class LinkTrial:
 
     @property
     def off(self) -> float:
-        """Relative error of the prediction: the median over the pairs; positive if it is too slow."""
+        """Relative error of the prediction: the median over the pairs, positive if the prediction is too slow."""
         return median(p / m for p, m in zip(self.predicted, self.measured, strict=True)) - 1
 
     @property

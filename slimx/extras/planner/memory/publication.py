@@ -127,8 +127,8 @@ def packed_on_gpu(plan: Plan, *, ranks: int, portion: int = PORTION) -> int:
 
 
 def changes_memory(plan: Plan) -> tuple[int, int]:
-    """Returns the bytes that `publish.delta` takes with `disk` at trainer rank 0 (the weights published last, and one
-    bucket's deltas) and for one engine (the weights published last)."""
+    """Returns the memory of `publish.delta` with the disk transport, in bytes: on trainer rank 0 (last published
+    weights and one bucket's deltas), and per engine (last published weights)."""
     sizes = []
     for bucket in range(plan.count):
         sizes.append(sum(target[bucket].size for target in plan.buckets))

@@ -136,8 +136,8 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
 def _fullest(
     parameters: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun], count: int
 ) -> StageState:
-    """Returns the rank with the most state of a stage's first `count`. Ranks differ only in the alignment gaps of their
-    parts and in frozen experts."""
+    """Returns, of a stage's first `count` ranks, the one with the most state. Ranks differ only in the alignment gaps
+    of their parts and in frozen experts."""
     ranks = stage * sizes.stage + np.arange(count)
     # With frozen experts, expert ranks differ.
     expert_ranks = np.zeros_like(ranks)

@@ -60,7 +60,8 @@ def _stage_layers(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def _contexts(config: Config, ranks: int) -> list[int]:
-    """Returns the configured size, and sizes that leave each rank a sequence long enough to be split."""
+    """Returns candidate context-parallel sizes: 1, the configured one, and powers of two that leave each rank at least
+    `SPLIT_TOKENS` tokens."""
     longest = config.rollout.longest
     sizes = {1}
     for size in powers_of_two(ranks, 64):

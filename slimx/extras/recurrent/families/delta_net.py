@@ -153,7 +153,7 @@ def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    """Returns the unsupported part of config.json `hf`; None if all of it is supported."""
     scaled = decoder.scaled_otherwise(hf, "default")
     if scaled:
         return scaled

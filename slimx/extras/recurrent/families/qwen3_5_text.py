@@ -10,7 +10,7 @@ from slimx.models.fields import HfConfig
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    """Returns the unsupported part of config.json `hf`; None if all of it is supported."""
     for key in ("mrope_section", "mrope_interleaved"):
         decoder.rotary(hf)[1].get(key)  # read and ignored: text uses only one of the axes of image positions
     return delta_net.unsupported(hf)

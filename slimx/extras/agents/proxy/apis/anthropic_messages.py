@@ -186,7 +186,7 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _message(message: object, path: str) -> list[Message]:
-    """Converts a message of the API to those of chat templates, in which tool results are separate messages."""
+    """Converts an API message to chat-template messages, where tool results are separate messages."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
         raise invalid(f"{path}.role", "is not one of user, assistant")

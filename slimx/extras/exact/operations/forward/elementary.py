@@ -35,7 +35,7 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """Sums lanes, [..., LANES] -> [...]: adds the upper half to the lower one until one is left."""
+    """Sums lanes, [..., LANES] -> [...]: repeatedly adds the upper half to the lower half until one lane is left."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
