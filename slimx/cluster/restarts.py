@@ -12,7 +12,7 @@ from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
 SHOWN = 5
-"""Restarts listed in the message that ends a run, at most; the timeline has all."""
+"""Maximum number of restarts listed in the message that ends a run; the timeline has all."""
 LONGEST_PAUSE_S = 30.0
 """Longest pause before another start, in seconds; each pause is twice the one before."""
 

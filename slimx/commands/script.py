@@ -79,8 +79,8 @@ def with_hooks(
         path = _path("reward", reward)
         if in_process(config.reward, reward) and not _has_file(reward.__module__):
             raise SlimxError(
-                f"reward: {path} is of an interactive session, which a process cannot import; write it into a file, or "
-                "set reward.isolation=thread",
+                f"reward: {path} is defined in an interactive session, which another process cannot import; move it "
+                "into a file, or set reward.isolation=thread",
                 code="script.reward_process",
                 about=path,
             )

@@ -105,7 +105,7 @@ class Objective(Section):
     demonstrated: ClassVar[bool] = False
     """True if it learns from demonstrated answers, which prompts may have: it needs neither engines nor rewards."""
     scores: ClassVar[bool] = False
-    """True if the model has a score instead of logits."""
+    """True if the model outputs a score instead of logits."""
     whole_step: ClassVar[bool] = False
     """True if `finish_advantages` needs the rows of the whole step."""
     kind: str

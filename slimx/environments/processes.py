@@ -220,8 +220,8 @@ def _serve(connection: Connection, lifeline: Connection, path: str, options: Jso
 
 def _end_with(lifeline: Connection) -> None:
     """Has the kernel end this process when the other end of a pipe is closed: by SIGIO, whose default action is to
-    terminate, even while the interpreter computes. The parent of this process outlives the driver as long as this
-    process does."""
+    terminate, even while the interpreter computes. The death of its parent is no signal: the parent, the fork server,
+    outlives the driver as long as this process runs."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -129,7 +129,7 @@ def _refuse_without_prefix(key: str, path: str) -> None:
 
 
 def load_generate(config: Config) -> Generate:
-    """Returns the generate hook with its options, after checks of its requirements."""
+    """Returns the generate hook with its options, after checking its requirements."""
     path = config.rollout.generate
     foreign = _form_of(path)
     if foreign is not None:

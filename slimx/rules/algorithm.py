@@ -74,8 +74,8 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
         if policy_fields.get(field) != teacher_fields.get(field):
             yield (
                 f"algorithm.teacher {path} does not have the architecture of {spec.path}, whose memory its weights "
-                f"share: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a model of the "
-                "same sizes"
+                f"share: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a "
+                "teacher of the same architecture"
             )
             return
     CheckpointReader(path).check(spec.table)

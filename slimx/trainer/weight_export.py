@@ -103,7 +103,7 @@ class WeightExport:
 
     @operation()
     def fill(self, *, name: str, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's part of a bucket to the memories at `paths`."""
+        """Writes this rank's part of a bucket to each memory region in `paths`."""
         with self._memory.phase("export" if name == "export" else "publish"):
             self.reload(training=False)
             return self._gatherers[name].fill(bucket, paths)

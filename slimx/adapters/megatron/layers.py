@@ -296,8 +296,8 @@ class Adam(torch.optim.Optimizer):
 
 
 def repair_upstream() -> None:
-    """Binds names that fallbacks of megatron-core 0.19.2 leave unbound without Transformer Engine. Each entry names the
-    line of upstream that needs it."""
+    """Repairs code of megatron-core 0.19.2 that fails or is slow in layers without Transformer Engine. Each repair
+    names the upstream function and its fault."""
     for repair in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
         repair()
 

@@ -69,8 +69,8 @@ def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def topr(tokens: LossTokens) -> Objective:
-    """Computes A log policy, for negative advantages times the sequence's ratio, at most 1 (TOPR, 2503.14286): bad
-    sequences that have become unlikely are not suppressed further."""
+    """Computes A log policy, weighted where A < 0 by the sequence's importance ratio, clipped at 1 (TOPR, 2503.14286):
+    bad sequences that have become unlikely are hardly suppressed further."""
     total = tokens.sequence_sum(tokens.log_ratio.detach())
     negative = tokens.advantages < 0
     weight = torch.where(negative, total.clamp(max=0).exp(), 1.0)

@@ -117,7 +117,7 @@ class Sapo(Objective):
 class ClipCov(Clipped):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select."""
+    """Fraction of an update's trained tokens to select; selected tokens have no gradient."""
     covariance_low: Real = 1.0
     """Lower bound of the selected tokens' covariance."""
     covariance_high: Real = 5.0
@@ -127,7 +127,7 @@ class ClipCov(Clipped):
 class KlCov(Objective):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select."""
+    """Fraction of an update's trained tokens to select; selected tokens get the KL penalty."""
     coef: Positive = 1.0
     """Weight of |log ratio| at selected tokens."""
 

@@ -237,7 +237,8 @@ class Rollout(Section):
     """Return tokens' experts with completions (MoE): of every rollout if they are replayed or saved, else of four to
     seven rollouts of a step, from which metrics show differing experts."""
     gap_probe: Count = 4
-    """Rollouts that an engine scores again in a step in which no token has the current weight version."""
+    """Number of rollouts (at least one per data-parallel rank) that an engine scores again, to measure its log-prob gap
+    to the trainers, in a step whose tokens were all sampled by older weight versions; 0: none."""
     health: Health = Health()
 
     @property

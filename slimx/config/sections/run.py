@@ -122,7 +122,8 @@ class Stall(Section):
     """Limits after which a phase counts as stalled."""
 
     factor: Positive = 10.0
-    """Multiple of a phase's usual duration, the median of its last 20 in this run, after which it is stalled."""
+    """Multiple of a phase's usual duration (the median of its last 20 in this run) after which the phase counts as
+    stalled."""
     at_least: Seconds = 1800
     """Seconds before which no phase is stalled. A phase without an earlier duration is stalled after them."""
 

@@ -10,8 +10,8 @@ class Schedule(Section):
     steps: Amount = 100
     """Steps of the run. Each trains on prompts_per_step x group_size rollouts and publishes weights once."""
     updates_per_step: Amount = 1
-    """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. The loss's ratio remains
-    relative to the policy that sampled."""
+    """Optimizer updates per step, each on prompts_per_step / updates_per_step whole groups. In every update the loss's
+    importance ratio is relative to the policy that sampled the tokens."""
     max_staleness: Count = 0
     """Number of weight versions that the oldest token of a trajectory may lag behind when it is trained. 0:
     synchronous; 1: one step off-policy; more: fully asynchronous."""

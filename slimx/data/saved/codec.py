@@ -113,7 +113,7 @@ def load_groups(path: str | Path) -> list[Group]:
         payload = file.read()
     if fingerprint(payload) != header["blake2b"]:
         raise SlimxError(
-            f"{path}: the file was changed after it was written (its checksum differs); use another checkpoint",
+            f"{path}: the file was changed after it was written (its checksum differs); use another copy",
             code="data.checksum",
             about=str(path),
         )
@@ -136,7 +136,7 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise SlimxError(
-            f"{path}: the file cannot be read ({error.strerror}); use another checkpoint",
+            f"{path}: the file cannot be read ({error.strerror}); use another copy",
             code="data.unreadable",
             about=str(path),
         ) from error
@@ -164,7 +164,7 @@ def _header(path: Path, file: BinaryIO) -> Json:
     rest = os.fstat(file.fileno()).st_size - file.tell()
     if rest != length:
         raise SlimxError(
-            f"{path}: the file has {rest} bytes of groups, but {length} were written; use another checkpoint",
+            f"{path}: the file has {rest} bytes of groups, but {length} were written; use another copy",
             code="data.truncated",
             about=str(path),
         )

@@ -44,8 +44,8 @@ class Router:
         """Prepares the process without starting it.
 
         `request_deadline_s`: deadline of one generation request, in seconds. `disaggregated`: True if workers are
-        prefill and decode servers, and each request goes to one of either. `by_key`: True to route requests with the
-        same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least loaded at the first of them; else
+        prefill and decode servers, and each request goes to one of each. `by_key`: True to route requests with the same
+        key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least loaded at the first of them; else
         requests are routed by shared prefix unless loads are too unequal. `keys`: keys of the workers; requests to the
         router need their `api_key` as well.
         """

@@ -46,7 +46,7 @@ class LeasedRun:
 
 
 class Boxes:
-    """All sandboxes of a server. Its methods run on the event loop, blocking calls of sandboxes in threads."""
+    """All sandboxes of a server. Its methods run on the event loop; calls of sandboxes that block run in threads."""
 
     def __init__(self, make: Callable[[str | Path, Limits], Box], *, most: int, lease_s: float):
         """Starts without sandboxes. `make`: creates one from a source and limits, may block. `most`: maximum number of

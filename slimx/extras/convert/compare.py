@@ -16,8 +16,8 @@ from slimx.models.files.reader import bits
 _RELATIVE = 2.0**-4 + 2.0**-8
 """Largest relative error of a value: half of e4m3's last place, and of bf16's, the dtype in which codes are read."""
 _OF_SCALE = 2.0**-8
-"""Largest error in units of the scale: twice half the distance of e4m3's smallest numbers (2^-9), since ue8m0 may halve
-the scale after rounding; plus bf16's rounding."""
+"""Bound of a small value's error in units of its scale: half the spacing of e4m3's subnormal numbers (2^-9), doubled
+because ue8m0 may halve the scale after rounding, plus room for bf16's rounding."""
 
 _OF_INT4_SCALE = 0.5 + 0.125
 """Largest error of a value in INT4 in units of amax / 7; a wrong code exceeds it."""

@@ -15,5 +15,5 @@ def put_together(rollout: Rollout, publish: Publish) -> Problems:
         if group.urls or group.nodes > 1:
             yield (
                 "with publish.transport=disk a slimx process at each server assembles its weights on one machine, but "
-                f"{group.where} has urls or multi-node servers; leave it out"
+                f"{group.where} has urls or multi-node servers; leave publish.delta out"
             )

@@ -26,7 +26,7 @@ ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; others only if they have a problem."""
 STAND_INS = ("sgl_kernel", "torchvision")
-"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, which this room may not import; a test compares the two."""
+"""Copy of `slimx.extras.cpu.adapters.absent.PACKAGES`, which this package may not import; a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Copy of `slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""

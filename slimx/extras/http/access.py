@@ -23,7 +23,8 @@ def token_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def permitted(authorization: str, token: str | None) -> bool:
-    """Returns True if the value of an Authorization header has the token, or if there is no token."""
+    """Returns True if the value of an Authorization header carries `token`, or if `token` is None (the server requires
+    none)."""
     expected = f"Bearer {token}".encode()
     return token is None or hmac.compare_digest(authorization.encode(errors="surrogateescape"), expected)
 

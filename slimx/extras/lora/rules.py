@@ -167,7 +167,7 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     if others:
         yield (
             f"unmerged adapters are proven for {' and '.join(SERVED)} only, but {others[0]} would have one: "
-            "name these, or leave publish.adapters at merged"
+            "list only those in trainer.lora.targets, or leave publish.adapters at merged"
         )
 
 
@@ -176,8 +176,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     """Checks the transport that is chosen if the configuration leaves it open."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "adapters alone are published by memory only, on one machine; set it to that, or leave publish.adapters at "
-            "merged"
+            "publish.adapters=alone needs the transport memory, on one machine; set it to memory, or leave "
+            "publish.adapters at merged"
         )
 
 

@@ -271,9 +271,9 @@ def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelS
         starts = quantization.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {directory}, which is in INT4, but publish.quantize is not; set that "
-                "to int4, or convert it to bf16 (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and name the "
-                "result"
+                f"{group.where} starts from {directory}, an INT4 checkpoint, but publish.quantize is not int4; "
+                "set it to int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then "
+                "`megatron-to-hf`) and name the result"
             )
         if published and not starts:
             yield (

@@ -47,7 +47,7 @@ class RewardModelTrainer(ValueTrainer):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
-        """Trains like the policy's trainer; engines have no version of these weights."""
+        """Trains like the policy's trainer. `version` is ignored: engines never hold these weights."""
         return super().train_updates(updates, step=step)
 
     @operation(needs="weights")

@@ -16,7 +16,8 @@ from slimx.errors import PartLost
 from slimx.runtime.tasks import in_thread
 
 END_S = 20.0
-"""Deadline for the end of a killed process, in seconds. Later, a driver or a file system blocks it."""
+"""Deadline for the end of a killed process, in seconds. A process that exceeds it is blocked in a device driver or a
+file system."""
 _LOOK_S = 0.05
 
 

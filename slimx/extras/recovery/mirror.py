@@ -103,7 +103,8 @@ class Mirror:
         return memory
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
-        """Runs in the thread. Prints failures: the driver only asks the store."""
+        """Sends the state after `step` to `store`, in the thread of this mirror. Prints failures instead of raising
+        them: the driver learns from the store alone which states are complete."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):

@@ -96,8 +96,8 @@ class Teachers:
 
 
 def make_scorer(config: Config, engines: Mapping[str, FrozenEngine]) -> Score | None:
-    """Returns the scorer with teachers among frozen `engines`, or None without teachers, or for a replay, whose
-    rollouts have scores."""
+    """Returns the scorer that asks the teachers among the frozen `engines`; None if there are no teachers, or for a
+    replay, whose rollouts already have scores."""
     if not config.algorithm.served_teachers or config.rollout.replay:
         return None
     return Teachers(config.algorithm, engines, config.rollout.concurrency).score

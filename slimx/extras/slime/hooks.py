@@ -35,8 +35,8 @@ FORMS = {
 
 
 def load(key: str, path: str, kind: str) -> Callable[..., Any]:
-    """Returns the function at `path` (without the prefix), the value of `key`. Raises SlimxError naming anything of
-    slime that slimx does not provide, and for a signature that does not fit `kind`."""
+    """Returns the function at `path`, the value of `key` without its prefix. Raises SlimxError if the function needs a
+    part of slime that slimx does not provide, naming that part, or if its signature does not fit `kind`."""
     serve()
     try:
         function = imported(key, path)

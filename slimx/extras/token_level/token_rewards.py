@@ -23,8 +23,8 @@ from slimx.data.records import Group
 
 
 class TokenAdvantages(Estimator):
-    """Advantages of PPO and REINFORCE++. Their initial values are the trajectory's reward, or its difference to the
-    group's mean, which is assigned to the last trained token."""
+    """Advantages of PPO and REINFORCE++. They start from the trajectory's reward, or the reward minus the group's mean,
+    assigned to the last trained token."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float]:
         above_mean = self.algorithm.advantages.kind == "reinforce_baseline"

@@ -58,7 +58,8 @@ def preloaded(
 
 
 def read_common(path: Path) -> Json:
-    """Returns the content of `common.pt` of the checkpoint `path`; the arguments' class is the only one allowed."""
+    """Returns the contents of `common.pt` in the checkpoint at `path`. Unpickling allows no classes but torch's and
+    argparse.Namespace, that of the arguments."""
     import torch
 
     from slimx.models.files.safe_pickle import safe_classes

@@ -12,7 +12,7 @@ class RecordedSample:
     """A rollout as text."""
 
     step: int
-    """Optimizer step at which it was recorded."""
+    """Step of the run in which it was recorded."""
     prompt: str
     answer: str | None
     """Answer that the verifier expects; None or empty without one."""

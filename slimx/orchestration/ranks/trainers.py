@@ -49,8 +49,8 @@ class TrainerGroup(RankGroup):
         *,
         name: str = "trainer",
     ):
-        """Creates the actors. `table`: the model's weight table. `plans`: by name, of exports ("export") and of
-        publications."""
+        """Creates the actors. `table`: the model's weight table. `plans`: plans of exports ("export") and of
+        publications, by name."""
         critic = config.critic is not None and config.critic.placement == "shared"
         roles = ["model", "critic"] if critic else ["model"]
         super().__init__(name, config, sizes, log_dir, device, roles, worker)
@@ -62,8 +62,8 @@ class TrainerGroup(RankGroup):
         """Batch shards that each data-parallel rank trains: more than one after the number of ranks has shrunk."""
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
-        """Returns a group of new ranks of the smaller `sizes` that trains the same batches, not started yet; the ranks
-        of this group have ended. `plans`: of its exports and publications."""
+        """Returns a group with new ranks, not started yet, of the smaller `sizes`; it trains the same batches. The
+        ranks of this group must have ended. `plans`: plans of the new group's exports and publications, by name."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})

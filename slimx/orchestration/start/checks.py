@@ -58,8 +58,8 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
-                f"rollout.engines group {group.name} has urls, and the weights of those servers are unknown; let slimx "
-                "start the engines (count)",
+                f"rollout.engines group {group.name} has urls, and slimx does not know the weights of those "
+                "servers; set count instead of urls, so that slimx starts the engines",
                 code="engines.urls",
                 about=group.name,
             )

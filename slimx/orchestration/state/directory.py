@@ -27,8 +27,8 @@ NAMED = 4
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `run.resume` forbids to resume from the directory or to start in it, if `slimx generate` has
-    written into it, or if `run.fork` is not a checkpoint."""
+    """Raises SlimxError if `run.resume` forbids starting in the directory or finds nothing there to resume from, if
+    `slimx generate` has written into it, or if `run.fork` is not a checkpoint."""
     if (directory / CURSOR).exists():
         raise SlimxError(
             f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "

@@ -119,7 +119,7 @@ class Records:
             yield
 
     async def starting(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Runs the start of a part of the run, and adds it to the timeline on its own track."""
+        """Awaits `work`, which starts `part`, and records it in the timeline on the part's own track."""
         since = time.time()
         clock = time.perf_counter()
         await work()

@@ -22,7 +22,7 @@ from slimx.layout.parts import Part, check_boxes, matrix
 from slimx.reshard.plan.intersect import Move, moves
 
 FORMAT = 2
-"""Format of `Plan.to_bytes`."""
+"""Version of the format that `Plan.to_bytes` writes."""
 MOVES = 2**22
 """Maximum number of moves in a plan: 10 times those of any configuration in configs/moe."""
 ALIGNMENT = 64
@@ -332,8 +332,9 @@ class _Compiler:
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Checks that a block is in one rectangle of one rank, where it is quantized, and is a block of the
-        checkpoint's tensor, or engines of other sizes would get different codes."""
+        """Raises SlimxError unless every quantization block of `move` lies in one rectangle of one rank, which
+        quantizes it, and is a block of the checkpoint's tensor; otherwise engines of other sizes would get different
+        codes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
                 f"plan: {name} is reordered inside its quantization blocks; publish it unquantized",

@@ -88,7 +88,8 @@ class Returned:
             raise self._error("rollout.policy", name, text)
 
     def _check_fields(self, trajectory: Trajectory) -> None:
-        """Checks all fields but the arrays, by encoding and decoding them."""
+        """Checks all fields except arrays: they must survive encoding and decoding, the status must not be `aborted`,
+        and rewards must be finite."""
         check_metadata(f"{self.hook} returned {trajectory.id} with", trajectory.metadata)
         values = {name: getattr(trajectory, name) for name in _PLAIN_FIELDS}
         try:

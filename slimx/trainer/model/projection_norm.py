@@ -22,8 +22,9 @@ from slimx.numerics.norm import rms_scale
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm over the `heads` heads of a projection, which are split over the tensor-parallel ranks.
 
-    megatron-core leaves its gradient unchanged as long as its config has no qk_layernorm: with it, 0.19.2 sums the
-    gradients of everything named q_layernorm or k_layernorm over the ranks, but here ranks have different parts.
+    The model's config must not set qk_layernorm: with it, megatron-core 0.19.2 sums the gradients of all parameters
+    named q_layernorm or k_layernorm over the tensor-parallel ranks, but here each rank has a different part of the
+    weight.
     """
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int):

@@ -35,7 +35,7 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry points: classes of `ExternalState` by the location of the state."""
+"""Entry point group of subclasses of `ExternalState`, by the location of the state."""
 
 
 class ExternalState:
@@ -167,9 +167,10 @@ class OptimizerStep:
     def __call__(self, rate: float) -> dict[str, float]:
         """Applies the current gradients with learning rate `rate`; returns metrics.
 
-        After a skip, and if the gradient (including all terms of the loss) is exactly 0 everywhere, weights, moments
-        and Adam's step count are unchanged, bit for bit. Raises SlimxError on every rank after `max_skipped`
-        consecutive skips for gradients that are not finite, naming the parameter where it began.
+        A skipped step, or one whose gradient (of all terms of the loss) is exactly 0 everywhere, leaves weights,
+        moments and Adam's step count unchanged, bit for bit. Raises SlimxError on every rank after `max_skipped`
+        consecutive skips because of non-finite gradients, naming the parameters in which the backward pass first met
+        one.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -163,8 +163,8 @@ def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collectio
     offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
     if offered != place.form:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before "
-            "publishing",
+            f"tensor {name} of bucket {bucket} is {offered}, but the model loads {place.form}; convert it "
+            "before publishing",
             code="receiver.form",
             about=name,
         )

@@ -105,7 +105,7 @@ def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the same for checkpoints that stack query, key and value in one tensor."""
+    """Yields rows of q, then k, then v, like `qkv`, for checkpoints that stack query, key and value in one tensor."""
     rects: list[Rect] = []
     start = 0
     first = 0

@@ -261,8 +261,8 @@ def staged_sums(
 def local_sums(
     places: Mapping[str, Destination], names: Iterable[str], parameters: Parameters
 ) -> dict[str, set[int | None]]:
-    """Returns the shares of `names` in the model's current weights: one value if all copies of a tensor agree; None
-    among them for a parameter whose shape or dtype has changed."""
+    """Returns, for each tensor of `names`, the checksum shares of its copies in the model's current weights: a single
+    value if all copies agree, with None for a copy whose shape or dtype has changed."""
     shares: dict[str, set[int | None]] = {}
     by_device: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
     """Device -> names of tensors, and records of their parts."""

@@ -73,8 +73,8 @@ class AnswerReader:
     async def message(
         self, token_ids: Sequence[int], request: ChatRequest, index: int, *, after: Sequence[int]
     ) -> tuple[Message, bool]:
-        """Returns the assistant's message in the API's form, and True if a tool call begins in it. `index`: of the
-        request, makes the ids of calls unique. `after`: the tokens before the response."""
+        """Returns the assistant's message in the API's form, and whether a tool call begins in it. `index`: index of
+        the request, which makes the ids of calls unique. `after`: the tokens before the response."""
         text = self.text(token_ids, request.stop)
         thought = ""
         if self.separates_reasoning:

@@ -182,8 +182,8 @@ class Terminal:
             )
 
     def _try(self, task: Task) -> None:
-        """Raises SlimxError if no shell runs in the task's sandbox. Its limit is the tests', because a busy machine is
-        slow."""
+        """Raises SlimxError if a shell and tar do not run in the task's sandbox. The trial gets at least the time limit
+        of the tests, because a busy machine is slow."""
         box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:
             result = box.run(["sh", "-c", "tar --help"], cwd=task.directory)

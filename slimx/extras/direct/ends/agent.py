@@ -62,8 +62,8 @@ class Agent:
         return memory
 
     def register_gpu(self, nbytes: int, device: torch.device | int) -> DeviceMemory:
-        """Returns GPU memory for transfers. An agent registers memory of only one GPU: NIXL's UCX backend has one CUDA
-        context."""
+        """Allocates `nbytes` of memory on GPU `device` and registers it for transfers. An agent registers memory of
+        only one GPU: NIXL's UCX backend has one CUDA context."""
         memory = DeviceMemory(max(nbytes, 1), device)
         remedy = "check that the network devices reach GPU memory (nvidia-peermem or dma-buf), or set "
         self._register(memory, region_of(memory), remedy + "publish.staging=model, which uses host memory")

@@ -47,7 +47,7 @@ class EngineLink:
     """Connection to an engine that took part in a publication."""
 
     peer: str
-    """Name of its agent."""
+    """Name of the engine's NIXL agent."""
     offer: Offer
     runs: dict[int, list[PackedRun]]
     """Bucket -> runs of this rank."""

@@ -169,7 +169,7 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
 
 
 def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
-    """Yields shares in the gradient of an invented router's logits."""
+    """Yields each configured router term's share of the gradient of a synthetic router's logits."""
     moe = config.trainer.moe
     keys = [key for key in ROUTER_TERMS if getattr(moe, key)]
     if not keys:

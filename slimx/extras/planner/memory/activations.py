@@ -212,8 +212,8 @@ def _core(
 
 
 def _mask(s: Setting) -> float:
-    """Returns the bytes of a rank's attention mask: plain torch has one for every pair if context parallelism splits
-    sequences."""
+    """Returns the size of a rank's attention mask in bytes. Only plain torch with context parallelism has one, with an
+    element for every query-key pair."""
     if s.kernels != "torch" or s.sizes.context == 1:
         return 0.0
     return s.tokens * s.length * s.itemsize

@@ -132,7 +132,7 @@ class Holdings:
         return runs
 
     def elements(self, sizes: Sizes, rank: int) -> int:
-        """Returns the trained elements of trainer rank `rank`, without alignment gaps."""
+        """Returns the number of trained elements on trainer rank `rank`, without alignment gaps."""
         by_block: dict[int, int] = {}  # layers of a kind share their block
         total = 0
         for block in self._blocks(sizes, rank):

@@ -58,7 +58,8 @@ def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fiel
 def _engine(
     config: Config, spec: ModelSpec, machine: Machine, group: Engines, table: Table, fields: Fields
 ) -> EngineSuggestion | None:
-    """Returns the suggestion for servers of these sizes; None if they hold no rollout or a rule refuses them."""
+    """Returns the suggestion for servers of these sizes; None if they cannot hold even one rollout, or a rule refuses
+    them."""
     changed = group.model_copy(update=fields)
     groups = []
     for candidate in config.rollout.engines:

@@ -56,8 +56,8 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Problems:
     if machine.gpu is GPUS["gb300"] and moe.dispatcher == "flex" and moe.flex_backend == "deepep":
         yield (
             "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans nodes of 4 "
-            "GPUs; set trainer.moe.dispatcher=alltoall, or flex_backend=hybridep where DeepEP is built of its branch "
-            "hybrid-ep"
+            "GPUs; set trainer.moe.dispatcher=alltoall, or trainer.moe.flex_backend=hybridep if DeepEP is built "
+            "from its hybrid-ep branch"
         )
 
 

@@ -76,7 +76,8 @@ class Alerts(Events):
             self.tell("stalled", sentence, about=pace.phase)
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Reports a step whose gradients an optimizer skipped, and steps without a signal, which are also noted."""
+        """Reports a step that an optimizer skipped because a gradient was not finite, and policies without a training
+        signal for many steps, which are also passed to `note`."""
         skipped = "the optimizer skipped this step: a gradient was infinite or not a number"
         for name, count in metrics.items():
             if name.endswith(("optim/skipped", "critic/skipped")) and count:

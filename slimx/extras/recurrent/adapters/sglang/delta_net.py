@@ -266,8 +266,8 @@ def _convolve(
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes silu of the convolution of x [T, channels], whose sequences follow inputs `initial` [sequences,
-    channels, width - 1]. Writes their last inputs to `slots` of `states`."""
+    """Computes silu of the causal convolution of x [T, channels], whose sequences continue from the earlier inputs
+    `initial` [sequences, channels, width - 1]. Writes each sequence's last inputs to its slot of `states`."""
     out = causal_convolution(x, weight, lengths, initial)
     width = states.shape[-1]
     for slot, before, part in zip(slots.tolist(), initial, x.split(lengths), strict=True):
