@@ -332,9 +332,8 @@ class _Compiler:
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Raises SlimxError unless every quantization block of `move` lies in one rectangle of one rank, which
-        quantizes it, and is a block of the checkpoint's tensor; otherwise engines of other sizes would get different
-        codes."""
+        """Raises SlimxError unless every quantization block of `move` lies in one rectangle of one rank, and is a block
+        of the checkpoint's tensor; otherwise engines of other sizes would get different codes."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
                 f"plan: {name} is reordered inside its quantization blocks; publish it unquantized",

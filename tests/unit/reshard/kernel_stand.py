@@ -93,7 +93,7 @@ class Tensor:
     rule: RULE = RULE.NONE
     block: tuple[int, int] = (0, 0)
     scales: torch.Tensor | None = None
-    """Of a dequantizing op [block rows, block cols]."""
+    """Scales of a dequantizing op [block rows, block cols]."""
 
     @property
     def quantizes(self) -> bool:

@@ -162,7 +162,7 @@ def test_quantized_values_are_near(rule: RULE) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ue8m0_is_a_fixed_point_of_requantization(dtype: torch.dtype) -> None:
-    """What an engine does that dequantizes such weights and quantizes them again on loading."""
+    """Engines dequantize such weights and quantize them again on loading."""
     x = blocks_of_every_amax(32)[: FINITE - 8].to(dtype)  # above, dequantized values overflow
     codes, scales = reference.quantize(x, RULE.UE8M0, (1, 32))
     again = reference.dequantize(codes, scales, (1, 32), dtype)
