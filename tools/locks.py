@@ -43,7 +43,7 @@ def hashed(lock: str, sums: dict[str, list[str]]) -> str:
     for line in lock.splitlines():
         if not line.startswith("#"):
             pin = line.split()[0]
-            line = " ".join([pin, *(f"--hash=sha256:{each}" for each in sums[pin])])
+            line = " ".join([pin, *(f"--hash=sha256:{digest}" for digest in sums[pin])])
         lines.append(line)
     return "\n".join([*lines, ""])
 

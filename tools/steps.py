@@ -1,4 +1,5 @@
-"""Steps of a check on a machine, one after another: what a step expects, what it found, and how long it took."""
+"""Runs the steps of a check on a machine one after another, and records for each its expectation, finding and
+duration."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Failed(Exception):
-    """Raised by a step that found something else than it expects, with one sentence."""
+    """Raised by a step with an unexpected finding, with one sentence."""
 
 
 class LeftOut(Exception):
@@ -36,10 +37,10 @@ class Outcome:
 
 
 class Steps:
-    """Takes steps, and keeps their outcomes in a file while they are taken."""
+    """Takes steps and writes their outcomes to a file after each."""
 
     def __init__(self, title: str, path: Path):
-        """`title`: first line of the table in the file `path`."""
+        """Starts without outcomes. `title`: first line of the table in the file `path`."""
         self.title, self.path = title, path
         self.outcomes: list[Outcome] = []
 
@@ -67,7 +68,7 @@ class Steps:
         self.path.write_text(self.table())
 
     def state(self, name: str) -> str:
-        """Returns the state of a step that was taken; "" of one that was not."""
+        """Returns the state of a step; "" if it was not taken."""
         return next((outcome.state for outcome in self.outcomes if outcome.name == name), "")
 
     @property

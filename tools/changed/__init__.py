@@ -1,1 +1,1 @@
-"""The tests that a change can reach, by the graph of imports and of names in strings: `make test-changed`."""
+"""Selects the tests that a change can affect, by imports and by names in strings: `make test-changed`."""

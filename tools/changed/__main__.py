@@ -27,14 +27,14 @@ def git(root: Path, *arguments: str) -> set[str]:
 
 
 def reached(root: Path, base: str) -> tuple[set[str], dict[str, int]]:
-    """Returns the files that differ from `base`, and the test files that these reach with their distances."""
+    """Returns the files that differ from `base`, and the affected test files with their distances in the graph."""
     untracked = git(root, "ls-files", "--others", "--exclude-standard")
     changed = git(root, "diff", "--name-only", "--no-renames", "--relative", base) | untracked
     return changed, Graph(root, git(root, "ls-files") | changed).distances(changed) if changed else {}
 
 
 class Nearest:
-    """Plugin of pytest that runs tests in the order of their files, and counts them."""
+    """A pytest plugin that runs test files nearest first and reports how many tests were selected."""
 
     def __init__(self, distances: Mapping[str, int], root: Path):
         self.order = {root / file: number for number, file in enumerate(distances)}
@@ -53,20 +53,21 @@ def main() -> int:
     parser.add_argument("--base", default="HEAD", metavar="REV", help="what the working tree is compared with")
     parser.add_argument("--list", action="store_true", help="print the test files with their distances, run none")
     parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, behind --")
-    given = parser.parse_args()
+    options = parser.parse_args()
     root = Path.cwd()
-    changed, distances = reached(root, given.base)
+    changed, distances = reached(root, options.base)
     if not changed:
-        print(f"No file differs from {given.base}.")
+        print(f"No file differs from {options.base}.")
         return 0
     if not distances:
-        print(f"No test depends on what differs from {given.base}: {', '.join(sorted(changed))}.")
+        print(f"No test depends on what differs from {options.base}: {', '.join(sorted(changed))}.")
         return 0
-    print(f"{len(distances)} test files depend on the {len(changed)} files that differ from {given.base}.", flush=True)
-    if given.list:
+    count = len(changed)
+    print(f"{len(distances)} test files depend on the {count} files that differ from {options.base}.", flush=True)
+    if options.list:
         print("\n".join(f"{distance:3} {test}" for test, distance in distances.items()))
         return 0
-    return pytest.main(["-m", "slow or not slow", *given.pytest, *distances], plugins=[Nearest(distances, root)])
+    return pytest.main(["-m", "slow or not slow", *options.pytest, *distances], plugins=[Nearest(distances, root)])
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from tools.changed.names import MODULE, Names, fixtures
 
 CALLS_MODULES = (".sh", ".yaml")
 READS_REPOSITORY = ("tests/", "tools/", "benchmarks/", "setup.py")
-"""Beginnings of files whose strings name files of the whole repository; in slimx/ such strings are messages."""
+"""Path prefixes of files whose strings may name any file of the repository. In slimx/ such strings are messages."""
 LOADER, LIBRARIES = "slimx/library.py", "csrc/"
 """The module that loads the native libraries, and the directory of their sources."""
 FAR = 3
-"""Distance of a file from what names its directory: that reads all files there alike."""
+"""Distance between a file and one that names its directory: such a file reads everything in there."""
 
 
 class Graph:
@@ -27,7 +27,7 @@ class Graph:
     """
 
     def __init__(self, root: Path, files: Collection[str]):
-        """`files`: the paths of the repository, also those that are deleted."""
+        """Builds the graph of `files`, the paths of the repository, including deleted ones."""
         self.root, self.files = root, {*files}
         self.edges: dict[str, dict[str, int]] = {}
         self._directories = {str(above) for file in files for above in PurePath(file).parents} - {"."}
@@ -90,20 +90,21 @@ class Graph:
         if file.startswith("tests/"):
             for conftest in {f"{place}/conftest.py" for place in above} & self.files:
                 near |= {f"{conftest}!", *(f"{conftest}::{word}" for word in names.words)} & self.edges.keys()
-        called = {each for path in names.files for each in self._files(path)}
+        called = {candidate for path in names.files for candidate in self._files(path)}
         if not file.startswith(READS_REPOSITORY):
-            called = {each for each in called if each.partition("/")[0] == file.partition("/")[0]}
+            called = {candidate for candidate in called if candidate.partition("/")[0] == file.partition("/")[0]}
             return dict.fromkeys(near | called, 1)
         places = {str(place / path) for path in map(known, names.directories) if path for place in above}
         starts = tuple(f"{place}/" for place in places & self._directories)
-        far = [each for each in self.files if each.startswith(starts)] if starts else []
+        far = [candidate for candidate in self.files if candidate.startswith(starts)] if starts else []
         return dict.fromkeys(far, FAR) | dict.fromkeys(near | called, 1)
 
     def _files(self, path: str) -> set[str]:
-        """Returns the files whose paths end so."""
+        """Returns the files whose paths end with `path`."""
         if "." not in path and path not in self.files:  # any word
             return set()
-        return {each for each in self._called.get(PurePath(path).name, ()) if f"/{each}".endswith(f"/{path}")}
+        namesakes = self._called.get(PurePath(path).name, ())
+        return {candidate for candidate in namesakes if f"/{candidate}".endswith(f"/{path}")}
 
     def _modules(self, names: Collection[str], least: int = 2) -> set[str]:
         """Returns the files of modules, or of those that contain what has the name, and their packages' PATH!.
@@ -125,5 +126,5 @@ class Graph:
 
 
 def known(path: str) -> str:
-    """Returns the directory in which a path with `*` lies; others as they are."""
+    """Returns the directory of a path with `*`; other paths unchanged."""
     return path.partition("*")[0].rpartition("/")[0] if "*" in path else path

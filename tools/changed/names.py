@@ -1,4 +1,4 @@
-"""Names in Python statements of what these depend on: modules, files, directories and fixtures."""
+"""Finds the names in Python statements on which these depend: modules, files, directories and fixtures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Self
 
 PACKAGES = ("slimx", "tests", "tools", "benchmarks", "examples")
 MODULE = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
-"""A module, or a thing in one: slimx.rollout.single_turn.generate."""
+"""A module or a name in one: slimx.rollout.single_turn.generate."""
 FROM = re.compile(r"\bfrom ([\w.]+) import ([\w, ]+)")
-"""In a program that is a string."""
+"""Import statements in strings that contain programs."""
 PATH = re.compile(r"[\w*][\w.*-]*(?:/[\w.*-]+)*")
 REPOSITORY = re.compile(r"[A-Z_]+|.*__file__.*")
-"""Bases of paths in the repository, as in ROOT / "configs": `tmp_path / "configs"` is a directory of a test."""
+"""Base expressions of paths in the repository, as in ROOT / "configs". `tmp_path / "configs"` is a directory of a
+test."""
 
 
 class Names(ast.NodeVisitor):
     """Names in statements, without docstrings; `*` stands for the parts of a path that are no literals."""
 
     def __init__(self, package: PurePath):
-        """`package`: the directory that relative imports begin at."""
+        """Starts without names. `package`: directory to which relative imports refer."""
         self.package = package.parts
         self.imports: set[str] = set()
         """Modules and things in modules, by import statements and by attributes of a package, whose name alone is that
@@ -34,7 +35,7 @@ class Names(ast.NodeVisitor):
         self.files: set[str] = set()
         self.directories: set[str] = set()
         self.words: set[str] = set()
-        """Parameters of functions and whole strings: fixtures are requested by them."""
+        """Function parameters and whole strings: both can request fixtures."""
         self.loaded: set[str] = set()
         """Variables that are read."""
 
@@ -102,7 +103,7 @@ class Names(ast.NodeVisitor):
 
 
 def text(node: ast.AST) -> str:
-    """Returns a literal string with `*` for its fields, of other expressions nothing."""
+    """Returns a literal string with `*` for its fields; "" for other expressions."""
     match node:
         case ast.Constant(value=str(string)):
             return string
@@ -151,9 +152,9 @@ def fixtures(tree: ast.Module, package: PurePath) -> Iterator[tuple[str, Names]]
 
 
 def used(statements: list[ast.stmt], defined: dict[str, list[ast.stmt]], package: PurePath) -> list[ast.stmt]:
-    """Returns `statements` and those that define the names which they use."""
+    """Returns `statements` and, transitively, the statements that define names used in them."""
     found = list(statements)
     for statement in found:  # which grows
         for name in Names.of([statement], package).loaded & defined.keys():
-            found += [each for each in defined[name] if each not in found]
+            found += [definition for definition in defined[name] if definition not in found]
     return found

@@ -1,1 +1,1 @@
-"""Makes the pages of docs/ that are written by a program."""
+"""Generates pages of docs/."""

@@ -1,4 +1,4 @@
-"""Draw docs/architecture.svg from the import contracts: the rooms of slimx, layer by layer, with what each is for.
+"""Draws docs/architecture.svg from the import contracts: the rooms of slimx, layer by layer, with what each is for.
 
     python tools/docs/make_architecture.py
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
 
 WIDTH, MARGIN, GAP = 1200, 24, 12
-"""Pixels: of the picture, around it, and between boxes."""
+"""Width of the picture, its margin, and the gap between boxes, in pixels."""
 LINE, PADDING, TITLE = 17, 12, 22
 CHARACTER, MONOSPACED = 6.7, 7.3
 """Mean width of a character of the text, and width of one of a sub-room's name, in pixels."""
@@ -34,18 +34,19 @@ class Room:
     name: str
     text: str
     inner: tuple[str, ...]
-    """Names of its sub-rooms."""
+    """Names of the room's subpackages."""
 
 
 def layers(pyproject: str) -> list[list[str]]:
-    """Names of rooms by layer, the topmost first, from the text of pyproject.toml."""
+    """Returns the names of rooms by layer, topmost first, from the text of pyproject.toml."""
     contracts = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
-    (contract,) = (each for each in contracts if each["type"] == "layers" and each["containers"] == ["slimx"])
+    layered = (contract for contract in contracts if contract["type"] == "layers")
+    (contract,) = (contract for contract in layered if contract["containers"] == ["slimx"])
     return [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
 
 
 def read_room(name: str) -> Room:
-    """The room slimx/`name`, described by its docstring."""
+    """Reads the room slimx/`name` and its docstring."""
     folder = ROOT / "slimx" / name
     source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     text = (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0]
@@ -54,7 +55,7 @@ def read_room(name: str) -> Room:
 
 
 def draw(rooms: list[list[Room]]) -> str:
-    """The picture as SVG: one row of boxes for each layer."""
+    """Returns the picture as SVG, with one row of boxes per layer."""
     parts, top = [], float(MARGIN)
     for row in rooms:
         width = (WIDTH - 2 * MARGIN - 28 - GAP * (len(row) - 1)) / len(row)
@@ -85,7 +86,7 @@ def draw(rooms: list[list[Room]]) -> str:
 
 
 def _wrapped(names: Sequence[str], columns: int) -> list[str]:
-    """Lines of at most `columns` characters, none of which begins with a separator."""
+    """Breaks names into lines of at most `columns` characters; no line begins with a separator."""
     lines = textwrap.wrap("\u00a0· ".join(names), columns, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]
 
@@ -103,7 +104,7 @@ def _box(name: str, text: list[str], inner: list[str], left: float, top: float, 
 
 
 def picture() -> str:
-    """docs/architecture.svg as the contracts and docstrings of today make it."""
+    """Returns docs/architecture.svg for the current contracts and docstrings."""
     names = layers((ROOT / "pyproject.toml").read_text())
     return draw([[read_room(name) for name in row] for row in names])
 

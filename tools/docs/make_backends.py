@@ -1,11 +1,11 @@
-"""Write the table of docs/engines.md: the kernels that SGLang chooses for the engines of every shipped configuration.
+"""Writes the table of docs/engines.md: the kernels that SGLang chooses for the engines of every shipped configuration.
 
     python -m tools.docs.make_backends                  writes the table
     python -m tools.docs.make_backends --rows FILE...   prints the rows of single configurations
 
-No GPU is needed: SGLang resolves a server's arguments by rules that ask for facts of the machine, and is told those of
-Hopper and of Blackwell (`override_platform`, its own). A unit test compares rows with the table, so run this after a
-change of a configuration or of the pinned SGLang; it takes two minutes.
+No GPU is needed: SGLang resolves a server's arguments by rules that ask for properties of the machine, and SGLang's
+`override_platform` answers with those of Hopper and of Blackwell. A unit test compares rows with the table, so run this
+after a change of a configuration or of the pinned SGLang; it takes two minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHIPPED = [
     for file in sorted(ROOT.glob("configs/moe/*.yaml"))
     if not file.stem.startswith(("quickstart", "ling-flash-2.0"))
 ]
-"""Configurations of the table."""
+"""Configurations shown in the table."""
 TITLE = "## What SGLang resolves"
 HEAD = """
 
@@ -62,7 +62,7 @@ GPUS: dict[str, dict[str, Any]] = {
         "device_capability": (10, 3),
     },
 }
-"""Facts of SGLang's PlatformContext that hold; others of `NO` do not."""
+"""Fields of SGLang's PlatformContext that are true on a GPU; those in `NO` are false."""
 NO = dict.fromkeys(
     ("is_sm90", "is_hopper_with_cuda_12_3", "is_sm100", "is_sm100_or_sm110", "is_sm110", "is_sm120", "is_blackwell"),
     False,
@@ -70,7 +70,8 @@ NO = dict.fromkeys(
 
 
 def resolved(arguments: dict[str, Any], gpu: str) -> dict[str, Any]:
-    """The arguments of a server after SGLang has resolved them for `gpu`. For a process of its own: it stays so."""
+    """Returns a server's arguments after SGLang has resolved them for `gpu`. Call it in a separate process: the
+    override of the platform cannot be undone."""
     import torch
     from sglang.srt.runtime_context import override_platform
     from sglang.srt.server_args import ServerArgs
@@ -83,7 +84,8 @@ def resolved(arguments: dict[str, Any], gpu: str) -> dict[str, Any]:
 
 
 def started_from(config: Config, group: Engines, directory: Path) -> Path:
-    """A directory with the config.json that the group's engines start from, also where the user makes the fp8 copy."""
+    """Writes and returns a directory with the config.json from which the group's engines start; for fp8, as if the user
+    had converted the checkpoint."""
     hf = json.loads((ROOT / config.model.path / "config.json").read_text())
     if config.publish.quantize and "quantization_config" not in hf:
         hf = with_quantization(hf, quantization(config.publish.quantize), [])
@@ -94,32 +96,32 @@ def started_from(config: Config, group: Engines, directory: Path) -> Path:
 
 
 def cells(stem: str, config: Config, group: Engines, gpu: str, directory: Path) -> list[str]:
-    """One row of the table."""
+    """Returns the cells of one row of the table."""
     experts = read_model(ROOT / config.model.path).experts > 0
     spec = engine_spec(config, group, group.name, device="cuda", moe=experts)
     spec = replace(spec, model_path=str(started_from(config, group, directory)), port=30000)
-    said = resolved(server_args(spec), gpu)
-    attention = said["attention_backend"]
-    by_phase = [said[f"{phase}_attention_backend"] or attention for phase in ("prefill", "decode")]
+    answers = resolved(server_args(spec), gpu)
+    attention = answers["attention_backend"]
+    by_phase = [answers[f"{phase}_attention_backend"] or attention for phase in ("prefill", "decode")]
     if attention == "dsa":
-        by_phase = [f"dsa ({said[f'dsa_{phase}_backend']})" for phase in ("prefill", "decode")]
-    wrong = [] if gpu == "sm90" else [*unpublishable(said, experts=experts, fp8=config.publish.quantize is not None)]
+        by_phase = [f"dsa ({answers[f'dsa_{phase}_backend']})" for phase in ("prefill", "decode")]
+    wrong = [] if gpu == "sm90" else [*unpublishable(answers, experts=experts, fp8=config.publish.quantize is not None)]
     return [
         f"`{stem}`" + (f", {group.name}" if len(config.rollout.policy_engines) > 1 else ""),
         gpu,
         " / ".join(dict.fromkeys(by_phase)),
-        said["kv_cache_dtype"],
-        said["moe_runner_backend"] if experts else "-",
-        said["fp8_gemm_runner_backend"] if config.publish.quantize else "-",
-        said["moe_a2a_backend"] if experts else "-",
-        said["sampling_backend"],
-        "NCCL's" if said["disable_custom_all_reduce"] else "custom",
+        answers["kv_cache_dtype"],
+        answers["moe_runner_backend"] if experts else "-",
+        answers["fp8_gemm_runner_backend"] if config.publish.quantize else "-",
+        answers["moe_a2a_backend"] if experts else "-",
+        answers["sampling_backend"],
+        "NCCL's" if answers["disable_custom_all_reduce"] else "custom",
         f"no: `{wrong[0][0]}`" if wrong else "yes",
     ]
 
 
 def rows(files: Sequence[Path]) -> Iterator[str]:
-    """Rows of configurations, each resolved in a fork of a process that has imported SGLang."""
+    """Yields the rows of configurations, each resolved in a fork of a process that has imported SGLang."""
     prepare(["--device", "cpu"])
     prepare_imports()
     import sglang.srt.server_args  # noqa: F401

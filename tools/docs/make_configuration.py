@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the configuration's schema.
+"""Writes docs/configuration.md from the configuration's schema.
 
     python tools/docs/make_configuration.py
 
@@ -41,12 +41,12 @@ before anything starts; `slimx doctor FILE` does the same checks and starts noth
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         model = _model_in(field.annotation)
         parts.append(f"\n## {name}\n")
-        parts += [f"\n{_told(field)}\n"] if field.description else []
+        parts += [f"\n{_description(field)}\n"] if field.description else []
         parts += _table(model, name)
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
@@ -72,7 +72,7 @@ def _rules() -> Iterator[str]:
 
 
 def _needs(rule: Rule) -> str:
-    """The most expensive thing that must be at hand to ask the rule."""
+    """Returns the most expensive input that the rule needs."""
     return next((need for need in reversed(FACTS) if rule.facts & {*FACTS[need]}), "configuration")
 
 
@@ -81,41 +81,41 @@ def _table(model: type[BaseModel], section: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if _model_in(field.annotation):
             continue
-        cells = (f"`{name}`", _type(field), _default(field), _told(field).replace("|", "\\|"))
+        cells = (f"`{name}`", _type(field), _default(field), _description(field).replace("|", "\\|"))
         yield f"| {' | '.join(cells)} |\n"
 
 
 def _objectives(records: Mapping[str, type[Objective]]) -> Iterator[str]:
-    """Rows of a key that has a kind: every parameter with the kinds that have it."""
+    """Yields the rows of a key with a `kind`: every parameter, with the kinds that have it."""
     kinds: dict[tuple[str, str, str, str], list[str]] = {}
     for kind, record in records.items():
         for name, field in record.model_fields.items():
             if name != "kind":
-                row = (f"`{name}`", _type(field), _default(field), _told(field).replace("|", "\\|"))
+                row = (f"`{name}`", _type(field), _default(field), _description(field).replace("|", "\\|"))
                 kinds.setdefault(row, []).append(kind)
     known = ", ".join(f"`{kind}`" for kind in records)
     yield "\n| key | type | default | of the kinds | description |\n| --- | --- | --- | --- | --- |\n"
     yield f"| `kind` | text | `{next(iter(records))}` | all | One of {known}, or the dotted path of a hook. |\n"
-    for (name, words, default, told), owners in kinds.items():
-        yield f"| {name} | {words} | {default} | {', '.join(f'`{owner}`' for owner in owners)} | {told} |\n"
+    for (name, words, default, description), owners in kinds.items():
+        yield f"| {name} | {words} | {default} | {', '.join(f'`{owner}`' for owner in owners)} | {description} |\n"
 
 
 def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[BaseModel], str]]:
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is not None:
-            text = f"{_told(field)} " if field.description else ""
+            text = f"{_description(field)} " if field.description else ""
             several = "A list; each entry has these keys." if typing.get_origin(field.annotation) is tuple else ""
             yield f"{section}.{name}", inner, f"{text}{several}"
 
 
-def _told(field: FieldInfo) -> str:
-    """The field's docstring on one line."""
+def _description(field: FieldInfo) -> str:
+    """Returns the field's docstring on one line."""
     return " ".join((field.description or "").split())
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, or holds a tuple of; None for a plain value."""
+    """Returns the section class of a field or of its tuple's items; None for a plain value."""
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -123,7 +123,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    """The type in a YAML writer's words, with its bounds."""
+    """Returns the type and its bounds in the terms of YAML."""
     return _bounded(_words(field.annotation), field.metadata).replace("|", "\\|")
 
 

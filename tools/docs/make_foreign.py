@@ -1,4 +1,4 @@
-"""Write the tables at the end of docs/guides/coming-from.md: other programs' names, and the keys that say the same.
+"""Writes the tables at the end of docs/guides/coming-from.md: other programs' names and the equivalent keys.
 
     python -m tools.docs.make_foreign
 
@@ -29,7 +29,7 @@ A name that ends in `*` stands for all that begin so, and `{}` for the rest of i
 
 
 def tables() -> str:
-    """The tables of all programs, with their headings."""
+    """Returns the tables of all programs, with their headings."""
     parts = [TITLE, HEAD]
     for program, names, dashes in (
         ("slime", SLIME, True),
@@ -44,7 +44,7 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The whole page: what is written by hand, and the tables."""
+    """Returns the whole page: its hand-written part and the tables."""
     written, _, _ = PAGE.read_text().partition(TITLE)
     return written + tables()
 
@@ -68,11 +68,11 @@ def _value(found: Meaning) -> str:
         for there, value in found.values.items()
         if value not in (there, "") and isinstance(value, str)
     ]
-    parts += [f"`{there}`: {_told(value)}" for there, value in found.values.items() if isinstance(value, Meaning)]
+    parts += [f"`{there}`: {_meaning(value)}" for there, value in found.values.items() if isinstance(value, Meaning)]
     return "; ".join([*parts, *([f"`{found.prefix}` in front of it"] if found.prefix else [])])
 
 
-def _told(found: Meaning) -> str:
+def _meaning(found: Meaning) -> str:
     keys = ", ".join(f"`{key}={value}`" for key, value in found.sets.items()) or (
         f"`{found.key}`, " if found.key else ""
     )

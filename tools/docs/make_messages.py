@@ -1,5 +1,5 @@
-"""Write tests/golden/COMMAND.txt, what each command says to wrong arguments, and tests/golden/mistakes.txt, what new
-users are told of their mistakes (tools.docs.mistakes): to be read as prose.
+"""Writes tests/golden/COMMAND.txt, the answers of each command to wrong arguments, and tests/golden/mistakes.txt, the
+answers to the mistakes of new users (tools.docs.mistakes), to be read as prose.
 
     python -m tools.docs.make_messages
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.docs import mistakes
-from tools.docs.typed import typed_beside
+from tools.docs.typed import typed_in
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 RUN = """\
@@ -41,7 +41,7 @@ FILES = {
     "trained/checkpoints/latest_checkpointed_iteration.txt": "3",
     "page.html": "<html></html>\n",
 }
-"""The files of the directory in which the commands run, by path."""
+"""Files of the directory in which the commands run, by path."""
 CONFIGURATION = (
     "missing.yaml",
     "empty",
@@ -121,13 +121,13 @@ CASES: dict[str, Sequence[str]] = {
 
 
 def page(command: str) -> str:
-    """Every case of `command`: what was typed, what was printed, and the exit status."""
+    """Returns all cases of `command`: the command line, its output and its exit status."""
     return "\n".join(_case(command, arguments) for arguments in CASES[command])
 
 
 def _case(command: str, arguments: str) -> str:
-    status, said = typed_beside(FILES, [command, *shlex.split(arguments)])
-    return f"$ slimx {command} {arguments}\n{said}[{status}]\n"
+    status, output = typed_in(FILES, [command, *shlex.split(arguments)])
+    return f"$ slimx {command} {arguments}\n{output}[{status}]\n"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the table of metrics.
+"""Writes docs/metrics.md from the table of metrics.
 
     python -m tools.docs.make_metrics
 
@@ -49,7 +49,7 @@ sum of `Step.tool_calls`.
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [HEAD]
     for section, metrics in groupby(sorted(METRICS, key=_place), key=lambda metric: metric.section):
         parts.append(f"\n## {section}\n\n| metric | meaning |\n| --- | --- |\n")

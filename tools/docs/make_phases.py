@@ -1,4 +1,4 @@
-"""Write the table of docs/planning.md: the peak of each phase of every large configuration, by `slimx plan`.
+"""Writes the table of docs/planning.md: the peak of each phase of every large configuration, by `slimx plan`.
 
     python -m tools.docs.make_phases
 
@@ -25,11 +25,11 @@ HEAD = ("file", "GPU", "GiB", *PHASES, "host, GiB", "disk, TB")
 
 
 def rows(stem: str, report: PlanReport) -> list[str]:
-    """The rows of one configuration: one for each kind of GPU."""
+    """Returns the rows of one configuration, one per kind of GPU."""
     peaks: dict[str, dict[str, int]] = {}
-    for each in report.phases:
-        kind = peaks.setdefault(each.group if each.gpu == "engine" else each.gpu, {})
-        kind[each.phase] = max(kind.get(each.phase, 0), each.nbytes)
+    for phase in report.phases:
+        kind = peaks.setdefault(phase.group if phase.gpu == "engine" else phase.gpu, {})
+        kind[phase.phase] = max(kind.get(phase.phase, 0), phase.nbytes)
     out = []
     for number, (kind, by_phase) in enumerate(peaks.items()):
         cells = [f"{by_phase[phase] / GIB:.0f}" if phase in by_phase else "" for phase in PHASES]

@@ -1,4 +1,4 @@
-"""Write the table of docs/support.md that says what was never proven together, from slimx/rules/unproven.py.
+"""Writes docs/support.md's table of combinations that were never proven, from slimx/rules/unproven.py.
 
     python -m tools.docs.make_unproven
 
@@ -29,7 +29,7 @@ the policy.
 
 
 def section() -> str:
-    """The whole section, with its title."""
+    """Returns the whole section, with its title."""
     return f"{TITLE}{HEAD}{''.join(_lines())}"
 
 
@@ -45,7 +45,7 @@ def _lines() -> Iterator[str]:
 
 
 def _rows(table: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Rows of the tables of that name, those of the core first."""
+    """Yields the rows of the tables called `table`, those of the core first."""
     modules = [module for module in entry_points.load_all("slimx.rules").values() if module is not unproven]
     return chain.from_iterable(vars(module).get(table, {}).items() for module in (unproven, *modules))
 
@@ -56,7 +56,7 @@ def _cell(entry: str) -> str:
 
 
 def replaced(text: str) -> str:
-    """The page `text` with the section as the tables are now."""
+    """Returns the page `text` with the section regenerated."""
     text, found = re.subn(rf"{TITLE}\n.*?(?=\n## |\Z)", lambda _: section(), text, flags=re.DOTALL)
     assert found == 1, PAGE
     return text

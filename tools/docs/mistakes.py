@@ -1,7 +1,7 @@
-"""Mistakes that new users make, and tests/golden/mistakes.txt, which shows what they are told.
+"""Mistakes that new users make, and tests/golden/mistakes.txt, which shows the answers of slimx.
 
-Each is a command beside the files of a small run that would start, one of them changed. Nothing trains: a mistake that
-is not refused before a run starts is one that this page has to show.
+Each mistake is a command in the directory of a small valid run, with one file changed. Nothing trains: a mistake that
+is not refused before a run starts is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from slimx.orchestration import session
 from tools.docs import typed_names
-from tools.docs.typed import typed_beside
+from tools.docs.typed import typed_in
 from tools.quickstart.make_model import make_model
 
 PAGE = Path(__file__).parents[2] / "tests" / "golden" / "mistakes.txt"
@@ -54,18 +54,18 @@ async def rises(ctx, trajectory):
     return float(ctx.text == ctx.prompt.answer)
 """
 LONG = 8
-"""Lines of a file that the page shows, at most."""
+"""Maximum number of lines of a file that the page shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """Something that a new user does wrong."""
+    """A mistake that new users make."""
 
     name: str
     command: str
-    """Words typed after `slimx`."""
+    """Arguments after `slimx`."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Files that differ from those of the run, by path."""
+    """Changed or additional files of the run's directory, by path."""
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
@@ -269,27 +269,27 @@ MISTAKES += tuple(
 
 
 def page() -> str:
-    """Every mistake: what differs, what is typed and printed, and the exit status."""
-    return "\n".join(map(told, MISTAKES))
+    """Returns the page: for every mistake the changed files, the command, its output and its exit status."""
+    return "\n".join(map(transcript, MISTAKES))
 
 
-def told(mistake: Mistake) -> str:
-    """One mistake, as the page shows it."""
+def transcript(mistake: Mistake) -> str:
+    """Returns one mistake as the page shows it."""
     lines = [f"# {mistake.name}"]
     for path, content in mistake.files.items():
         changed = _changed(path, content)
         lines += [f"{path}:", *(f"  | {line}" for line in changed)] if changed else [f"{path}: (as it is)"]
     with _named(mistake), mock.patch.object(session, "run_with_ray", side_effect=_started):
-        status, said = typed_beside(_files() | dict(mistake.files), shlex.split(mistake.command))
+        status, output = typed_in(_files() | dict(mistake.files), shlex.split(mistake.command))
     if mistake.command.startswith("plan "):
-        said = re.sub(r"^(?!slimx: ).*\n", "", said, flags=re.MULTILINE)  # the plan itself is no message
-    said = re.sub(r"(?<= )\d+\.\d\d$", "S", said, flags=re.MULTILINE)  # seconds of the table of --hooks
-    return "\n".join([*lines, f"$ slimx {mistake.command}", f"{said}[{status}]", ""])
+        output = re.sub(r"^(?!slimx: ).*\n", "", output, flags=re.MULTILINE)  # the plan itself is no message
+    output = re.sub(r"(?<= )\d+\.\d\d$", "S", output, flags=re.MULTILINE)  # seconds of the table of --hooks
+    return "\n".join([*lines, f"$ slimx {mistake.command}", f"{output}[{status}]", ""])
 
 
 @contextlib.contextmanager
 def _named(mistake: Mistake) -> Iterator[None]:
-    """Adds the mistake's name to what is raised."""
+    """Adds the mistake's name to errors that are raised inside."""
     try:
         yield
     except Exception as error:
@@ -302,17 +302,17 @@ def _started(*_: Any) -> None:
 
 
 def _changed(path: str, content: str | bytes) -> list[str]:
-    """Lines of a file that the run's own do not have; those of a long or binary one are left out."""
+    """Returns the lines of a file that differ from the valid run's. Long and binary lines are left out."""
     if isinstance(content, bytes):
         return []
-    own = _files().get(path, b"")
-    before = (own if isinstance(own, str) else own.decode()).splitlines()
+    original = _files().get(path, b"")
+    before = (original if isinstance(original, str) else original.decode()).splitlines()
     return [line.replace("\t", "<TAB>") for line in content.splitlines() if line not in before][:LONG]
 
 
 @functools.cache
 def _files() -> dict[str, str | bytes]:
-    """Files of the run that would start, by path."""
+    """Returns the files of a valid run, by path."""
     with tempfile.TemporaryDirectory() as name:
         make_model(name, seed=1)
         model = {f"model/{file.name}": file.read_bytes() for file in Path(name).iterdir()}

@@ -16,27 +16,27 @@ from slimx import cli
 
 
 def typed(arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of `slimx ARGUMENTS` in the working directory. An error that slimx does not tell of goes
-    through."""
-    said = io.StringIO()
+    """Runs `slimx ARGUMENTS` in the working directory and returns exit status and output. Errors that slimx does not
+    handle propagate."""
+    output = io.StringIO()
     with (
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
         mock.patch.object(sys, "argv", ["slimx", *arguments]),
         mock.patch.object(sys, "path", list(sys.path)),
-        _own_modules(Path.cwd()),
+        _fresh_modules(Path.cwd()),
     ):
         try:
             cli.main()
             status = 0
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-    return status, said.getvalue()
+    return status, output.getvalue()
 
 
-def typed_beside(files: Mapping[str, str | bytes], arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of `slimx ARGUMENTS` in a directory of its own with `files`, by path. In the output the
-    directory is called DIRECTORY."""
+def typed_in(files: Mapping[str, str | bytes], arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs `slimx ARGUMENTS` in a new directory with `files`, by path, and returns exit status and output. The output
+    shows DIRECTORY in place of the directory's path."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="slimx-typed-") as name:
         directory = Path(name).resolve()
@@ -45,15 +45,16 @@ def typed_beside(files: Mapping[str, str | bytes], arguments: Sequence[str]) -> 
             (directory / path).write_bytes(content.encode() if isinstance(content, str) else content)
         os.chdir(directory)
         try:
-            status, said = typed(arguments)
+            status, output = typed(arguments)
         finally:
             os.chdir(before)
-    return status, said.replace(str(directory), "DIRECTORY")
+    return status, output.replace(str(directory), "DIRECTORY")
 
 
 @contextlib.contextmanager
-def _own_modules(directory: Path) -> Iterator[None]:
-    """Imports the modules of `directory` anew, whatever else had their names in this process, and forgets them."""
+def _fresh_modules(directory: Path) -> Iterator[None]:
+    """Imports the modules of `directory` afresh, even if modules with the same names are loaded, and unloads them at
+    the end."""
     hidden = {file.stem: sys.modules.pop(file.stem) for file in directory.glob("*.py") if file.stem in sys.modules}
     before = set(sys.modules)
     importlib.invalidate_caches()

@@ -1,1 +1,1 @@
-"""The first hour on a node of 8 GPUs: everything that no test without GPUs can show, in the order in which it pays."""
+"""The first hour on a node with 8 GPUs: everything that no test without GPUs can show, most valuable checks first."""

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def free(cuda: bool) -> int:
-    """Bytes of this rank's GPU that are free."""
+    """Returns the free bytes of this rank's GPU; 0 without CUDA."""
     if not cuda:
         return 0
     torch.cuda.synchronize()

@@ -3,9 +3,9 @@
     make first-hour MODEL=/models/Qwen3-30B-A3B
     python -m tools.first_hour.check [--model DIR] [--device cuda] [--ranks 8] [--out DIR] [--only NAME ...]
 
-Steps run in the order in which a failure explains later ones. Each is a process of its own with a deadline, and one
-that fails does not end the others. Of each it says what is expected and what was found. Without --model the steps that
-train a real model are left out. All output stays in DIR. Exits with 1 where a step failed.
+Steps run in an order in which a failure explains later ones. Each runs in a new process with a deadline, and a failed
+step does not end the others. The table has the expectation and the finding of each. Without --model the steps that
+train a real model are left out. All output stays in DIR. Exits with status 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Step:
-    """One command whose exit status says if it went well, and whose last line says what was found."""
+    """A command whose exit status tells whether the step passed, and whose last line of output is the finding."""
 
     name: str
     expects: str
     command: tuple[str, ...]
     seconds: float
-    """Deadline, for hangs."""
+    """Deadline in seconds, which ends a hanging step."""
     gpu: bool = True
-    """It needs a GPU."""
+    """True if the step needs a GPU."""
     model: bool = False
-    """It needs a checkpoint."""
+    """True if the step needs a checkpoint."""
 
 
 def probe(name: str, expects: str, seconds: float = 300, *, gpu: bool = True) -> Step:
@@ -45,7 +45,7 @@ def probe(name: str, expects: str, seconds: float = 300, *, gpu: bool = True) ->
 
 
 def steps(options: argparse.Namespace, out: Path) -> Iterator[Step]:
-    """Every step, in order."""
+    """Yields every step, in order."""
     cuda = options.device == "cuda"
     yield probe("topology", "NVLink between all GPUs of the node")
     yield probe("versions", "every package as the lock pins it", gpu=False)
@@ -107,7 +107,7 @@ def main() -> int:
     for step in every:
         if options.only is None or step.name in options.only:
             taken.take(step.name, partial(work, step, options, out), expected=step.expects)
-    print(f"{taken.summary()}; attach {taken.path} to an issue; the logs are beside it")
+    print(f"{taken.summary()}; attach {taken.path} to an issue; the logs are in the same directory")
     return int(bool(taken.failed))
 
 

@@ -19,17 +19,17 @@ from pathlib import Path
 from tools.gpu.check import no_gpu
 
 LENGTHS = (700, 300, 24)
-"""Packed sequences."""
+"""Lengths of the packed sequences, in tokens."""
 INSIDE, TAG = "--inside", "first-hour"
 NEAR = 0.02
-"""Largest difference that is let pass of what bfloat16 computes, relative to the largest element."""
+"""Largest accepted error of a bfloat16 result, relative to the largest element."""
 
 
 def topology() -> str:
-    """NVLink between all GPUs."""
-    said = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=60).stdout
-    print(said)
-    links = [cell for line in said.splitlines() if line.startswith("GPU") for cell in line.split()[1:]]
+    """Checks that NVLink connects all GPUs."""
+    table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=60).stdout
+    print(table)
+    links = [cell for line in table.splitlines() if line.startswith("GPU") for cell in line.split()[1:]]
     joined = [cell for cell in links if re.fullmatch(r"NV\d+", cell)]
     if not joined:
         raise SystemExit("no two GPUs are joined by NVLink (nvidia-smi topo -m)")
@@ -37,7 +37,7 @@ def topology() -> str:
 
 
 def versions() -> str:
-    """Packages of the lock are the ones that are installed."""
+    """Checks that every locked package is installed in its locked version."""
     from slimx.extras.doctor.machine import lock_of
 
     lock, pins = lock_of()
@@ -57,17 +57,17 @@ def versions() -> str:
 
 
 def transformer_engine() -> str:
-    """A layer of Transformer Engine computes what torch does."""
+    """Checks that a layer of Transformer Engine computes the same as torch."""
     import torch
     import transformer_engine
     import transformer_engine.pytorch as te
 
     torch.manual_seed(0)
     layer = te.LayerNormLinear(512, 256, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16).cuda()
-    given = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda")
-    normed = torch.nn.functional.rms_norm(given.float(), (512,), layer.layer_norm_weight.float(), layer.eps)
+    inputs = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda")
+    normed = torch.nn.functional.rms_norm(inputs.float(), (512,), layer.layer_norm_weight.float(), layer.eps)
     expected = normed @ layer.weight.float().T
-    off = _off(layer(given).float(), expected)
+    off = _off(layer(inputs).float(), expected)
     return f"Transformer Engine {transformer_engine.__version__}, off by {off:.1e} of the largest element"
 
 
@@ -79,7 +79,7 @@ def _off(found: object, expected: object) -> float:
 
 
 def attention(kind: str) -> str:
-    """Packed attention by one backend of Transformer Engine computes what torch does."""
+    """Checks that packed attention of one backend of Transformer Engine computes the same as torch."""
     for name in ("FLASH", "FUSED", "UNFUSED"):  # read when Transformer Engine is imported
         os.environ[f"NVTE_{name}_ATTN"] = str(int(name == kind.upper()))
     import torch
@@ -98,14 +98,15 @@ def attention(kind: str) -> str:
         max_seqlen_q=max(LENGTHS),
         max_seqlen_kv=max(LENGTHS),
     )
-    each = [part.transpose(0, 1).float().split(list(LENGTHS), 1) for part in (query, key, value)]
-    parts = [torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in zip(*each, strict=True)]
+    sequences = [part.transpose(0, 1).float().split(list(LENGTHS), 1) for part in (query, key, value)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    parts = [attend(*qkv, is_causal=True) for qkv in zip(*sequences, strict=True)]
     expected = torch.cat(parts, 1).transpose(0, 1).flatten(1)
     return f"off by {_off(found.float(), expected):.1e} of the largest element"
 
 
 def deep_gemm() -> str:
-    """DeepGEMM compiles a kernel and multiplies block-fp8 matrices."""
+    """Checks that DeepGEMM compiles a kernel and multiplies block-fp8 matrices correctly."""
     import deep_gemm
     import torch
 
@@ -123,14 +124,14 @@ def deep_gemm() -> str:
 
 
 def deep_ep() -> str:
-    """DeepEP can be imported."""
+    """Checks that DeepEP can be imported."""
     import deep_ep
 
     return f"imported from {Path(deep_ep.__file__).parent}; HybridEP: {hasattr(deep_ep, 'HybridEPBuffer')}"
 
 
 def memory_saver() -> str:
-    """SGLang's memory saver gives memory back and takes it again."""
+    """Checks that SGLang's memory saver releases memory and allocates it again."""
     import torch_memory_saver
 
     if INSIDE not in sys.argv:
@@ -141,12 +142,12 @@ def memory_saver() -> str:
 
     saver = torch_memory_saver.torch_memory_saver
     with saver.region(tag=TAG):
-        held = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+        block = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
     before = torch.cuda.mem_get_info()[0]
     saver.pause(TAG)
     paused = torch.cuda.mem_get_info()[0]
     saver.resume(TAG)
-    held.fill_(1)
+    block.fill_(1)
     freed, back = (paused - before) / 2**30, (paused - torch.cuda.mem_get_info()[0]) / 2**30
     if min(freed, back) < 3.9:
         raise SystemExit(f"4 GiB were paused, {freed:.1f} came free and {back:.1f} were taken again")

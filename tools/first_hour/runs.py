@@ -29,12 +29,12 @@ MODES = {
     "colocated": (),
     "resumed": ("checkpoint.every=1", "checkpoint.keep=1"),
 }
-"""By mode, overrides of configs/moe/qwen3-30b-a3b.yaml."""
+"""Mode -> overrides of configs/moe/qwen3-30b-a3b.yaml."""
 STEPS = 3
 
 
 def arguments(mode: str, out: Path, model: str, more: list[str]) -> list[str]:
-    """Arguments of `slimx train`."""
+    """Returns the arguments of `slimx train`."""
     return [
         "configs/moe/qwen3-30b-a3b.yaml",
         f"run.name=first-hour-{mode}",
@@ -51,22 +51,22 @@ def arguments(mode: str, out: Path, model: str, more: list[str]) -> list[str]:
     ]
 
 
-def planned(given: list[str]) -> dict[str, float]:
-    """GiB of a trainer's GPU by phase, as `slimx plan` says."""
-    command = [sys.executable, "-m", "slimx.cli", "plan", *given, "--json"]
+def planned(train_arguments: list[str]) -> dict[str, float]:
+    """Returns the planned memory of a trainer's GPU by phase, in GiB."""
+    command = [sys.executable, "-m", "slimx.cli", "plan", *train_arguments, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise Failed(" ".join((done.stderr or done.stdout).split()[-60:]))
     phases = json.loads(done.stdout)["phases"]
     return {
-        phase["phase"]: sum(held["nbytes"] for held in phase["held"]) / 2**30
+        phase["phase"]: sum(entry["nbytes"] for entry in phase["held"]) / 2**30
         for phase in phases
         if phase["gpu"] in ("trainer", "shared")
     }
 
 
 def found(run: TrainingRun, plan: dict[str, float]) -> str:
-    """One line of what the run took."""
+    """Returns the run's peak memory and publication rate in one line."""
     last = run.rows()[-1]["metrics"]
     measured = {
         name.removeprefix("memory/").removesuffix("_peak_mib"): value / 1024
@@ -93,10 +93,11 @@ def main() -> None:
     out = options.out.absolute()
     make = [sys.executable, "-m", "tools.quickstart.make_task", "--out", str(out / "task")]
     subprocess.run(make, cwd=ROOT, check=True, timeout=600)
-    given = arguments(options.mode, out, options.model, options.overrides)
-    run = TrainingRun(out / options.mode, out / f"{options.mode}.train.log", given, options.seconds, os.environ)
+    train_arguments = arguments(options.mode, out, options.model, options.overrides)
+    log = out / f"{options.mode}.train.log"
+    run = TrainingRun(out / options.mode, log, train_arguments, options.seconds, os.environ)
     try:
-        plan = planned(given)
+        plan = planned(train_arguments)
         run.start()
         if options.mode == "resumed":
             run.until(lambda: run.step() >= STEPS - 1, f"step {STEPS - 1}")

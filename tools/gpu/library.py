@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CUDA_LIBRARY = "libslimx_cuda.so"
 STAMP = "built.json"
-"""File beside the libraries: digests of the sources and of what was built of them."""
+"""Name of the file in the libraries' directory with the digests of their sources and of the built libraries."""
 
 
 def has_nvcc() -> bool:

@@ -28,20 +28,21 @@ from tools.gpu.server_arguments import DETERMINISTIC, EAGER, EXACT, GRAPHS
 from tools.steps import ROOT, Failed, LeftOut, Steps, run_command
 
 GAP = {"cpu": 1e-5, "cuda": 0.05}
-"""Mean log-prob gap that is let pass: in float32, and in bfloat16, where a mixture of experts has 0.006 on CPUs."""
+"""Largest accepted mean log-prob gap. In float32 it is near 0; in bfloat16 a mixture of experts has 0.006 on CPUs."""
 GIB = 2**30
 TABLE = "loop.md"
-"""File of the outcomes."""
+"""Name of the file with the outcomes of all steps."""
 SERVER, TRAINER, PUBLISHED, SAMPLED = "server", "trainer", "publication", "sampling"
 SLEEP, TRAINED, AGAIN = "sleep", "update", "wake"
-"""Steps that others need."""
+"""Names of steps on which others depend."""
 
 
 class Loop:
-    """The steps, and the trainer and engine that they share."""
+    """The steps of the loop, and the trainer and engine that they share."""
 
     def __init__(self, device: str, out: Path, seconds: float, only: Collection[str] = ()):
-        """`seconds`: for all steps together. `only`: names of steps; none: all of them."""
+        """Starts without steps. `seconds`: time for all steps together. `only`: names of the steps to take; all if
+        empty."""
         from tools.gpu.pair import Pair
 
         self.device, self.out, self._make_pair = device, out, Pair
@@ -64,7 +65,8 @@ class Loop:
         *needs: str,
         gpu: bool = False,
     ) -> None:
-        """Takes a step within `seconds`. `gpu`: only a GPU can take it."""
+        """Takes a step within `seconds`, unless one of the steps `needs` failed. `gpu`: True if only a GPU can take
+        it."""
 
         def timely() -> str:
             if gpu and not self.cuda:
@@ -219,7 +221,7 @@ class Loop:
         return f"{started}; {rate_of(sampled)}; same seeds {equal:.2%} equal; {gap}", equal
 
     async def exact(self) -> str:
-        """Returns the gap in exact mode, of another pair. Raises Failed unless it is 0."""
+        """Returns the log-prob gap in exact mode, from a second trainer and engine. Raises Failed unless it is 0."""
         await self._stop()
         self.pair = self._make_pair(make_config(self.out, self.device, "exact"), self.device, self.out)
         await asyncio.gather(self.pair.trainer.start(80), self.pair.start_engine("exact", EXACT[self.device], 80))
@@ -233,7 +235,7 @@ class Loop:
         return f"{finding}; {done.tensors} tensors verified"
 
     async def probe(self, name: str) -> str:
-        """Returns the finding of a measurement, which another process makes."""
+        """Runs a measurement of tools/gpu/probes.py in another process; returns its finding."""
         log = self.out / f"probe-{name.replace(' ', '-')}.log"
         return await asyncio.to_thread(run_command, (sys.executable, "-m", "tools.gpu.probes", name), log, 50)
 
@@ -243,11 +245,11 @@ class Loop:
             self.pair = None
 
     def taken(self, before: float) -> str:
-        """Returns how many GiB of the GPU are taken since `before` were free, as the end of a finding."""
+        """Returns the end of a finding: how many GiB less of the GPU are free than `before`."""
         return f"; {before - self.free():.2f} GiB" if self.cuda else ""
 
     def free(self) -> float:
-        """Returns the GiB that are free on the GPU, by its driver; nan on the CPU."""
+        """Returns the free memory of the GPU in GiB, by its driver; nan on the CPU."""
         if not self.cuda:
             return float("nan")
         import pynvml
@@ -257,7 +259,8 @@ class Loop:
 
 
 def make_config(out: Path, device: str, mode: str) -> Config:
-    """Returns the configuration of a pair in `mode`, "fast" or "exact"; its model lies in out/model."""
+    """Returns the configuration of a trainer and an engine in `mode`, "fast" or "exact", with the model in
+    out/model."""
     cuda = device == "cuda"
     return Config.model_validate(
         {
@@ -288,7 +291,7 @@ def rate_of(sampled: Any) -> str:
 
 
 def share_of_equal_tokens(one: Any, other: Any) -> float:
-    """Returns the share of tokens that two rounds of equal lengths have in common, place by place."""
+    """Returns the fraction of positions at which two rounds with equal lengths have the same token."""
     pairs = zip(one.trajectories, other.trajectories, strict=True)
     return float(np.mean(np.concatenate([a.sampled_ids() == b.sampled_ids() for a, b in pairs])))
 
@@ -325,7 +328,7 @@ def main() -> int:
     loop.run_all()
     if unknown := sorted(loop.only.difference(loop.names)):
         parser.error(f"--only {unknown[0]}: no such step; there are {', '.join(loop.names)}")
-    print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are beside it")
+    print(f"{loop.steps.summary()}; the table is {loop.steps.path}, the logs are in the same directory")
     return int(bool(loop.steps.failed))
 
 

@@ -25,7 +25,7 @@ COMMANDS = (
 
 
 def last_line(command: tuple[str, ...]) -> str:
-    """Returns the last line that a command prints; "" where there is no such program."""
+    """Returns the last line that a command prints; "" if the program does not exist."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -16,7 +16,7 @@ from tools.quickstart.make_model import CONFIG, make_tokenizer
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes that differ between devices."""
+    """The sizes of the model that differ between devices."""
 
     layers: int
     hidden: int
@@ -32,7 +32,7 @@ class Size:
         return max(1, self.heads // 2)
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of config.json that they decide."""
+        """Returns the fields of config.json that follow from the sizes."""
         return {
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,

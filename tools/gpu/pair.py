@@ -1,4 +1,5 @@
-"""A trainer and a server that take turns on one device, with all that moves between them: the loop without Ray."""
+"""A trainer and a server that alternate on one device, with everything that a run moves between them: the loop without
+Ray."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class _Recipient(LocalRecipient):
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rollouts of one round."""
+    """The rollouts of one sampling round."""
 
     groups: list[Group]
     seconds: float
@@ -64,10 +65,10 @@ class Sampled:
 
 
 class Pair:
-    """A policy's trainer, and its engine."""
+    """A policy's trainer and its engine."""
 
     def __init__(self, config: Config, device: str, out: Path):
-        """`out`: directory of the logs."""
+        """Starts the trainer. `out`: directory of the logs."""
         self.config, self.device, self.out = config, device, out
         self.spec, self.sizes = configured_model(config), sizes_of(config.trainer)
         planned = publication_plan(config, self.spec, self.sizes, device)
@@ -77,7 +78,8 @@ class Pair:
         self.engine: Engine | None = None
 
     async def start_engine(self, name: str, arguments: dict[str, Any], deadline_s: float) -> list[dict[str, Any]]:
-        """Starts a server in place of the present one; returns its ranks' attestation. `arguments`: of SGLang."""
+        """Replaces the running server by a new one; returns the attestation of its ranks. `arguments`: arguments of
+        SGLang."""
         await self.stop_engine()
         group = self.config.rollout.policy_engines[0]
         spec = engine_spec(self.config, group, name, device=self.device, moe=True)
@@ -85,13 +87,13 @@ class Pair:
         return (await self.engine.start(deadline_s))[1]
 
     async def stop_engine(self) -> None:
-        """Ends the server at once: SGLang takes 8 s to drain what is not there."""
+        """Kills the server: SGLang would wait 8 s to drain requests, of which there are none."""
         if self.engine is not None:
             await self.engine.stop(grace_s=0.0)
             self.engine = None
 
     async def publish(self, version: int) -> Publication:
-        """Publishes the trainer's weights. Raises Failed where the engine did not take and verify all of them."""
+        """Publishes the trainer's weights. Raises Failed unless the engine accepted and verified all of them."""
         options = self.config.publish
         publisher = Publisher(
             self.trainer,
@@ -108,7 +110,7 @@ class Pair:
         return done
 
     async def sample(self) -> Sampled:
-        """Samples GROUPS x GROUP_SIZE rollouts at once; the same seeds each time."""
+        """Samples GROUPS x GROUP_SIZE rollouts concurrently, with the same seeds each time."""
         began, shape = time.monotonic(), ModelShape.of(self.spec)
         api_key = self.engine.spec.keys.api_key
         async with GenerationClient(self.engine.spec.url, shape, api_key=api_key, retries=0) as client:
@@ -134,7 +136,7 @@ class Pair:
         return rollout
 
     def batches(self, sampled: Sampled) -> list[Any]:
-        """Returns the micro-batches of one update on the rollouts."""
+        """Returns the micro-batches of one update with the rollouts."""
 
         def advantages(groups: Sequence[Group]) -> list[Any]:
             return [value for group in groups for value in group_advantages(self.config.algorithm, group)]
@@ -143,6 +145,6 @@ class Pair:
         return make_packer(self.config, self.spec, self.sizes)(rows).shards[0]
 
     async def stop(self) -> None:
-        """Ends both."""
+        """Stops trainer and engine."""
         await self.stop_engine()
         self.trainer.stop()

@@ -1,4 +1,4 @@
-"""A GPU that a process takes to be there, to import and compile for one without having it."""
+"""A pretended GPU, for importing and compiling on a machine without one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ H100 = SimpleNamespace(
 
 
 def pretend_gpu(gpu: SimpleNamespace = H100) -> None:
-    """Lets torch answer for the rest of this process as if `gpu` were its only device. Call it before `import sglang`,
-    which remembers the answers; nothing can run on the device."""
+    """Lets torch report `gpu` as its only device for the rest of this process.
+
+    Call it before `import sglang`, which caches these properties. Nothing can run on the device.
+    """
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: 1,

@@ -1,4 +1,4 @@
-"""Measurements of one GPU that slimx's plans assume, each in another process.
+"""Measurements of one GPU that `slimx plan` assumes, each in a new process.
 
     python -m tools.gpu.probes NAME
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def overhead() -> str:
-    """Memory of the GPU that a process takes beside its tensors: context, NCCL, cuBLAS, a graph."""
+    """Measures the GPU memory that a process uses in addition to its tensors: context, NCCL, cuBLAS, a graph."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -57,7 +57,7 @@ def overhead() -> str:
 
 
 def pinned() -> str:
-    """Host memory that 5 GiB of pinned memory take."""
+    """Measures how much host memory 5 GiB of pinned memory take."""
     import torch
 
     def available() -> float:
@@ -81,7 +81,8 @@ def pinned() -> str:
 
 
 def attention() -> str:
-    """The kernels that torch's attention has for gpt-oss's shapes, with sinks as one more column of the head."""
+    """Finds the kernels of torch's attention that accept gpt-oss's shapes, with sinks as one more column of the
+    head."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -113,7 +114,7 @@ def attention() -> str:
 
 
 def seeded_sampling() -> str:
-    """Returns milliseconds of drawing for 256 requests over 152k tokens, by SGLang's sampler and by slimx's draws."""
+    """Measures the time of sampling 256 requests over 152k tokens, by SGLang's sampler and by slimx's draws."""
     import torch
     from sglang.srt.layers.sampler import multinomial_with_seed
 
@@ -146,7 +147,7 @@ PROBES = {
     "attention": "a fused kernel for gpt-oss's shapes",
     "seeded sampling": "0 tokens differ",
 }
-"""By name what is expected."""
+"""Name -> expected result."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes the GPU's table of scales of the rule triton: `python tools/gpu/scales.py DIR`."""
+"""Writes the table of scales that the GPU computes by the rule `triton`: `python tools/gpu/scales.py DIR`."""
 
 import argparse
 import sys

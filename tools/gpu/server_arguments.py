@@ -1,7 +1,7 @@
-"""Arguments of SGLang for the servers of the loop, by device, and variables that they need on a bare GPU machine.
+"""Arguments of SGLang for the loop's servers, by device, and environment variables for a machine with few packages.
 
-Written for sglang 0.5.23. Beside them stands what every engine of slimx is given (slimx.engines.server.spec): the
-pytorch sampler, routed experts, the memory saver, max_total_tokens.
+Written for sglang 0.5.23. slimx adds the arguments that every engine gets (slimx.engines.server.spec): the pytorch
+sampler, routed experts, the memory saver, max_total_tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN: dict[str, Any] = {
     "log_level": "info",  # batches' sizes and tokens/s, and the seconds of each part of a start
 }
 EAGER: dict[str, dict[str, Any]] = {"cuda": _PLAIN | {"disable_cuda_graph": True}, "cpu": {}}
-"""Without CUDA graphs."""
+"""Arguments without CUDA graphs."""
 GRAPHS: dict[str, dict[str, Any]] = {
     "cuda": _PLAIN
     | {
@@ -25,18 +25,18 @@ GRAPHS: dict[str, dict[str, Any]] = {
     },
     "cpu": {},
 }
-"""With graphs of decoding."""
+"""Arguments with CUDA graphs for decoding."""
 DETERMINISTIC: dict[str, dict[str, Any]] = {
     "cuda": GRAPHS["cuda"] | {"enable_deterministic_inference": True},
     "cpu": {},
 }
-"""With kernels whose results do not depend on the batch."""
+"""Arguments for kernels whose results do not depend on the batch."""
 EXACT: dict[str, dict[str, Any]] = {
     "cuda": {name: _PLAIN[name] for name in ("disable_custom_all_reduce", "mem_fraction_static", "log_level")},
     "cpu": {},
 }
-"""For numerics.mode exact, which chooses its kernels."""
+"""Arguments for numerics.mode exact, which chooses its kernels."""
 VARIABLES = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # tools/gpu/stand_ins has no metadata of a package
 }
-"""For servers with the stand-in for sglang-kernel."""
+"""Environment variables of servers that use the stand-in for sglang-kernel."""

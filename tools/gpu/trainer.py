@@ -19,23 +19,23 @@ from slimx.reshard.plan.copy_plan import Plan
 from slimx.trainer.worker import TrainerWorker
 
 PUBLISH = "publish"
-"""Name of the plan by which weights leave the trainer."""
+"""Name of the plan of publications."""
 CALL_S = 60.0
-"""Seconds for one operation."""
+"""Deadline of one operation, in seconds."""
 
 
 class _Process(BaseManager):
-    """The process that holds the worker."""
+    """The process of the worker."""
 
 
 _Process.register("worker", TrainerWorker)
 
 
 class Trainer:
-    """The only rank of a run. It is called from one thread, as Ray calls an actor."""
+    """The only rank of a run. All calls come from one thread, as Ray calls an actor."""
 
     def __init__(self, config: Config, plan: Plan, log: Path, device: str):
-        """`plan`: of a publication. Starts the process, which writes all that it prints to `log`."""
+        """Starts the process, which writes all of its output to `log`. `plan`: plan of the publications."""
         self.config, self.log, self.device, self.buckets = config, log, device, PlannedBuckets(plan)
         self._process = _Process(ctx=multiprocessing.get_context("spawn"))
         self._process.start()
@@ -43,7 +43,7 @@ class Trainer:
         self._worker: Any = None
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
-        """Builds the model and loads its weights; returns the answer of `TrainerWorker.start`."""
+        """Builds the model and loads its weights; returns the result of `TrainerWorker.start`."""
         values = self.config.model_dump(mode="json")
         self._worker = await self._run(
             deadline_s, "worker", lambda: self._process.worker(0, values, str(self.log), self.device, ["model"])
@@ -56,7 +56,8 @@ class Trainer:
         return started
 
     async def call(self, method: str, /, *arguments: Any, **named: Any) -> Any:
-        """Returns the result of an operation, "role.method". Raises DeadlineError after `CALL_S` seconds."""
+        """Calls an operation of the worker, "role.method", and returns its result. Raises DeadlineError after `CALL_S`
+        seconds."""
         return await self._run(CALL_S, method, lambda: self._worker.call(method, *arguments, **named))
 
     async def _run(self, deadline_s: float, method: str, work: Any) -> Any:
@@ -67,17 +68,17 @@ class Trainer:
             raise DeadlineError(method, deadline_s, f"the trainer (log {self.log})") from None
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Stops the process."""
         self._process.shutdown()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # slimx.reshard.parties.Source ---------------------------------------------------------------------------------
 
     async def begin(self, manifest: Manifest) -> None:
-        """Prepares nothing: weights are gathered as they are."""
+        """Does nothing: weights are gathered without preparation."""
 
     async def forms(self) -> list[dict[str, str]]:
-        """Returns name and form of every tensor, by engine rank."""
+        """Returns the name and form of every tensor, by engine rank."""
         return self.buckets.forms()
 
     async def bucket_count(self) -> int:
@@ -92,5 +93,5 @@ class Trainer:
         return describe(self.buckets.form(bucket), paths, [share])
 
     async def release(self, bucket: int | None = None) -> None:
-        """Gives the memory of a bucket back; None: the publication has ended."""
+        """Releases the memory of a bucket; None: of the whole publication, which has ended."""
         await self.call("weights.release", name=PUBLISH, bucket=bucket)

@@ -1,7 +1,8 @@
-"""Unpacks what `make gpu-wheels` has collected, on the GPU machine: `python tools/gpu/unpack.py FOLDER DIRECTORY`.
+"""Unpacks on the GPU machine the packages that `make gpu-wheels` collected: `python tools/gpu/unpack.py FOLDER
+DIRECTORY`.
 
-FOLDER has manifest.json and the parts that it lists; the packages lie in DIRECTORY afterwards, to be named in
-PYTHONPATH. Needs nothing beside Python.
+FOLDER contains manifest.json and the parts that it lists. DIRECTORY then contains the packages: add it to PYTHONPATH.
+Only needs Python.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 STAMP = ".unpacked"
-"""File of the directory with the digest of the archive that lies there."""
+"""Name of the file in the directory with the digest of the unpacked archive."""
 BLOCK = 1 << 20
 
 
 class Unusable(Exception):
-    """Raised where the packages cannot be unpacked, with one sentence."""
+    """Raised if the packages cannot be unpacked, with one sentence."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of `folder`. Raises Unusable where there is none, or it is for another Python."""
+    """Returns the manifest of `folder`. Raises Unusable if there is none, or if it is for another version of Python."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -44,10 +45,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def unpack(folder: Path, directory: Path) -> int:
-    """Unpacks the packages of `folder` into `directory`; returns the number of packages.
+    """Unpacks the packages of `folder` into `directory`, unless they are already there; returns their number.
 
-    Nothing is done where they lie there already. Raises Unusable where a part is missing or damaged; `directory` is
-    removed then."""
+    Raises Unusable if a part is missing or damaged, and removes `directory`.
+    """
     manifest = read_manifest(folder)
     stamp, digest = directory / STAMP, manifest["archive"]["sha256"]
     if stamp.exists() and stamp.read_text() == digest:
@@ -87,7 +88,7 @@ def _check(path: Path, size: int, digest: str) -> None:
 
 
 class _Joined:
-    """The parts read as one file, with the digest of what was read."""
+    """The parts read as one file, with the digest of all bytes read."""
 
     def __init__(self, paths: list[Path]):
         self.digest = hashlib.sha256()

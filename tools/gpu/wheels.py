@@ -46,7 +46,7 @@ TRAINER = (
     "xxhash",  # digests of checkpoint files
     "safetensors",  # weights
 )
-"""All that `slimx.trainer` imports, in an environment that has numpy and torch."""
+"""Packages that `slimx.trainer` imports, in an environment with numpy and torch."""
 ENGINE = (
     "sglang",
     "apache-tvm-ffi",  # compiles SGLang's own kernels
@@ -86,7 +86,7 @@ ENGINE = (
     "ipython",  # sglang.utils imports it for notebooks; with the next
     "traitlets",
 )
-"""All that SGLang's server imports for a model of text, in an environment that has tokenizers and aiohttp too."""
+"""Packages that SGLang's server imports for a text model, in an environment that also has tokenizers and aiohttp."""
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PART_BYTES = 50 * 2**20
 LEFT_OUT = (
@@ -102,11 +102,11 @@ LEFT_OUT = (
     r"sglang/srt/mem_cache/rust_tree_core/.*\.so",  # for another torch
     r"sglang/.*/configs/.*device_name=(?!NVIDIA_H[12]00)[^/]*\.json",
 )
-"""Files that nothing reads, as patterns of whole paths."""
+"""Files that nothing reads, as regular expressions that match whole paths."""
 
 
 def pinned(names: Iterable[str], locks: Iterable[Path]) -> list[str]:
-    """Returns the pin of every name with its hashes, from the first lock that has it; exits with the names that none
+    """Returns the pin of every name with its hashes, from the first lock that has it. Exits with the names that no lock
     has."""
 
     def normal(name: str) -> str:
@@ -123,7 +123,7 @@ def pinned(names: Iterable[str], locks: Iterable[Path]) -> list[str]:
 
 
 def install(requirements: list[str], python: str, target: Path) -> None:
-    """Installs packages for another machine's Python into `target`; exits where pip fails."""
+    """Installs packages for another machine's Python into `target`. Exits if pip fails."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--quiet", "--no-deps", "--no-compile"]
     command += [
         "--only-binary=:all:",
@@ -143,7 +143,7 @@ def install(requirements: list[str], python: str, target: Path) -> None:
 
 
 def kept(site: Path) -> list[Path]:
-    """Returns the files of `site` that are carried, alike ones side by side, which compresses best."""
+    """Returns the files of `site` to pack, similar ones next to each other, which compresses best."""
     pattern = re.compile("|".join(LEFT_OUT))
     files = (path for path in site.rglob("*") if path.is_file())
     carried = [path for path in files if not pattern.fullmatch(path.relative_to(site).as_posix())]
@@ -166,7 +166,7 @@ def pack(site: Path, files: list[Path], archive: Path) -> None:
 
 
 def split(archive: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[dict[str, Any]]:
-    """Cuts `archive` into files of at most `part_bytes`; returns name, bytes and digest of all, in order."""
+    """Cuts `archive` into files of at most `part_bytes`; returns the name, size and digest of each, in order."""
     parts: list[dict[str, Any]] = []
     with archive.open("rb") as file:
         while block := file.read(part_bytes):
@@ -177,7 +177,8 @@ def split(archive: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[dic
 
 
 def collect(requirements: list[str], python: str, folder: Path) -> list[dict[str, Any]]:
-    """Collects packages into `folder`, emptied of earlier ones; returns its parts. Exits if it holds other files."""
+    """Collects packages in `folder`, without those of earlier calls; returns its parts. Exits if it contains other
+    files."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
         sys.exit(f"{folder} holds other files than packages, which would be removed: name another folder (--out)")
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Make the model and the task of the quickstart, so that it needs no download."""
+"""Makes the model and the task of the quickstart, which therefore needs no download."""

@@ -1,4 +1,4 @@
-"""Make the quickstart's model: a seeded Qwen3-MoE of half a million parameters with a character tokenizer.
+"""Makes the quickstart's model: a seeded Qwen3-MoE of half a million parameters with a character tokenizer.
 
     python tools/quickstart/make_model.py --out DIR --seed 1
 
@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from transformers.utils import logging
 
 SPECIALS = ("<pad>", "<user>", "<assistant>", "<end>")
-"""Token ids 0 to 3; a response ends with `<end>`."""
+"""Token ids 0 to 3. A response ends with `<end>`."""
 
 CHARACTERS = ("\n", *(chr(code) for code in range(0x20, 0x7F)))
-"""Token ids 4 to 99: newline, then printable ASCII in its own order."""
+"""Token ids 4 to 99: newline, then printable ASCII in order of code points."""
 
 VOCAB_SIZE = 128
-"""Rows of the embedding. Ids 100 to 127 have no token: published checkpoints pad their vocabulary too."""
+"""Rows of the embedding. Ids 100 to 127 have no token: published checkpoints also pad their vocabulary."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -79,7 +79,8 @@ CONFIG: dict[str, Any] = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer: 4 specials and 96 characters, one token each; any other character is refused, not dropped."""
+    """Returns the tokenizer: 4 specials and 96 characters, one token each. It raises on any other character instead of
+    dropping it."""
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary))  # without an unknown token, so that an unknown character raises
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -97,7 +98,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(out: str | Path, seed: int = 1) -> None:
-    """Write the model and its tokenizer into the directory `out`, which is made if need be."""
+    """Writes the model and its tokenizer into the directory `out`, and creates the directory if needed."""
     out = Path(out)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Make the quickstart's task: sums of two numbers below 50, and imperfect demonstrations of them.
+"""Makes the quickstart's task: sums of two numbers below 50, and imperfect demonstrations of them.
 
     python tools/quickstart/make_task.py --out DIR --seed 1
 
@@ -34,13 +34,14 @@ HELD_OUT = 200
 DEMONSTRATIONS = 51_200
 RIGHT_SHARE = 0.3
 PREFERENCES = 4
-"""Lines of pairs.jsonl for each training pair."""
+"""Lines of pairs.jsonl per training pair."""
 
 Pair = tuple[int, int]
 
 
 def make_task(out: str | Path, seed: int = 1) -> None:
-    """Write the three files into the directory `out`, which is made if need be; the same seed gives the same bytes."""
+    """Writes the task's files into the directory `out`, and creates the directory if needed. The same seed gives the
+    same bytes."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -71,7 +72,7 @@ def _line(identity: str, pair: Pair, response: int) -> dict[str, Any]:
 
 
 def _preference(rng: random.Random, pair: Pair) -> dict[str, Any]:
-    """A line whose answer is the right sum, with another number of two digits as the rejected answer."""
+    """Returns a line whose answer is the right sum, with another two-digit number as the rejected answer."""
     total = sum(pair)
     near = [total - 10, total + 10]
     wrong = near[int(rng.random() * 2)] if rng.random() < 0.5 else int(rng.random() * 2 * OPERANDS)

@@ -1,4 +1,4 @@
-"""Runs a ring: its sessions, the reference loop beside them, its summary, and its results."""
+"""Runs a ring of tests and measures the machine's speed meanwhile; appends the results and returns a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measures this machine beside the reference machine, so that seconds of two machines can be compared."""
+"""Measures the speed of this machine relative to the reference machine, so that seconds of two machines can be
+compared."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from contextlib import contextmanager
 from statistics import harmonic_mean
 
 REFERENCE_S = 0.0625
-"""CPU seconds of `loop_seconds` on the reference machine, a fast core."""
+"""CPU seconds of `loop_seconds` on the reference machine, which has a fast core."""
 LOOPS = 1_000_000
 EVERY_S = 15.0
-"""Seconds between two samples: a virtual machine's speed changes within minutes, whatever runs on it."""
+"""Seconds between two samples: the speed of a virtual machine changes within minutes."""
 
 
 def loop_seconds() -> float:
@@ -25,7 +26,7 @@ def loop_seconds() -> float:
 
 @contextmanager
 def sampled() -> Iterator[list[float]]:
-    """Yields a list that gets CPU seconds of the loop, from a thread, until the block ends."""
+    """Yields a list to which a thread appends CPU seconds of the loop until the block ends."""
     samples, over = [loop_seconds()], threading.Event()
 
     def sample() -> None:
@@ -42,5 +43,5 @@ def sampled() -> Iterator[list[float]]:
 
 
 def factor(samples: list[float]) -> float:
-    """Returns how many times the reference machine's CPU seconds this one takes for the same work."""
+    """Returns this machine's CPU seconds for some work, relative to the reference machine's."""
     return round(harmonic_mean(samples) / REFERENCE_S, 2)

@@ -15,7 +15,7 @@ NEVER = "never"
 
 
 def recorded(page: str, results: Sequence[Result]) -> str:
-    """Returns the page with new results in its tables; those that it has already change nothing."""
+    """Returns the page with new results in its tables. Results that it already contains change nothing."""
     runs = {row[0]: row for row in rows(page, RUN_HEAD)}
     runs |= {result.date: _run_row(result) for result in results if result.run == RING_ONE}
     page = _replaced(page, RUN_HEAD, [runs[date] for date in sorted(runs)[-RUNS:]])
@@ -24,7 +24,7 @@ def recorded(page: str, results: Sequence[Result]) -> str:
 
 
 def last_parts(page: str, results: Sequence[Result]) -> dict[str, list[str]]:
-    """Returns the newest row of each part that ever ran, whether the page has it or `results`."""
+    """Returns the newest row of each part that ever ran, from the page and `results`."""
     newest: dict[str, list[str]] = {}
     new = [_part_row(result) for result in results if result.run != RING_ONE]
     for row in [*rows(page, PART_HEAD), *new]:
@@ -49,7 +49,7 @@ def _replaced(page: str, head: str, cells: Sequence[Sequence[str]]) -> str:
 
 
 def _run_row(result: Result) -> list[str]:
-    load = ", ".join(f"{each:.1f}" for each in result.load)
+    load = ", ".join(f"{average:.1f}" for average in result.load)
     outcome = f"{result.passed} passed, {result.failed} failed, {result.seconds} s on a machine of {result.factor}"
     return [result.date, result.commit, load, str(result.seed), outcome]
 

@@ -12,21 +12,21 @@ class Result:
     """A run of ring one, or of one part of `make test-all`."""
 
     date: str
-    """When it began, UTC."""
+    """Start of the run, UTC."""
     commit: str
-    """Short id, with + if the tree differed from it."""
+    """Short commit id, with + if the tree differed from it."""
     run: str
     """"ring one", or a part such as 3/10."""
     passed: int
     failed: int
     seconds: int
-    """Wall seconds of ring one; of a part the sum of its tests'."""
+    """Wall seconds of ring one; of a part, the sum over its tests."""
     load: list[float]
-    """Load averages of a minute, before and after."""
+    """One-minute load averages before and after."""
     seed: int
-    """The order's."""
+    """Seed of the order of tests."""
     factor: float
-    """CPU seconds of this machine by those of the reference machine."""
+    """CPU seconds of this machine, relative to the reference machine's for the same work."""
 
 
 RING_ONE = "ring one"
@@ -40,5 +40,5 @@ def append(path: Path, results: list[Result]) -> None:
 
 
 def read(path: Path) -> list[Result]:
-    """Returns the results of a file, none if it does not exist."""
+    """Returns the results in a file; an empty list if it does not exist."""
     return [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []

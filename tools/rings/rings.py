@@ -1,4 +1,4 @@
-"""The sessions of pytest that ring one and ring two are."""
+"""The pytest sessions of ring one and ring two."""
 
 from __future__ import annotations
 

@@ -19,21 +19,21 @@ from slimx.runtime.process import adopt_orphans, kill_descendants
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 GRACE_S = 60.0
-"""Seconds that sessions have after Ctrl-C to tear their fixtures down."""
+"""Seconds that sessions get after Ctrl-C to tear down their fixtures."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of a shell."""
+"""Exit status after Ctrl-C, the same as a shell's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session of pytest, or another command that writes such counts."""
+    """A session of pytest, or another command that writes the same kind of counts."""
 
     name: str
     command: Sequence[str]
     counts: Path
-    """File that the command writes its counts into (tools/rings/counting.py)."""
+    """File into which the command writes its counts (tools/rings/counting.py)."""
     output: Path | None = None
-    """File for what it prints, which is shown at the end; None: shown at once."""
+    """File for the command's output, which is shown at the end; None: shown at once."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def pytest_session(name: str, seed: int, arguments: Sequence[str], *, at_end: bool = False) -> Session:
-    """Returns a session of pytest in random order. `at_end`: prints at its end, in one piece."""
+    """Returns a session of pytest in random order. `at_end`: True to print its output in one piece at its end."""
     counts = BUILD / f"{name}-counts.json"
     plugin = ["-p", "tools.rings.counting", f"--counts={counts}", f"--randomly-seed={seed}"]
     command = [sys.executable, "-m", "pytest", *plugin, *arguments]
@@ -103,7 +103,7 @@ def _start(session: Session) -> subprocess.Popen[bytes]:
 
 
 def _interrupt(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Lets sessions tear down what they have; a second Ctrl-C ends the wait."""
+    """Lets sessions tear down their fixtures; a second Ctrl-C ends the wait."""
     with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

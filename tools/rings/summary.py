@@ -1,4 +1,4 @@
-"""Words the end of a run: outcomes, machine, order, and what it left out."""
+"""Writes the lines at the end of a run: outcomes, machine, order, and the tests that were left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD = 400
 
 
 def summary(outcomes: Sequence[Outcome], *, factor: float, load: Sequence[float], seed: int, again: str) -> list[str]:
-    """Returns lines on what ran. `again`: the command that repeats the order, without the seed."""
+    """Returns the lines of the summary. `again`: the command that repeats the order, without the seed."""
     lines = [f"{'':14}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
     for outcome in outcomes:
         passed, failed, skipped = map(outcome.total, ("passed", "failed", "skipped"))
@@ -37,7 +37,8 @@ def left_out(outcomes: Sequence[Outcome]) -> str:
 
 
 def stale_parts(root: Path, last: Mapping[str, Sequence[str]]) -> str:
-    """Returns a line on the parts without a result in the last 400 commits. `last`: row of docs/suite.md by part."""
+    """Returns a line on the parts without a result in the last 400 commits. `last`: part -> its row in
+    docs/suite.md."""
     stale = []
     for name in NAMES:
         commits = age(root, last[name][2]) if name in last else None

@@ -1,12 +1,12 @@
-"""Does all of slimx work on this node? A run of a few steps with an accident in it, and one table.
+"""Checks that all of slimx works on this node: a run of a few steps in which an engine is killed, and one table.
 
     python -m tools.smoke.check [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
 
-It looks at the node, starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
-engine and is verified there, and how far the log-probs of trainers and engines lie apart; then it kills an engine,
-waits until that is back, has the run save and leave, and continues it. Last it has trainers and engines compute one
-batch in exact mode, where they must not differ by a bit. A check that fails ends those that need it; the others go on.
-Logs stay in --out.
+It checks the node, starts reinforcement learning on sums of two numbers, checks that each publication reaches every
+engine and is verified there, and compares the log-probs of trainers and engines. Then it kills an engine, waits until
+that has recovered, makes the run save and leave, and continues it. Finally trainers and engines compute one batch in
+exact mode, where their log-probs must be equal bit for bit. If a check fails, those that need it are left out, and the
+others continue. Logs stay in --out.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from tools.smoke.training import END_S, TrainingRun
 from tools.steps import ROOT, Failed, Steps
 
 MARK = "SLIMX_SMOKE"
-"""Every process of the run inherits this variable: the engine to kill and what is left over are found by it."""
+"""Environment variable that every process of the run inherits, by which the engine to kill and leftover processes are
+found."""
 GAP = {"cpu": 1e-5, "cuda": 0.05}
-"""Mean log-prob gap that is let pass, in float32 and in bfloat16, where a mixture of experts has 0.006."""
+"""Largest accepted mean log-prob gap, in float32 and in bfloat16, where a mixture of experts has 0.006."""
 LATER_STEPS = 2
 TASK, FIT, STEPS = "a task, a model", "nothing stands in the way", "two steps"
-KILLED, LEFT = "an engine is killed", "told to, the run saves and leaves"
-"""Checks that others need."""
+KILLED, LEFT = "an engine is killed", "on a signal, the run saves and leaves"
+"""Names of checks on which others depend."""
 
 
 @dataclass
 class Smoke:
-    """The run, what is asked of it, and what came of each check."""
+    """The run, its options, and the outcome of each check."""
 
     options: argparse.Namespace
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -51,7 +52,7 @@ class Smoke:
         self.run = TrainingRun(out / "run", out / "train.log", arguments, options.seconds, self.environment())
 
     def run_all(self) -> None:
-        """Every check in order."""
+        """Takes every check in order."""
         options = self.options
         gpus = options.trainers + options.engines if options.device == "cuda" else 0
         take = self.steps.take
@@ -76,9 +77,10 @@ class Smoke:
         self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
 
     def exact(self) -> None:
-        """Check exact mode on the tiny model, whatever the run's is: it is a family that exact mode covers."""
-        own = (f"run.dir={self.out / 'exact'}", f"model.path={self.out / 'model'}", "rollout.prompts_per_step=4")
-        self.call("slimx.cli", "doctor", *self.arguments(), *own, "numerics.mode=exact", "--gap")
+        """Checks exact mode on the tiny model, even if the run has another one, because exact mode supports its
+        family."""
+        overrides = (f"run.dir={self.out / 'exact'}", f"model.path={self.out / 'model'}", "rollout.prompts_per_step=4")
+        self.call("slimx.cli", "doctor", *self.arguments(), *overrides, "numerics.mode=exact", "--gap")
 
     def two_steps(self) -> None:
         self.run.start()
@@ -99,7 +101,7 @@ class Smoke:
         return f"mean log-prob gap {gap:.1e}"
 
     def kill_engine(self) -> str:
-        servers = [each for each in self.processes() if "sglang::scheduler" in " ".join(each.cmdline())]
+        servers = [process for process in self.processes() if "sglang::scheduler" in " ".join(process.cmdline())]
         if not servers:
             raise Failed("there is no scheduler of an SGLang server among the run's processes")
         servers[0].kill()
@@ -135,13 +137,13 @@ class Smoke:
         end = time.monotonic() + END_S
         while left := self.processes():
             if time.monotonic() > end:
-                raise Failed("still there: " + ", ".join(f"{each.pid} {each.name()}" for each in left))
+                raise Failed("still there: " + ", ".join(f"{process.pid} {process.name()}" for process in left))
             time.sleep(0.2)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
     def arguments(self) -> list[str]:
-        """The quickstart's file and what is different here."""
+        """Returns the quickstart's configuration file and the overrides of this run."""
         options, cpu = self.options, self.options.device == "cpu"
         return [
             "configs/moe/quickstart.yaml",
@@ -167,7 +169,7 @@ class Smoke:
         ]
 
     def call(self, module: str, *arguments: str) -> None:
-        """A command that must succeed. Raises Failed with its last line."""
+        """Runs a command that must succeed. Raises Failed with its last line of output."""
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
@@ -186,7 +188,7 @@ class Smoke:
         return {**os.environ, MARK: self.mark}
 
     def processes(self) -> list[psutil.Process]:
-        """Those of the run that live."""
+        """Returns the run's living processes."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -198,7 +200,7 @@ class Smoke:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options; `gap` and `out` are filled in."""
+    """Returns the options, with defaults for `gap` and `out` filled in."""
     parser = argparse.ArgumentParser(prog="smoke_8gpu.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--trainers", type=int, default=4, help="ranks that train [4]")
@@ -229,7 +231,7 @@ def main() -> int:
         smoke.run_all()
     finally:
         smoke.run.stop()
-    print(f"{smoke.steps.summary()}; the table is {smoke.steps.path}, the logs are beside it")
+    print(f"{smoke.steps.summary()}; the table is {smoke.steps.path}, the logs are in the same directory")
     return int(bool(smoke.steps.failed))
 
 

@@ -1,4 +1,4 @@
-"""A run of `slimx train` that is watched from outside, by its process and by its metrics."""
+"""A run of `slimx train` that is observed from outside, by its process and its metrics."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ END_S = 60.0
 
 
 class TrainingRun:
-    """One run directory, whose run may be started several times."""
+    """A run directory whose run may be started several times."""
 
     def __init__(self, directory: Path, log: Path, arguments: Sequence[str], seconds: float, env: Mapping[str, str]):
-        """`arguments`: of `slimx train`; `seconds`: for each wait."""
+        """Prepares a run. `arguments`: arguments of `slimx train`; `seconds`: deadline of each wait."""
         self.directory, self.log, self.seconds = directory, log, seconds
         self._arguments, self._env = [*arguments], dict(env)
         self.process: subprocess.Popen[bytes] | None = None
@@ -34,7 +34,7 @@ class TrainingRun:
             )
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; the run must live meanwhile."""
+        """Waits until `condition` is true. Raises Failed if the run ends first or the deadline passes."""
         end = time.monotonic() + self.seconds
         while not condition():
             if (status := self.process.poll()) is not None:
@@ -44,14 +44,14 @@ class TrainingRun:
             time.sleep(0.2)
 
     def end(self) -> int:
-        """The exit status of the run."""
+        """Waits for the end of the run and returns its exit status."""
         try:
             return self.process.wait(self.seconds)
         except subprocess.TimeoutExpired:
             raise Failed(f"waited {self.seconds:.0f} s for the end of the run") from None
 
     def stop(self) -> None:
-        """End the run, if it is still there."""
+        """Stops the run if it is still alive."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
@@ -64,10 +64,10 @@ class TrainingRun:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def step(self) -> int:
-        """The last step done."""
+        """Returns the last finished step."""
         return max((row["step"] for row in self.rows()), default=0)
 
     def metric(self, key: str) -> float:
-        """A metric of the last step; 0 where it has none."""
+        """Returns a metric of the last step; 0 if the step does not have it."""
         last = max(self.rows(), key=lambda row: row["step"], default={"metrics": {}})
         return float(last["metrics"].get(key) or 0.0)

@@ -1,1 +1,1 @@
-"""A long run of tiny steps whose processes are killed at random: nothing grows, and no prompt is lost."""
+"""A long run of tiny steps whose processes are killed at random: nothing may grow, and no prompt may be lost."""

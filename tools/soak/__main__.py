@@ -21,7 +21,7 @@ from tools.soak.table import growths, page, problems
 from tools.soak.task import write_task
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the run, its logs and the table")
     parser.add_argument("--steps", type=int, default=10_000)
@@ -37,24 +37,24 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    given = options()
-    out = given.out.absolute()
+    options = parse_options()
+    out = options.out.absolute()
     soak = Soak(
-        write_task(out, given.steps, transport=given.transport, every=given.save_every),
-        given.steps,
-        Strikes(given.strike_every, given.seed, out / "strikes.jsonl"),
-        seconds=60 * given.minutes,
-        sample_s=given.sample_seconds,
-        stall_s=given.stall_seconds,
+        write_task(out, options.steps, transport=options.transport, every=options.save_every),
+        options.steps,
+        Strikes(options.strike_every, options.seed, out / "strikes.jsonl"),
+        seconds=60 * options.minutes,
+        sample_s=options.sample_seconds,
+        stall_s=options.stall_seconds,
     )
     wrong = []
     try:
         soak.go()
     except Failed as error:
         wrong.append(str(error))
-    found = growths(soak.samples, warm=given.warm)
+    found = growths(soak.samples, warm=options.warm)
     wrong += problems(soak, found)
-    text = "\n".join([page(soak, found), "", *(f"FAILED: {each}" for each in wrong[:100])])
+    text = "\n".join([page(soak, found), "", *(f"FAILED: {problem}" for problem in wrong[:100])])
     (out / "table.md").write_text(text + "\n")
     print(text)
     return 1 if wrong else 0

@@ -1,7 +1,7 @@
-"""The account of a run's prompts: everything that was admitted was trained, was dropped for a reason, or is still open.
+"""Accounts for a run's prompts: each admitted prompt was trained, was dropped for a reason, or is still open.
 
-A run numbers its prompts as it admits them, and the group of prompt 12 is `g12` wherever it is written: in the files of
-the steps that trained it, in dropped.jsonl, and in the tickets of a checkpoint, which also says how many were admitted.
+A run numbers its prompts as it admits them. The group of prompt 12 is `g12` in all files: in those of the steps that
+trained it, in dropped.jsonl, and in the tickets of a checkpoint, which also records the number of admitted prompts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from slimx.rollout.flow.manager import TOO_OLD
 
 @dataclass
 class Account:
-    """The whereabouts of every admitted prompt of a run, as of a checkpoint."""
+    """The fate of every admitted prompt of a run, up to a checkpoint."""
 
     step: int
-    """Steps of the checkpoint."""
+    """Step of the checkpoint."""
     admitted: int
     trained: int
     dropped: dict[str, int]
-    """Prompts by reason."""
+    """Number of dropped prompts by reason."""
     open: int
     problems: list[str] = field(default_factory=list)
-    """Prompts that are nowhere, or in two places."""
+    """Sentences on prompts that are missing or counted twice."""
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
@@ -39,15 +39,15 @@ class Account:
 
 
 class Ledger:
-    """Reads a run's directory again and again; a step that a checkpoint covers is read once."""
+    """Reads a run's directory repeatedly; each step that a checkpoint covers is read once."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._trained: dict[int, list[int]] = {}
-        """Numbers of the prompts that each step trained."""
+        """Step -> numbers of the prompts that it trained."""
 
     def account(self) -> Account | None:
-        """The account as of the newest checkpoint; None before the first. The run must not write meanwhile."""
+        """Returns the account up to the newest checkpoint; None before the first. The run must not write meanwhile."""
         newest = Saves(self.run / "checkpoints", keep=1).newest()
         if newest is None:
             return None
@@ -57,7 +57,7 @@ class Ledger:
             self._trained[step] = [number_of(group.id) for group in groups]
         dropped = [(number_of(line["group"]), line["reason"]) for line in self._lines("dropped", state.step)]
         # Those that the next step's records will name.
-        dropped += [(number_of(each["group"]), each["reason"]) for each in state.rollouts["dropped"]]
+        dropped += [(number_of(entry["group"]), entry["reason"]) for entry in state.rollouts["dropped"]]
         return balance(
             state.step,
             state.rollouts["next"],
@@ -68,7 +68,7 @@ class Ledger:
         )
 
     def _lines(self, name: str, last: int) -> list[dict]:
-        """The lines of steps up to `last` in one of the run's files."""
+        """Returns the lines of steps up to `last` from one of the run's files."""
         file = self.run / f"{name}.jsonl"
         lines = [json.loads(line) for line in file.open()] if file.exists() else []
         return [line for line in lines if line["step"] <= last]
@@ -82,18 +82,18 @@ def balance(
     still_open: list[int],
     recorded: list[int],
 ) -> Account:
-    """Compare what became of prompts, by number, with the `admitted` first numbers, and the `recorded` steps with 1 to
-    `step`."""
+    """Checks that each of the first `admitted` prompts occurs exactly once among the trained, dropped and open prompts,
+    and each step from 1 to `step` once in `recorded`."""
     found = Counter([*trained, *(number for number, _ in dropped), *still_open])
     problems = [f"prompt {number} is nowhere" for number in range(admitted) if number not in found]
     problems += [f"prompt {number} is in {count} places" for number, count in sorted(found.items()) if count > 1]
     problems += [f"prompt {number} was never admitted" for number in sorted(found) if number >= admitted]
     steps = Counter(recorded)
-    problems += [f"step {each} has {steps[each]} records" for each in range(1, step + 1) if steps[each] != 1]
+    problems += [f"step {index} has {steps[index]} records" for index in range(1, step + 1) if steps[index] != 1]
     reasons = Counter(reason for _, reason in dropped)
     return Account(step, admitted, len(trained), dict(reasons), len(still_open), problems)
 
 
 def number_of(group: str) -> int:
-    """The number of a group's prompt."""
+    """Returns the number of a group's prompt."""
     return int(group.removeprefix("g"))

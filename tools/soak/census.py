@@ -1,4 +1,4 @@
-"""The processes of the soak's run by kind, and what each of them holds: memory, files, threads, sockets."""
+"""Counts the resources of the soak's processes by kind: memory, files, threads, sockets."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ KINDS = {
     "Ray: GCS": r"^gcs_server ",
     "Ray: agents": r"ray/dashboard|runtime_env/agent|log_monitor|autoscaler|ray::",
 }
-"""Expressions that are searched for in the name and command line of a process, the first that fits."""
+"""Kind -> regular expression that is searched for in a process's name and command line. The first match decides."""
 GUARDS = {"engine: guard": r"slimx\.engines\.server\.launch", "router: guard": r"slimx\.engines\.server\.router_launch"}
 OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A process at one moment."""
+    """Resources of one process at one moment."""
 
     step: int
     kind: str
     pid: int
     born: float
-    """Unix seconds of its start."""
+    """Start time of the process, in Unix seconds."""
     anonymous: float
-    """MiB of memory that no file stands behind, whether other processes have the same pages or not: private memory
-    jumps where a process ends that was forked from the same one."""
+    """Anonymous memory in MiB, shared pages included. Private memory would jump when a process ends that was forked
+    from the same one."""
     pss: float
-    """MiB with its part of what it shares."""
+    """Proportional set size, in MiB."""
     fds: int
     threads: int
     sockets: int
-    """TCP and UDP sockets."""
+    """Number of TCP and UDP sockets."""
     ports: int
-    """TCP ports on which it listens."""
+    """Number of TCP ports on which the process listens."""
     shm: float
-    """MiB of /dev/shm that it has mapped."""
+    """Mapped shared memory in /dev/shm, in MiB."""
 
     def row(self) -> dict:
         return asdict(self)
@@ -65,12 +65,12 @@ MEASURED = tuple(field.name for field in fields(Sample))[4:]
 
 
 def adopt_orphans() -> None:
-    """Have this process become the parent of what loses its own, so that nothing of a run escapes the census."""
+    """Makes this process the parent of orphaned descendants, so that the census misses no process of a run."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kind_of(name: str, command: str) -> str:
-    """The kind of a process by its name and command line."""
+    """Returns the kind of a process by its name and command line."""
     text = f"{name} {command}"
     if GUARD in text:
         return next((kind for kind, pattern in GUARDS.items() if re.search(pattern, text)), OTHER)
@@ -78,8 +78,8 @@ def kind_of(name: str, command: str) -> str:
 
 
 def living(but: int | None = None) -> list[tuple[str, psutil.Process]]:
-    """All descendants of this process that have not ended, with their kinds. Orphans that ended are collected; `but`
-    is left to whoever started it."""
+    """Returns all living descendants of this process with their kinds. Reaps ended orphans except `but`, which its
+    starter reaps."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -92,7 +92,7 @@ def living(but: int | None = None) -> list[tuple[str, psutil.Process]]:
 
 
 def samples(step: int) -> Iterator[Sample]:
-    """The present holdings of every process of the run."""
+    """Yields a sample of every process of the run."""
     for kind, process in living():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
             memory = _memory(process.pid)
@@ -107,26 +107,26 @@ def samples(step: int) -> Iterator[Sample]:
                 fds=process.num_fds(),
                 threads=process.num_threads(),
                 sockets=len(sockets),
-                ports=sum(each.status == psutil.CONN_LISTEN for each in sockets),
+                ports=sum(socket.status == psutil.CONN_LISTEN for socket in sockets),
                 shm=_shared(process.pid) / MIB,
             )
 
 
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Names in /dev/shm that were not there `before` and that no living process has mapped."""
+    """Returns the names in /dev/shm that were not there `before` and that no living process has mapped."""
     used = shared_memory_inodes(1)
     new = {name: Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name not in before}
     return sorted(name for name, path in new.items() if path.exists() and path.stat().st_ino not in used)
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """KiB by kind, summed over the address space of a process."""
+    """Returns the memory of a process by kind, summed over its address space, in KiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(size.split()[0]) for name, _, size in (line.partition(":") for line in lines)}
 
 
 def _shared(pid: int) -> int:
-    """Bytes of /dev/shm and of memory files in the address space of a process."""
+    """Returns the bytes of /dev/shm and of memory files that a process has mapped."""
     total = 0
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if " /dev/shm/" in line or " /memfd:" in line:

@@ -6,14 +6,15 @@ from slimx.data.records import Group, Trajectory
 from slimx.rollout.hooks import RewardContext
 
 DROPPED_IN = 8
-"""One group in so many is dropped by the filter, about."""
+"""The filter drops about one group in this many."""
 
 
 async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The share of digits in the answer: random weights differ in it, so that most steps have a gradient."""
+    """Returns the fraction of digits in the answer. Answers of random weights differ in it, so that most steps have a
+    gradient."""
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
 def keep(group: Group) -> bool | str:
-    """Drops groups by the seed of their first rollout: the same ones whenever a group is made again."""
+    """Drops groups by the seed of their first rollout, so that a repeated group has the same fate."""
     return "unlucky" if group.trajectories[0].sampling["seed"] % DROPPED_IN == 0 else True

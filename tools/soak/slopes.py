@@ -19,11 +19,11 @@ import numpy as np
 from tools.soak.census import Sample
 
 PER = 1000
-"""Steps that a slope is given for."""
+"""Number of steps to which a slope refers."""
 FEWEST = 8
-"""Samples of a process from which on it counts."""
+"""Minimum number of samples of a process that is counted."""
 BLOCKS = 6
-"""Blocks that the residuals of a process are cut into."""
+"""Number of blocks into which the residuals of a process are cut."""
 DRAWS = 1000
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values of one process."""
@@ -31,26 +31,27 @@ Series = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Growth for each `PER` steps."""
+    """Growth per `PER` steps."""
 
     value: float
     low: float
     high: float
-    """Ends of the interval that covers it in 95 of 100 cases."""
+    """Upper end of the 95% confidence interval; `low` is the lower end."""
     processes: int
     samples: int
     steps: int
-    """Steps that the processes were seen for, together."""
+    """Steps over which the processes were observed, summed."""
 
     def verdict(self, bound: float) -> str:
-        """`grows` where the growth is beyond `bound` for sure, `flat` where it is within it for sure, else `open`."""
+        """Returns `grows` if the growth is certainly above `bound`, `flat` if it is certainly below, else `open`."""
         if self.low > bound:
             return "grows"
         return "flat" if self.high <= bound else "open"
 
 
 def series_of(samples: Sequence[Sample], measure: Callable[[Sample], float], *, warm: int) -> list[Series]:
-    """The values of each process of one kind, without those of its first `warm` steps; short lives are left out."""
+    """Returns the values of each process of one kind, without those of its first `warm` steps. Short-lived processes
+    are left out."""
     lives: dict[tuple[int, float], list[Sample]] = defaultdict(list)
     for sample in samples:
         lives[sample.pid, sample.born].append(sample)
@@ -64,7 +65,7 @@ def series_of(samples: Sequence[Sample], measure: Callable[[Sample], float], *, 
 
 
 def slope_of(series: Sequence[Series], seed: int = 1) -> Slope | None:
-    """The slope that all processes share; None where there is none to look at."""
+    """Returns the slope that all processes share; None without any series."""
     if not series:
         return None
     centred = [(steps - steps.mean(), values - values.mean()) for steps, values in series]

@@ -1,4 +1,4 @@
-"""Strikes against a run: random processes are killed at random moments, and the time until it goes on is measured."""
+"""Kills random processes of a run at random moments, and measures the time until the run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from tools.soak.census import living
 
 GOES_ON = 3
-"""Steps after a strike that show that the run goes on: the first may have been under way."""
+"""Steps after a strike that prove that the run continues: the first may have been in progress."""
 WEIGHTS = {
     "engine: scheduler": 2,
     "engine: detokenizer": 2,
@@ -29,50 +29,50 @@ WEIGHTS = {
     "Ray: raylet": 1,
     "Ray: GCS": 1,
 }
-"""Frequency of strikes by kind, relative to each other. Those that end the run cost most time."""
+"""Relative frequency of strikes by kind. Kinds whose loss ends the run are rarer, because they take most time."""
 DRIVER_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(slots=True)
 class Strike:
-    """A process that was killed, and what came of it."""
+    """A killed process, and the run's recovery from it."""
 
     kind: str
     signum: signal.Signals
     step: int
     at: float
-    """Seconds of the monotonic clock."""
+    """Time of the strike, in seconds of the monotonic clock."""
     seconds: float | None = None
-    """Until the run had made `GOES_ON` more steps; None: it has not yet."""
+    """Seconds until the run had finished `GOES_ON` more steps; None: not yet."""
     ended: bool = False
-    """True if the run ended by it and was started again."""
+    """True if the strike ended the run, which was started again."""
 
 
 class Strikes:
-    """Strikes at random distances of steps, one after the other: the next waits until the run goes on."""
+    """Strikes at random intervals of steps. The next one waits until the run has recovered."""
 
     def __init__(self, every: int, seed: int, file: Path) -> None:
-        """`every`: steps between two strikes on average; 0: none. `file`: a line for each strike that was recovered
-        from, also of an earlier process of the soak."""
+        """Reads earlier strikes. `every`: mean number of steps between two strikes; 0: no strikes. `file`: file with a
+        line per strike from which the run recovered, including those of earlier processes of the soak."""
         self.file = file
         lines = [json.loads(line) for line in file.open()] if file.exists() else []
         self.done = [Strike(**{**line, "signum": signal.Signals(line["signum"])}) for line in lines]
         self.every, self.random = every, random.Random(f"{seed} {len(self.done)}")
         self.missing: set[str] = set()
-        """Kinds that were to be struck when the run had none."""
+        """Kinds that were chosen for a strike when the run had no such process."""
         self._next: float | None = None
-        """Step of the next strike; None: it is drawn at the first look."""
+        """Step of the next strike; None: chosen at the next look."""
 
     def _after(self, step: int) -> float:
         return step + GOES_ON + self.random.expovariate(1 / self.every) if self.every else float("inf")
 
     @property
     def pending(self) -> Strike | None:
-        """The strike from which the run has not recovered yet."""
+        """Last strike, if the run has not recovered from it yet."""
         return self.done[-1] if self.done and self.done[-1].seconds is None else None
 
     def look(self, step: int) -> None:
-        """Strike if it is time for it at `step`, or see that the run has gone on."""
+        """Kills a process if a strike is due at `step`, or records that the run has recovered."""
         if self._next is None:
             self._next = self._after(step)
         if self.pending is not None:

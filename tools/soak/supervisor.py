@@ -1,4 +1,4 @@
-"""Keeps the soak's run going as a supervisor does: starts it, watches and strikes it, and starts it again."""
+"""Keeps the soak's run alive as a supervisor does: starts it, observes it, strikes it and starts it again."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from tools.soak.task import last_step
 ROOT = Path(__file__).parents[2]
 LOOK_S = 0.2
 END_S = 300.0
-"""Seconds in which everything of an ended run must be gone, and in which one that was asked to leave has left."""
+"""Deadline in seconds for all processes of an ended run to be gone, and for a run to leave after a signal."""
 PREEMPTED = 75
 ENDS = {0, LOST, PREEMPTED, 128 + signal.SIGTERM, -signal.SIGKILL}
-"""Exit statuses after which a supervisor starts the same command again, or is done."""
+"""Exit statuses after which a supervisor starts the same command again or is done."""
 
 
 class Failed(Exception):
-    """Something that must not happen in a soak, in a sentence."""
+    """Raised for events that must not happen in a soak, with one sentence."""
 
 
 class Soak:
-    """One run directory, and all that was seen of its processes."""
+    """A run directory, and all observations of its processes."""
 
     def __init__(self, config: Path, steps: int, strikes: Strikes, *, seconds: float, sample_s: float, stall_s: float):
-        """`seconds`: for all of it; `sample_s`: between two looks at the processes; `stall_s`: without a step."""
+        """Prepares a soak. `seconds`: time for all of it; `sample_s`: seconds between two samples of the processes;
+        `stall_s`: longest time without a step."""
         self.config, self.steps, self.strikes = config, steps, strikes
         self.out = config.parent
         self.run = self.out / "run"
@@ -45,16 +46,16 @@ class Soak:
         file = self.out / "samples.jsonl"
         self.samples = [Sample(**json.loads(line)) for line in file.open()] if file.exists() else []
         self.ends: Counter[int] = Counter()
-        """Exit statuses of the run."""
+        """Exit status -> number of ends of the run with it."""
         self.unasked = 0
-        """Ends that no strike explains."""
+        """Number of ends that no strike explains."""
         self.left: list[str] = []
-        """Files in /dev/shm that ended runs left."""
+        """Files that ended runs left in /dev/shm."""
         self.began = time.monotonic()
         self.seconds = 0.0
 
     def go(self) -> None:
-        """Run until the last step, or the end of the time. Raises Failed."""
+        """Runs until the last step or the end of the time. Raises Failed."""
         adopt_orphans()
         try:
             while (step := last_step(self.run)) < self.steps and time.monotonic() < self.until:
@@ -66,7 +67,7 @@ class Soak:
                 process.kill()
 
     def _once(self) -> None:
-        """One process of the run, from its start to its end."""
+        """Runs one process of the run, from its start to its end."""
         before = set(os.listdir("/dev/shm"))
         with (self.out / "train.log").open("ab") as log:
             process = subprocess.Popen(
@@ -85,15 +86,15 @@ class Soak:
         self._all_gone()
         self.left += left_in_shared_memory(before)
         if status not in ENDS:
-            raise Failed(f"the run ended with status {status}: {self._said()}")
+            raise Failed(f"the run ended with status {status}: {self._last_output()}")
         if (account := self.ledger.account()) is not None:
             self.accounts.append(account)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> int:
-        """Strike and take samples while the run lives; returns its exit status."""
+        """Samples the run's processes and lets `strikes` kill some while it lives; returns its exit status."""
         step = last_step(self.run)
         moved = sampled = time.monotonic()
-        asked = False
+        leaving = False
         with (self.out / "samples.jsonl").open("a") as file:
             while (status := process.poll()) is None:
                 time.sleep(LOOK_S)
@@ -104,10 +105,10 @@ class Soak:
                     self._stalled(process, step)
                 if now > self.until + END_S:
                     raise Failed(f"asked to leave, the run was still there after {END_S:.0f} s")
-                if now > self.until and not asked:
+                if now > self.until and not leaving:
                     process.send_signal(signal.SIGUSR1)
-                    asked = True
-                if not asked:
+                    leaving = True
+                if not leaving:
                     self.strikes.look(step)
                 if now > sampled + self.sample_s and self.strikes.pending is None and present < self.steps:
                     found = list(samples(step))
@@ -119,10 +120,10 @@ class Soak:
 
     def _stalled(self, process: subprocess.Popen[bytes], step: int) -> None:
         try:
-            said = run_stacks(self.run)
+            stacks = run_stacks(self.run)
         except SlimxError as error:
-            said = str(error)
-        (self.out / "stalled.txt").write_text(said)
+            stacks = str(error)
+        (self.out / "stalled.txt").write_text(stacks)
         process.kill()
         last = self.strikes.done[-1:] or "nothing"
         raise Failed(f"no step after {step} for {self.stall_s:.0f} s, after {last}; see {self.out / 'stalled.txt'}")
@@ -134,5 +135,5 @@ class Soak:
                 raise Failed(f"{END_S:.0f} s after the end of the run there are still: {[kind for kind, _ in left]}")
             time.sleep(LOOK_S)
 
-    def _said(self) -> str:
+    def _last_output(self) -> str:
         return " ".join((self.out / "train.log").read_text().splitlines()[-3:])

@@ -1,4 +1,4 @@
-"""The result of a soak as tables in Markdown, and whether it is good."""
+"""Formats the result of a soak as Markdown tables, and finds its problems."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tools.soak.strikes import GOES_ON, Strike
 from tools.soak.supervisor import Soak
 
 BOUNDS = {"anonymous": 2.0, "pss": 2.0, "fds": 1.0, "threads": 1.0, "sockets": 1.0, "ports": 0.5, "shm": 1.0}
-"""Growth per `PER` steps that is let pass: MiB of memory, and numbers of the rest. 2 MiB in 1,000 steps are 200 MiB in
-a run of 100,000."""
+"""Largest accepted growth per `PER` steps, in MiB for memory and in numbers for the rest. 2 MiB in 1,000 steps are 200
+MiB in a run of 100,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One measure of one kind of process."""
+    """Growth of one resource of one kind of process."""
 
     kind: str
     measure: str
@@ -32,7 +32,7 @@ class Growth:
 
 
 def growths(samples: list[Sample], *, warm: int) -> list[Growth]:
-    """The growth of every measure of every kind that was seen for long enough."""
+    """Returns the growth of every resource of every kind that was observed long enough."""
     kinds: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         kinds[sample.kind].append(sample)
@@ -46,9 +46,10 @@ def growths(samples: list[Sample], *, warm: int) -> list[Growth]:
 
 
 def problems(soak: Soak, found: list[Growth]) -> list[str]:
-    """All that makes a soak fail, a line each."""
-    out = [f"{each.kind}: {each.measure} grows by {_told(each.slope)}" for each in found if each.verdict == "grows"]
-    out += [f"as of step {account.step}, {problem}" for account in soak.accounts for problem in account.problems]
+    """Returns everything that makes a soak fail, one line each."""
+    growing = [growth for growth in found if growth.verdict == "grows"]
+    out = [f"{growth.kind}: {growth.measure} grows by {_per_period(growth.slope)}" for growth in growing]
+    out += [f"at step {account.step}: {problem}" for account in soak.accounts for problem in account.problems]
     out += [f"{name} is left in /dev/shm" for name in soak.left]
     if not soak.accounts:
         out.append("no checkpoint was written, so nothing could be accounted for")
@@ -56,7 +57,7 @@ def problems(soak: Soak, found: list[Growth]) -> list[str]:
 
 
 def page(soak: Soak, found: list[Growth]) -> str:
-    """The tables."""
+    """Returns the tables."""
     return "\n".join([*_head(soak), "", *_strikes(soak.strikes.done), "", *_growths(found)])
 
 
@@ -78,22 +79,22 @@ def _strikes(strikes: list[Strike]) -> Iterator[str]:
         by_kind[strike.kind, strike.signum.name].append(strike)
     for (kind, signum), several in sorted(by_kind.items()):
         took = [strike.seconds for strike in several if strike.seconds is not None]
-        told = f"{median(took):.0f} ({max(took):.0f})" if took else "not seen"
-        yield f"| {kind} | {signum} | {len(several)} | {sum(each.ended for each in several)} | {told} |"
+        recovery = f"{median(took):.0f} ({max(took):.0f})" if took else "not seen"
+        yield f"| {kind} | {signum} | {len(several)} | {sum(growth.ended for growth in several)} | {recovery} |"
 
 
 def _growths(found: list[Growth]) -> Iterator[str]:
     yield f"| process (number seen for long enough) | growth per {PER:,} steps: anonymous memory, MiB | PSS, MiB | fds | threads | sockets | ports | mapped of /dev/shm, MiB |"  # noqa: E501
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     kinds: dict[str, dict[str, Growth]] = defaultdict(dict)
-    for each in found:
-        kinds[each.kind][each.measure] = each
+    for growth in found:
+        kinds[growth.kind][growth.measure] = growth
     for kind, measures in kinds.items():
-        cells = [f"{_told(measures[m].slope)} {measures[m].verdict}" if m in measures else "" for m in MEASURED]
+        cells = [f"{_per_period(measures[m].slope)} {measures[m].verdict}" if m in measures else "" for m in MEASURED]
         count = next(iter(measures.values())).slope.processes
         yield f"| {kind} ({count}) | {' | '.join(cells)} |"
 
 
-def _told(slope: Slope) -> str:
+def _per_period(slope: Slope) -> str:
     half = (slope.high - slope.low) / 2
     return "0" if slope.value == half == 0 else f"{slope.value:+.2f} ± {half:.2f}"

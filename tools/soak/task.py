@@ -1,4 +1,4 @@
-"""The model, the prompts and the configuration of the soak's run: the smallest that has every kind of process."""
+"""Writes the model, prompts and configuration of the soak's run, the smallest with every kind of process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import yaml
 
 TOOLS = Path(__file__).parents[1]
 HELD_OUT = 4
-"""Prompts of an evaluation."""
+"""Number of prompts of an evaluation."""
 
 
 def write_task(out: Path, steps: int, *, transport: str, every: int) -> Path:
-    """Write model, prompts and configuration into `out`, where they are not yet; returns the configuration's file.
-
-    `every`: steps between two checkpoints; evaluations and exports are rarer by a factor of 2 and 20.
-    """
+    """Writes model, prompts and configuration into `out`, unless they exist; returns the configuration file. `every`:
+    steps between two checkpoints; evaluations are rarer by a factor of 2 and exports by 20."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
         runpy.run_path(str(TOOLS / "quickstart/make_model.py"))["make_model"](out / "model", seed=1)
@@ -31,7 +29,7 @@ def write_task(out: Path, steps: int, *, transport: str, every: int) -> Path:
 
 
 def configuration(out: Path, steps: int, *, transport: str, every: int) -> dict[str, Any]:
-    """The run's configuration."""
+    """Returns the run's configuration."""
     return {
         "run": {"name": "soak", "dir": str(out / "run")},
         "model": {"path": str(out / "model")},
@@ -61,7 +59,7 @@ def configuration(out: Path, steps: int, *, transport: str, every: int) -> dict[
 
 
 def last_step(run: Path) -> int:
-    """The newest step in metrics.jsonl; 0 before the first. Reads the end of the file only."""
+    """Returns the newest step in metrics.jsonl, 0 before the first. Reads only the end of the file."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 65536))

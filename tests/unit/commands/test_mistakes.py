@@ -14,8 +14,8 @@ LEAST = 250
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow("every mistake"))])
 def test_every_mistake_is_told_as_the_page_shows(every: int):
     shown = mistakes.PAGE.read_text().removeprefix("# ").rstrip("\n").split("\n\n# ")
-    told = [mistakes.told(one).removeprefix("# ").rstrip("\n") for one in mistakes.MISTAKES[::every]]
-    differing = [(old, new) for old, new in zip(shown[::every], told, strict=True) if old != new]
+    transcript = [mistakes.transcript(one).removeprefix("# ").rstrip("\n") for one in mistakes.MISTAKES[::every]]
+    differing = [(old, new) for old, new in zip(shown[::every], transcript, strict=True) if old != new]
     assert differing == [], "run python -m tools.docs.make_messages, and read the difference"
 
 

@@ -26,7 +26,7 @@ REFUSED = (
     "top_k_renorm_prob",
     "top_p_renorm_prob",
 )
-"""Imported at module level beside what is called."""
+"""Names that SGLang imports at module level but never calls for these models."""
 for _name in REFUSED:
     globals()[_name] = refused(_name)
 
