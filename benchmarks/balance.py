@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from balance_model import QWEN3_30B_A3B, WAYS, flops_of, lognormal_lengths
+from balance_model import METHODS, QWEN3_30B_A3B, flops_of, lognormal_lengths
 from balance_rank import LAYOUTS, TrainerRank
 from machine import cpu_seconds, surroundings
 from peer import Peer
@@ -44,33 +44,35 @@ from slimx.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 1.0
-"""A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+"""Minimum duration of a step, in seconds. In shorter steps, fixed costs would dominate the comparison."""
 MEAN, LONGEST, LIMIT = 768, 6144, 6144
-"""Measured: tokens of the mean and of the longest row, and of a micro-batch at most."""
+"""In the measurement: mean and maximum length of a row, and limit of a micro-batch, in tokens."""
 MEASURED = ("arrival", "tokens", "flops")
-"""Ways that are measured, the first of them the one that the others are compared with."""
+"""Methods that are measured; the others are compared with the first."""
 
 
 def predict(flops: SequenceFlops, draws: int) -> list[str]:
-    """The table of predicted slowdowns, medians over `draws` of lengths."""
-    lines = [f"{'ranks meet':<24}{'DP':>4}{'rows/rank':>11}{'sigma':>7}" + "".join(f"{way:>9}" for way in WAYS)]
+    """Returns the table of predicted slowdowns, medians over `draws` random batches."""
+    lines = [
+        f"{'ranks meet':<24}{'DP':>4}{'rows/rank':>11}{'sigma':>7}" + "".join(f"{method:>9}" for method in METHODS)
+    ]
     for lockstep, meeting in ((False, "once per step"), (True, "in every micro-batch")):
         for ranks in (2, 8, 64):
             for per_rank, sigma in ((8, 0.5), (32, 0.5), (32, 1.0), (32, 1.5)):
-                figures = {way: [] for way in WAYS}
+                figures = {method: [] for method in METHODS}
                 for seed in range(draws):
                     sizes = lognormal_lengths(ranks * per_rank, sigma=sigma, mean=4096, longest=32768, seed=seed)
                     costs = [flops(size) for size in sizes]
-                    for way, distributed in WAYS.items():
+                    for method, distributed in METHODS.items():
                         split = distributed(sizes, costs, ranks, 32768, lockstep)
-                        figures[way].append(slowdown(split, costs, lockstep=lockstep))
+                        figures[method].append(slowdown(split, costs, lockstep=lockstep))
                 cells = "".join(f"{np.median(values):>9.3f}" for values in figures.values())
                 lines.append(f"{meeting:<24}{ranks:>4}{per_rank:>11}{sigma:>7.1f}{cells}")
     return lines
 
 
 def make_row(length: int, random: np.random.Generator) -> TrainingRow:
-    """`length` tokens, all trained."""
+    """Returns a row of `length` tokens, all of them trained."""
     tokens = random.integers(1, 100, length + 1)
     zeros = np.zeros(length, np.float32)
     return TrainingRow(
@@ -86,14 +88,14 @@ def make_row(length: int, random: np.random.Generator) -> TrainingRow:
 
 
 def measure(layout: str, model: str, sigma: float, rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
-    """Figures of steps of `count` rows, by way and round: tokens per second, the step's seconds, CPU seconds of the
-    busiest rank, predicted slowdown; a first round is not counted."""
+    """Measures steps of `count` rows. Returns by method and figure, for each round: tokens per second, seconds of the
+    step, CPU seconds of the busiest rank, and predicted slowdown. The first round is not counted."""
     hf = json.loads((Path(model) / "config.json").read_text())
     flops, lockstep = flops_of(hf), layout == "EP2"
     init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     peers = [Peer(TrainerRank, rank, layout, model, init_method) for rank in range(2)]
     out: dict[str, dict[str, list[float]]] = {
-        way: {"tokens/s": [], "predicted": [], "seconds": [], "cpu": []} for way in MEASURED
+        method: {"tokens/s": [], "predicted": [], "seconds": [], "cpu": []} for method in MEASURED
     }
     try:
         for peer in peers:
@@ -104,16 +106,16 @@ def measure(layout: str, model: str, sigma: float, rounds: int, count: int) -> d
                 rows = [make_row(size, np.random.default_rng(number)) for size in sizes]
                 costs = [flops(size) for size in sizes]
                 turn = number % len(MEASURED)
-                for way in MEASURED[turn:] + MEASURED[:turn]:
-                    split = WAYS[way](sizes, costs, 2, LIMIT, lockstep)
+                for method in MEASURED[turn:] + MEASURED[:turn]:
+                    split = METHODS[method](sizes, costs, 2, LIMIT, lockstep)
                     shards = lay_out(rows, split)
                     took = list(threads.map(lambda peer, shard: peer.call("step", shard), peers, shards))
                     seconds, busiest = np.max(took, axis=0).tolist()
                     if number:
-                        out[way]["seconds"].append(seconds)
-                        out[way]["cpu"].append(busiest)
-                        out[way]["tokens/s"].append(sum(sizes) / seconds)
-                        out[way]["predicted"].append(slowdown(split, costs, lockstep=lockstep))
+                        out[method]["seconds"].append(seconds)
+                        out[method]["cpu"].append(busiest)
+                        out[method]["tokens/s"].append(sum(sizes) / seconds)
+                        out[method]["predicted"].append(slowdown(split, costs, lockstep=lockstep))
             list(threads.map(lambda peer: peer.call("stop"), peers))
     finally:
         for peer in peers:
@@ -122,11 +124,12 @@ def measure(layout: str, model: str, sigma: float, rounds: int, count: int) -> d
 
 
 def describe(layout: str, sigma: float, figures: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Medians by way, and by how much each is faster than no balancing, round by round: on the clock, by the CPU
-    seconds of the busiest rank (which other processes hardly change, and which know no waiting), as predicted."""
+    """Returns rows with the medians of each method, and its speed relative to no balancing, round by round: by wall
+    time, by CPU seconds of the busiest rank (which contain no waiting and hardly depend on other processes), and as
+    predicted."""
     base = {name: np.array(values) for name, values in figures[MEASURED[0]].items()}
     lines = []
-    for way, values in figures.items():
+    for method, values in figures.items():
         ratios = np.array(values["tokens/s"]) / base["tokens/s"]
         low, middle, high = np.percentile(ratios, [25, 50, 75])
         promised = np.median(base["predicted"] / np.array(values["predicted"]))
@@ -134,14 +137,14 @@ def describe(layout: str, sigma: float, figures: dict[str, dict[str, list[float]
         seconds, speed = np.median(values["seconds"]), np.median(values["tokens/s"])
         measured = f"{middle:.2f} ({low:.2f} to {high:.2f})"
         cells = f"{seconds:>8.2f}{speed:>10,.0f}{measured:>26}{busiest:>9.2f}{promised:>11.2f}"
-        lines.append(f"{layout:<8}{sigma:>6.1f}  {way:<9}{cells}")
+        lines.append(f"{layout:<8}{sigma:>6.1f}  {method:<9}{cells}")
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="tokens per second against length skew, with and without balancing")
     parser.add_argument(
-        "--rounds", type=positive, default=10, help="measured rounds; in each all ways train the same rows"
+        "--rounds", type=positive, default=10, help="measured rounds; in each all methods train the same rows"
     )
     parser.add_argument("--rows", type=positive, default=64, help="measured: rows of a step")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="measured")
@@ -154,7 +157,7 @@ def main() -> int:
     print("\n".join(predict(flops_of(QWEN3_30B_A3B), arguments.draws)))
     print()
     titles = f"{'step s':>8}{'tokens/s':>10}{'over arrival (quartiles)':>26}{'by CPU':>9}{'predicted':>11}"
-    print(f"{'layout':<8}{'sigma':>6}  {'way':<9}{titles}")
+    print(f"{'layout':<8}{'sigma':>6}  {'method':<9}{titles}")
     began, others = time.perf_counter(), cpu_seconds()
     figures = {}
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:

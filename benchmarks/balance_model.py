@@ -1,4 +1,4 @@
-"""The ways of distributing rows that benchmarks/balance.py compares, and what each is predicted to cost."""
+"""The methods of distributing rows that benchmarks/balance.py compares, and their predicted costs."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
     "rms_norm_eps": 1e-6,
 }
-Way = Callable[[Sequence[int], Sequence[float], int, int, bool], Split]
-"""(tokens of each row, FLOPs of each row, data-parallel ranks, tokens of a micro-batch, whether ranks meet in every
-micro-batch) -> which rows go where."""
+Method = Callable[[Sequence[int], Sequence[float], int, int, bool], Split]
+"""(tokens of each row, FLOPs of each row, data-parallel ranks, tokens of a micro-batch, True if ranks synchronize in
+every micro-batch) -> the rows of each micro-batch of each rank."""
 
 
 def flops_of(hf: dict[str, Any]) -> SequenceFlops:
-    """FLOPs of a Qwen3-MoE."""
+    """Returns the function that computes the FLOPs of a Qwen3-MoE for a sequence."""
     return sequence_flops(qwen3_moe.transformer_config(hf), hf["vocab_size"], LayerKind())
 
 
 def lognormal_lengths(rows: int, *, sigma: float, mean: float, longest: int, seed: int) -> list[int]:
-    """Lengths in tokens whose logarithm is normal with standard deviation `sigma`, cut at `longest`."""
+    """Returns lengths in tokens whose logarithms have standard deviation `sigma`, truncated at `longest`."""
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, rows)
     return drawn.astype(int).clip(16, longest).tolist()
 
 
 def arrival(sizes: Sequence[int], costs: Sequence[float], ranks: int, limit: int, lockstep: bool) -> Split:
-    """Equally many rows for each rank in the order in which they came, and micro-batches filled in that order."""
+    """Gives each rank the same number of rows, in the order of arrival, and fills micro-batches in that order."""
     split: Split = []
     for rows in np.array_split(np.arange(len(sizes)), ranks):
         parts: list[list[int]] = [[]]
@@ -57,31 +57,32 @@ def arrival(sizes: Sequence[int], costs: Sequence[float], ranks: int, limit: int
 
 
 def greedy_tokens(sizes: Sequence[int], costs: Sequence[float], ranks: int, limit: int, lockstep: bool) -> Split:
-    """Longest first to the rank with the fewest tokens, then the same among the fewest micro-batches that fit."""
+    """Gives the longest remaining row to the rank with the fewest tokens, then fills as few micro-batches as fit in the
+    same manner."""
     split: Split = []
     for shard in greedy(sizes, ranks):
-        own = [sizes[i] for i in shard]
-        count = len(best_fit(own, limit))
-        while any(sum(own[i] for i in part) > limit for part in greedy(own, count)):
+        lengths = [sizes[i] for i in shard]
+        count = len(best_fit(lengths, limit))
+        while any(sum(lengths[i] for i in part) > limit for part in greedy(lengths, count)):
             count += 1
-        split.append([[shard[i] for i in part] for part in greedy(own, count)])
+        split.append([[shard[i] for i in part] for part in greedy(lengths, count)])
     return _filled(split)
 
 
 def by_tokens(sizes: Sequence[int], costs: Sequence[float], ranks: int, limit: int, lockstep: bool) -> Split:
-    """`trainer.balance=tokens`."""
+    """Balances as `trainer.balance=tokens` does."""
     return distribute(sizes, [float(n) for n in sizes], data_size=ranks, max_tokens=limit, lockstep=lockstep)
 
 
 def by_flops(sizes: Sequence[int], costs: Sequence[float], ranks: int, limit: int, lockstep: bool) -> Split:
-    """`trainer.balance=flops`."""
+    """Balances as `trainer.balance=flops` does."""
     return distribute(sizes, costs, data_size=ranks, max_tokens=limit, lockstep=lockstep)
 
 
-WAYS: dict[str, Way] = {"arrival": arrival, "greedy": greedy_tokens, "tokens": by_tokens, "flops": by_flops}
+METHODS: dict[str, Method] = {"arrival": arrival, "greedy": greedy_tokens, "tokens": by_tokens, "flops": by_flops}
 
 
 def _filled(split: Split) -> Split:
-    """With as many micro-batches on every rank, the last ones of padding only."""
+    """Returns the split with the same number of micro-batches on every rank; the added ones contain only padding."""
     count = max(len(parts) for parts in split)
     return [parts + [[] for _ in range(count - len(parts))] for parts in split]

@@ -13,7 +13,7 @@ LAYOUTS = {"DP2": {"world_size": 2}, "EP2": {"world_size": 2, "expert": 2}}
 
 
 class TrainerRank:
-    """One rank of a supervised run of the model in `model`, which never learns anything."""
+    """One rank of a supervised run of the model in `model`, whose weights never change."""
 
     def __init__(self, rank: int, layout: str, model: str, init_method: str):
         config, spec, self.parallel = join(
@@ -34,7 +34,8 @@ class TrainerRank:
         self.trainer = PolicyTrainer(config, spec, self.parallel)
 
     def step(self, batches: list[MicroBatch]) -> tuple[float, float]:
-        """Seconds of one training step from the moment when both ranks are ready for it, and of this rank's CPU."""
+        """Takes one training step. Returns its seconds, from the moment when both ranks are ready, and this rank's CPU
+        seconds."""
         self.parallel.host_group.barrier().wait()
         began, busy = time.perf_counter(), time.process_time()
         self.trainer.train_step(batches, step=0, version=0)

@@ -1,4 +1,4 @@
-"""The engine without slimx: plain HTTP requests to an SGLang server, all at once."""
+"""The engine without slimx: plain concurrent HTTP requests to an SGLang server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Request = dict[str, Any]
 
 
 def requests_of(groups: list[Group]) -> list[Request]:
-    """The body of one /generate request per rollout: what slimx asked for when it made `groups`, seeds included."""
+    """Returns the body of one /generate request per rollout of `groups`, the same as slimx sent, seeds included."""
     return [
         {
             "input_ids": trajectory.token_ids[: trajectory.spans[0].stop].tolist(),
@@ -33,7 +33,7 @@ def requests_of(groups: list[Group]) -> list[Request]:
 
 
 async def generate(session: aiohttp.ClientSession, url: str, requests: list[Request]) -> list[dict[str, Any]]:
-    """Post all requests at once to the server at `url`; the parsed answers, in order."""
+    """Posts all requests at once to the server at `url`; returns the parsed responses, in order."""
 
     async def post(body: Request) -> dict[str, Any]:
         async with session.post(f"{url}/generate", json=body) as response:
@@ -44,6 +44,6 @@ async def generate(session: aiohttp.ClientSession, url: str, requests: list[Requ
 
 
 def sampled(answers: list[dict[str, Any]]) -> int:
-    """Tokens in `answers`, each of which must carry log-probs and routed experts."""
+    """Returns the number of sampled tokens in `answers`. Raises if one lacks log-probs or routed experts."""
     assert all(answer["meta_info"]["routed_experts"] for answer in answers)
     return sum(len(answer["meta_info"]["output_token_logprobs"]) for answer in answers)

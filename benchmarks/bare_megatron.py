@@ -16,7 +16,7 @@ from slimx.data.batch import MicroBatch
 
 
 @dataclass(slots=True)
-class Held:
+class PackedTensors:
     """One packed micro-batch as tensors [1, T]."""
 
     tokens: Any
@@ -30,8 +30,8 @@ class Held:
 
 
 class BareMegatron:
-    """The model and the optimizer of a configuration, with weights of the same checkpoint; sampling temperature 1, one
-    pipeline stage, no context parallelism."""
+    """Model and optimizer of a configuration with the weights of the same checkpoint. Supports sampling temperature 1,
+    one pipeline stage and no context parallelism."""
 
     def __init__(self, config: Any, spec: Any, parallel: Any):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -72,19 +72,19 @@ class BareMegatron:
         transformer.finalize_model_grads_func = sum_gradients
         transformer.grad_scale_func = self.optimizer.scale_loss
         self.algorithm = config.algorithm
-        self._held: list[Held] = []
+        self._batches: list[PackedTensors] = []
 
     def hold(self, batches: Sequence[MicroBatch]) -> None:
-        """Keep a data-parallel rank's micro-batches for `step`."""
+        """Stores a data-parallel rank's micro-batches for `step`."""
         import torch
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        self._held = []
+        self._batches = []
         for batch in batches:
             bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32)
             longest = max(batch.lengths)
-            self._held.append(
-                Held(
+            self._batches.append(
+                PackedTensors(
                     tokens=torch.tensor(batch.tokens)[None],
                     positions=torch.cat([torch.arange(length) for length in batch.lengths])[None],
                     labels=torch.tensor(batch.labels)[None],
@@ -102,24 +102,24 @@ class BareMegatron:
             )
 
     def step(self) -> float:
-        """Forward, backward and optimizer step on what is held; the gradient norm."""
+        """Runs forward, backward and optimizer step on the stored micro-batches; returns the gradient norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=iter(self._held),
+            data_iterator=iter(self._batches),
             model=self.model,
-            num_microbatches=len(self._held),
-            seq_length=max(batch.tokens.shape[1] for batch in self._held),
+            num_microbatches=len(self._batches),
+            seq_length=max(batch.tokens.shape[1] for batch in self._batches),
             micro_batch_size=1,
             forward_only=False,
         )
         _, norm, _ = self.optimizer.step()
         return float(norm)
 
-    def _forward(self, batches: Iterator[Held], model: Any) -> tuple[Any, Any]:
+    def _forward(self, batches: Iterator[PackedTensors], model: Any) -> tuple[Any, Any]:
         import torch
 
         batch = next(batches)

@@ -1,4 +1,4 @@
-"""slimx's trainer rank with a bare megatron-core loop beside it, for benchmarks/loop.py."""
+"""slimx's trainer rank and a bare megatron-core loop in the same process, for benchmarks/loop.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimx.trainer.worker import TrainerWorker
 
 
 class BareTrainerWorker(TrainerWorker):
-    """The bare loop has a model and an optimizer of its own, with the weights that the run starts from."""
+    """A trainer worker whose bare loop has a separate model and optimizer, with the initial weights of the run."""
 
     def start(self, init_method: str) -> dict[str, Any]:
         started = super().start(init_method)
@@ -21,9 +21,9 @@ class BareTrainerWorker(TrainerWorker):
         return started
 
     def hold(self, batches: Any) -> None:
-        """Keep a data-parallel rank's micro-batches for `bare_step`."""
+        """Stores a data-parallel rank's micro-batches for `bare_step`."""
         self._bare.hold(batches)
 
     def bare_step(self) -> float:
-        """Forward, backward and optimizer step on what is held; the gradient norm."""
+        """Runs forward, backward and optimizer step on the stored micro-batches; returns the gradient norm."""
         return self._bare.step()

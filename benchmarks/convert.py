@@ -1,10 +1,10 @@
-"""Conversions of a checkpoint beside copies of the same bytes.
+"""Compares conversions of a checkpoint with copies of the same bytes.
 
     python benchmarks/convert.py --rounds 5 --out DIR
 
-A copy reads the files that the conversion reads and writes as many bytes as it writes, into files of the same sizes,
-with as many threads, and brings them to disk too: what a conversion would cost if it had nothing to do. Copy and
-conversion take turns, and which of them is first changes from round to round. Rates count bytes read and written. The
+A copy reads the same files as the conversion and writes the same number of bytes, into files of the same sizes, with
+the same number of threads, and syncs them: the cost of a conversion without computation. Copy and conversion
+alternate, and so does the first of each round. Rates count bytes read and written. The
 source was just read or written, so it comes from the page cache in both. DIR (a temporary one unless given) decides
 which disk is measured; it needs four times --gb.
 """
@@ -34,7 +34,7 @@ from slimx.extras.convert.work import Conversion, convert
 from tests.checkpoint_stand import QWEN3_MOE, write_checkpoint
 
 GOAL = 0.7
-"""Share of the copy's rate."""
+"""Share of the copy's rate that a conversion is to reach."""
 LAYER_GB = 0.35
 MODEL = QWEN3_MOE | {
     "vocab_size": 32768,
@@ -50,12 +50,12 @@ _CHUNK = 16 * 2**20
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """Those of a checkpoint of either kind."""
+    """Returns the tensor files of a checkpoint, Hugging Face's or Megatron's."""
     return sorted(p for p in directory.rglob("*") if p.suffix in (".safetensors", ".distcp"))
 
 
 def copy(sources: list[Path], sizes: list[int], out: Path, threads: int) -> None:
-    """Read `sources` once, front to back, and write what was read into new files of `sizes`, as long as it lasts."""
+    """Reads `sources` once, front to back, and writes the bytes into new files of `sizes`, repeating them if needed."""
     read, bounds = sum(path.stat().st_size for path in sources), np.cumsum([0, *sizes])
     ends = [int(bound * read / bounds[-1]) for bound in bounds]
     out.mkdir()
@@ -75,7 +75,8 @@ def copy(sources: list[Path], sizes: list[int], out: Path, threads: int) -> None
 
 
 def _between(sources: list[Path], first: int, last: int) -> Iterator[memoryview]:
-    """The bytes from `first` to `last` of all sources in a row; each part is overwritten by the next."""
+    """Yields the bytes from `first` to `last` of the concatenated sources, in parts; each part overwrites the previous
+    one."""
     memory, at = memoryview(bytearray(_CHUNK)), 0
     for path in sources:
         size = path.stat().st_size
@@ -91,18 +92,18 @@ def _between(sources: list[Path], first: int, last: int) -> Iterator[memoryview]
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the clock, and of processors in this process and in the kernel for it."""
+    """Returns the wall seconds of `work`, and the CPU seconds of this process and of the kernel on its behalf."""
     begin, used = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - used
 
 
 @contextmanager
-def directory(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(parents=True)
-        yield given
-        shutil.rmtree(given)
+def directory(path: Path | None) -> Iterator[Path]:
+    if path is not None:
+        path.mkdir(parents=True)
+        yield path
+        shutil.rmtree(path)
         return
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
@@ -111,7 +112,7 @@ def directory(given: Path | None) -> Iterator[Path]:
 def measure(
     name: str, make: Callable[[], Conversion], source: Path, work: Path, rounds: int, threads: int
 ) -> tuple[str, float]:
-    """A line of the table, and its median ratio. The last output stays, as WORK/NAME."""
+    """Returns a line of the table and its median ratio. The last output stays in WORK/NAME."""
     out, pairs = work / name, []
     sources = tensor_files(source)
     sizes: list[int] = []
@@ -150,7 +151,7 @@ def main(
     only: Annotated[str, typer.Option(help="One conversion of the table.")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory to make, use and remove.")] = None,
 ) -> None:
-    """Print the table."""
+    """Prints the table."""
     torch.set_num_threads(1)  # as the command does
     begin, others = time.perf_counter(), cpu_seconds()
     with directory(out) as work:

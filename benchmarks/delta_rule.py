@@ -1,11 +1,11 @@
-"""Last bits of a gated delta rule by where its sequence is cut and by what stands beside it in the batch.
+"""Rounding differences of a gated delta rule if its sequence is cut or batched with others.
 
     python benchmarks/delta_rule.py [--tokens 512] [--heads 8] [--size 128] [--cut 100] [--requests 4] [--rounds 1]
 
-The rule of trainers and of engines on the CPU (`slimx.extras.recurrent.numerics`), in fp32, on random inputs:
-keys and queries of length 1, decays exp(-softplus(x)) and learning rates sigmoid(x) of a standard normal x. A trainer
-computes a sequence whole; an engine begins anew behind each part of a prompt and goes on token by token, with other
-requests beside it. Each way's outputs are compared with those of the whole sequence; that of a batch, with the same
+The rule of trainers and of engines on the CPU (`slimx.extras.recurrent.numerics`), in fp32, on random inputs: keys and
+queries of length 1, decays exp(-softplus(x)) and learning rates sigmoid(x) of a standard normal x. A trainer computes a
+sequence whole; an engine continues from the state of each part of a prompt and then token by token, in a batch with
+other requests. The outputs of each method are compared with those of the whole sequence; that of a batch, with the same
 sequence token by token alone.
 """
 
@@ -32,7 +32,8 @@ def make_inputs(tokens: int, heads: int, size: int, generator: torch.Generator) 
 
 
 def in_parts(inputs: Inputs, parts: list[int]) -> torch.Tensor:
-    """Outputs [T, heads, d] of one sequence that is computed in parts of these lengths, each from the state before."""
+    """Returns the outputs [T, heads, d] of a sequence computed in parts of these lengths, each from the state of the
+    previous one."""
     outputs, state = [], None
     for part in zip(*(x.split(parts) for x in inputs), strict=True):
         out, state = gated_delta_rule(*part, [len(part[0])], state)
@@ -41,17 +42,19 @@ def in_parts(inputs: Inputs, parts: list[int]) -> torch.Tensor:
 
 
 def in_a_batch(sequences: list[Inputs]) -> torch.Tensor:
-    """Outputs of the first of these sequences of one length, all computed token by token side by side."""
+    """Returns the outputs of the first of several sequences of equal length, all computed token by token in one
+    batch."""
     outputs, state = [], None
     for token in range(len(sequences[0][0])):
-        step = [torch.cat([x[token : token + 1] for x in each]) for each in zip(*sequences, strict=True)]
+        step = [torch.cat([x[token : token + 1] for x in inputs]) for inputs in zip(*sequences, strict=True)]
         out, state = gated_delta_rule(*step, [1] * len(sequences), state)
         outputs.append(out[:1])
     return torch.cat(outputs)
 
 
 def timed(compute: Callable[[], torch.Tensor], rounds: int) -> tuple[torch.Tensor, float]:
-    """Return the outputs and the fastest round's CPU seconds, which on one thread other processes change little."""
+    """Returns the outputs and the CPU seconds of the fastest round. On one thread other processes hardly change CPU
+    time."""
     best = float("inf")
     for _ in range(rounds):
         began = time.process_time()
@@ -80,7 +83,7 @@ def main() -> None:
     alone, alone_seconds = timed(lambda: in_parts(first, [1] * tokens), rounds)
     batch, batch_seconds = timed(lambda: in_a_batch([first, *others]), 1)
     print(f"largest output {whole.abs().max():.2g}; the whole sequence takes {seconds:.3f} CPU s")
-    print(f"{'way':<30}{'outputs that differ':>20}{'by at most':>12}{'CPU s of a sequence':>21}{'over whole':>12}")
+    print(f"{'method':<30}{'outputs that differ':>20}{'by at most':>12}{'CPU s of a sequence':>21}{'over whole':>12}")
     for name, out, other, took in (
         (f"cut once, behind {arguments.cut} tokens", cut, whole, cut_seconds),
         ("token by token", alone, whole, alone_seconds),

@@ -1,4 +1,4 @@
-"""Speed of exact mode's kernels on a GPU beside torch's own, in turns in one run.
+"""Compares the speed of exact mode's kernels on a GPU with torch's, alternating in one run.
 
     python benchmarks/exact_cuda.py [--rounds 9]
 
@@ -41,7 +41,7 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def compare(name: str, ours: Callable[[], object], torchs: Callable[[], object], rounds: int) -> str:
-    """Returns the line of two functions, called in turns."""
+    """Returns a line that compares two functions, called alternately."""
     for work in (ours, torchs) * 2:
         work()
     times = [(microseconds(ours), microseconds(torchs)) for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""Figures of benchmarks/loop.py, and the table made of them."""
+"""Figures of benchmarks/loop.py, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from statistics import fmean
 import numpy as np
 
 GOAL = 1.15
-"""slimx's step is to take at most this many times the sum of its parts."""
+"""Largest accepted ratio of slimx's step to the sum of its parts."""
 BESIDE = {"generate": "engine", "train": "trainer", "publish": "publication"}
-"""Phase of slimx's loop -> the bare part that does its work."""
+"""Phase of slimx's loop -> the bare part that does the same work."""
 
 
 @dataclass(slots=True)
@@ -18,22 +18,22 @@ class SlimxStep:
     """A step of slimx's loop, in seconds."""
 
     seconds: float
-    """All of it, from the end of what was before."""
+    """The whole step, from the end of the previous one."""
     phases: dict[str, float]
-    """By phase of the loop, then `record`, then `rest`: what is in none of them. They sum to `seconds`."""
+    """Seconds by phase of the loop, then `record`, then `rest`, the time outside all phases. They sum to `seconds`."""
     stages: dict[str, float]
-    """By stage of the publication."""
+    """Seconds by stage of the publication."""
 
 
 @dataclass(slots=True)
 class BareRound:
-    """The parts driven bare one after the other, in seconds."""
+    """One round of the bare parts, one after the other, in seconds."""
 
     engine: float
     trainer: float
     publication: float
     stages: dict[str, float]
-    """By stage of the publication."""
+    """Seconds by stage of the publication."""
 
     @property
     def seconds(self) -> float:
@@ -42,32 +42,32 @@ class BareRound:
 
 @dataclass(slots=True)
 class Figures:
-    """All that one run measured; slimx[i] and bare[i] are pair i, measured one right after the other."""
+    """All figures of one run; slimx[i] and bare[i] are pair i, measured one right after the other."""
 
     slimx: list[SlimxStep] = field(default_factory=list)
     bare: list[BareRound] = field(default_factory=list)
     rollouts: int = 0
-    """Per step."""
+    """Number of rollouts per step."""
     sampled: int = 0
-    """Tokens per step."""
+    """Sampled tokens per step."""
     trained: int = 0
-    """Positions per step that the trainers compute."""
+    """Positions per step for which the trainers compute a forward pass."""
     mib: float = 0.0
-    """Size of one publication."""
+    """Size of one publication in MiB."""
     others: float = 0.0
-    """Cores that processes of others used on average meanwhile."""
+    """Average number of cores used by other processes meanwhile."""
 
     def ratios(self) -> np.ndarray:
-        """slimx / sum of parts, by pair."""
+        """Returns slimx's seconds over the sum of the parts, by pair."""
         return np.array([a.seconds / b.seconds for a, b in zip(self.slimx, self.bare, strict=True)])
 
     def median_step(self) -> float:
-        """Seconds of slimx's step."""
+        """Returns the median seconds of slimx's step."""
         return float(np.median([step.seconds for step in self.slimx]))
 
 
 def describe(figures: Figures) -> str:
-    """The table of means, and under it the ratio with its spread."""
+    """Returns the table of means, and below it the ratio with its spread."""
     step, total = figures.slimx, fmean(one.seconds for one in figures.slimx)
     lines = [f"{'phase':<12}{'slimx s':>9}{'share':>9}{'bare s':>10}  bare part"]
 

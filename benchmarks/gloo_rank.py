@@ -1,4 +1,4 @@
-"""Start of a rank of a benchmark: as `slimx.trainer.worker` does, without Ray."""
+"""Starts a rank of a benchmark as `slimx.trainer.worker` does, without Ray."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 
 def join(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any, Any]:
-    """`prepare`, then the other ranks: the checked configuration, the model's description and the parallel state."""
+    """Calls `prepare` and joins the other ranks; returns the checked configuration, the model's description and the
+    parallel state."""
     prepare()
     return enter(config, rank, init_method)
 
 
 def prepare() -> None:
-    """Adapters first, then torch; once in a process."""
+    """Installs the adapters, then imports torch; once per process."""
     # gloo would look up the host's name, which need not resolve; gloo's own variable.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")  # megatron-core's, of what is absent without a GPU
@@ -27,7 +28,7 @@ def prepare() -> None:
 
 
 def enter(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any, Any]:
-    """Join, as `join` does, in a prepared process that has left what it joined before."""
+    """Joins the ranks as `join` does, in a prepared process that has left its earlier groups."""
     import torch
 
     from slimx.config.schema import Config

@@ -1,11 +1,11 @@
-"""Peak memory and time of log-probs in chunks beside log-probs of whole logits, forward and backward.
+"""Compares peak memory and time of log-probs in chunks and from whole logits, forward and backward.
 
     python benchmarks/logprobs.py [--tokens 8192] [--vocabulary 32768] [--hidden 512] [--rounds 5]
 
-Both sides run in this process, in turns, on the same hidden states and output weight, without a model around them. The
-peak is that of the process's resident memory above what it held when the side began, from the kernel
-(/proc/self/clear_refs resets it). The plain side is what one writes first: log_softmax of the logits in fp32, gather.
-The chunked one also gives the entropy.
+Both sides alternate in this process, on the same hidden states and output weight, without a model. The peak is the
+process's resident memory above that at the start, by the kernel's counter (/proc/self/clear_refs resets it). The plain
+side is the obvious implementation: log_softmax of the logits in fp32, gather. The chunked one also computes the
+entropy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """Log-probs [T] from all logits at once."""
+    """Returns the log-probs [T], computed from all logits at once."""
     logits = (hidden @ weight.t()).float() / targets.temperature[:, None]
     return logits.log_softmax(-1).gather(1, targets.labels[:, None])[:, 0]
 
@@ -37,19 +37,19 @@ def chunked(chunk: int) -> Callable[[torch.Tensor, torch.Tensor, Targets], torch
 
 
 def status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Returns a field of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
 
 def measure(side: Callable, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[int, float]:
-    """Peak bytes above the start, and seconds, of one forward and backward pass."""
+    """Returns the peak bytes above the start, and the seconds, of one forward and backward pass."""
     gc.collect()
     hidden.grad = weight.grad = None
     Path("/proc/self/clear_refs").write_text("5")
-    held, began = status("VmRSS"), time.perf_counter()
+    resident, began = status("VmRSS"), time.perf_counter()
     side(hidden, weight, targets).sum().backward()
-    return status("VmHWM") - held, time.perf_counter() - began
+    return status("VmHWM") - resident, time.perf_counter() - began
 
 
 def main() -> None:

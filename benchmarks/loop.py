@@ -1,9 +1,9 @@
-"""Time of a training step by phase, and the cost of slimx over the sum of its parts run on their own.
+"""Measures a training step by phase, and its overhead over the sum of its parts run separately.
 
     python benchmarks/loop.py [--pairs 8] [--json FILE]
 
-One run with the real parts: Ray, two megatron-core ranks (expert parallel 2), one SGLang server, sglang-router. In it
-two things take turns, A B B A A B B A ..., so that whatever else the machine does falls on both:
+One run with the real parts: Ray, two megatron-core ranks (expert parallel 2), one SGLang server, sglang-router. In it A
+and B alternate, A B B A A B B A ..., so that other work on the machine affects both:
 
     A  a step of slimx's own loop (slimx.orchestration.loop.train, not a copy), from the end of what was before it to
        the end of its bookkeeping: generate through the router, rewards, advantages, packing, train, publish, record
@@ -11,7 +11,7 @@ two things take turns, A B B A A B B A ..., so that whatever else the machine do
          engine       the requests of the step before, posted all at once by plain aiohttp to the server itself
          trainer      forward, backward and optimizer step in a plain megatron loop in the trainers' own processes, on
                       the micro-batches of the step before, which lie there as tensors; one bare Ray call
-         publication  slimx's Publisher alone, because there is no barer way that still verifies what it publishes
+         publication  slimx's Publisher alone, because no simpler implementation verifies what it sends
 
 Both sides sample as many tokens, train the same rows and publish the same weights; the benchmark checks the first two
 and stops if they differ. The figure is A / (sum of B), pair by pair.
@@ -60,15 +60,15 @@ from slimx.orchestration.state.saves import Saves
 
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 3.0
-"""A step of slimx takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+"""Minimum duration of a step, in seconds. In shorter steps, fixed costs would dominate the comparison."""
 WARMUP = 2
-"""Steps of slimx, and rounds of the bare parts, that are not counted: first calls are slow on both sides."""
+"""Steps of slimx and rounds of the bare parts that are not counted: the first calls are slow on both sides."""
 
 # A: slimx's loop ----------------------------------------------------------------------------------------------------
 
 
 class MeasuredRun(Run):
-    """slimx's run as it is, timed. Between two steps, where the loop has a checkpoint written, B takes its turn."""
+    """slimx's run, timed. The bare parts run between two steps, when the loop would write a checkpoint."""
 
     def __init__(self, *args: Any, bare: BareParts, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -91,7 +91,7 @@ class MeasuredRun(Run):
         self.metrics, self.groups = metrics, groups
 
     async def save(self) -> None:
-        """Not a checkpoint: the end of A, and B if it is B's turn."""
+        """Ends the timing of a step, and runs the bare parts if it is their turn. Writes no checkpoint."""
         seconds, number = time.perf_counter() - self._began, self.step - WARMUP
         if self.step > self._turned:  # the loop asks again after its last step
             self._turned = self.step
@@ -118,7 +118,7 @@ class MeasuredRun(Run):
 
 
 def stages_of(metrics: dict[str, float]) -> dict[str, float]:
-    """Seconds by stage of a publication, from the metrics of its step."""
+    """Returns the seconds by stage of a publication, from the metrics of its step."""
     return {
         name.removeprefix("publish/").removesuffix("_seconds"): value
         for name, value in metrics.items()
@@ -130,16 +130,16 @@ def stages_of(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class BareParts:
-    """Drives the parts without slimx, on the work of slimx's last step."""
+    """Drives the parts without slimx, with the work of slimx's last step."""
 
     def __init__(self, session: aiohttp.ClientSession):
         self.session = session
         self.requests: list[bare_engine.Request] = []
         self.tokens = 0
-        """Sampled in slimx's last step."""
+        """Number of tokens sampled in slimx's last step."""
 
     async def hold(self, run: MeasuredRun) -> None:
-        """Take over slimx's last step: its requests, and its micro-batches into the trainers. Not timed."""
+        """Takes over the requests of slimx's last step, and its micro-batches into the trainers. Not timed."""
         self.requests = bare_engine.requests_of(run.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
         (rows,) = run.updates(run.groups)[ACTOR]
@@ -154,7 +154,7 @@ class BareParts:
         )
 
     async def drive(self, run: MeasuredRun) -> BareRound:
-        """One round of all three parts."""
+        """Runs one round of all three parts."""
         began = time.perf_counter()
         answers = await bare_engine.generate(self.session, run.policies[ACTOR].engines.engines[0].url, self.requests)
         generated = time.perf_counter()
@@ -166,7 +166,8 @@ class BareParts:
         return BareRound(generated - began, trained - generated, published - trained, publication.seconds)
 
     def _check(self, tokens: int, norm: float, slimx_norm: float) -> None:
-        """The learning rate is so small that the gradient of the same rows hardly changes in one step."""
+        """Checks that both sides did the same work. The learning rate is so small that the gradient of the same rows
+        hardly changes in one step."""
         if tokens != self.tokens:
             raise SlimxError(f"the bare engine sampled {tokens} tokens, slimx's step {self.tokens}")
         if abs(norm - slimx_norm) > 0.01 * slimx_norm:
@@ -177,7 +178,8 @@ class BareParts:
 
 
 def make_config(directory: Path, pairs: int, prompts: int) -> Config:
-    """The quickstart's run with larger steps: `prompts` x 8 rollouts x 32 tokens, on the untrained model."""
+    """Returns the quickstart's configuration with larger steps: `prompts` x 8 rollouts x 32 tokens, on the untrained
+    model."""
     data = directory / "data"
     tools = ROOT / "tools" / "quickstart"
     subprocess.run([sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr)
@@ -206,7 +208,7 @@ def make_config(directory: Path, pairs: int, prompts: int) -> Config:
 
 
 async def measure(config: Config) -> Figures:
-    """Start the parts of a run, run the loop, end everything."""
+    """Starts the parts of a run, runs the loop and stops everything."""
     prepared = check_run(config)
     config = prepared.policies[ACTOR].config
     directory = Path(config.run.dir)
@@ -236,7 +238,7 @@ async def measure(config: Config) -> Figures:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="slimx's step beside the sum of its parts driven bare")
+    parser = argparse.ArgumentParser(description="slimx's step, compared with the sum of its bare parts")
     parser.add_argument("--pairs", type=positive, default=8, help="pairs of a slimx step and a round of the bare parts")
     parser.add_argument("--prompts", type=positive, default=64, help="of a step, 8 rollouts of each")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")

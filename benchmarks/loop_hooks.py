@@ -6,16 +6,17 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
 FIXED_LENGTH = {"ignore_eos": True}
-"""Both sides of the benchmark sample `max_new_tokens` tokens per request, no more and no fewer."""
+"""Sampling parameter with which both sides sample exactly `max_new_tokens` tokens per request."""
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """`single_turn`, which an end token does not stop."""
+    """Generates as `single_turn` does, without stopping at an end token."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, FIXED_LENGTH))
     return draft.finish()
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The share of digits: random weights give every group different rewards, so that no gradient is zero."""
+    """Returns the fraction of digits. Random weights give the rollouts of a group different rewards, so that no
+    gradient is zero."""
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))

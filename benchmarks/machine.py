@@ -1,4 +1,4 @@
-"""The machine that the figures of a benchmark belong to."""
+"""Describes the machine of a benchmark's figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 
 def cpu_seconds() -> float:
-    """CPU time so far of everything on this machine except this process and what it started."""
+    """Returns the CPU seconds so far of all processes of this machine, except this process and its children."""
     me, machine = psutil.Process(), psutil.cpu_times()
     busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice  # guests are in user
     for process in [me, *me.children(recursive=True)]:
@@ -22,7 +22,7 @@ def cpu_seconds() -> float:
 
 
 def surroundings(*packages: str) -> str:
-    """Machine, date and the versions of `packages` in one line."""
+    """Returns machine, date and the versions of `packages` in one line."""
     versions = " ".join(f"{package} {version(package)}" for package in packages)
     return (
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU used; "

@@ -46,8 +46,8 @@ def plain_rope(
 
 
 def plain_decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query for each sequence [B, heads, d]; keys and values [B, KEYS, groups, d], as SGLang's torch backend does
-    it: one sequence after the other."""
+    """Computes attention with one query per sequence [B, heads, d] to keys and values [B, KEYS, groups, d], one
+    sequence after the other, as SGLang's torch backend does."""
     parts = [
         F.scaled_dot_product_attention(
             q[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale, enable_gqa=True
@@ -87,7 +87,7 @@ EXACT = SimpleNamespace(
 
 
 class Decoder:
-    """Dense layers of `hidden`, heads of 64 in groups of four, an inner size of three times `hidden`."""
+    """Dense layers of size `hidden`, with heads of 64 in groups of four and an inner size of three times `hidden`."""
 
     def __init__(self, hidden: int, layers: int, dtype: torch.dtype):
         self.heads, self.groups = hidden // HEAD, max(1, hidden // HEAD // 4)
@@ -106,7 +106,8 @@ class Decoder:
         self.vocabulary = (torch.randn(8192, hidden) * hidden**-0.5).to(dtype)
 
     def run(self, ops: SimpleNamespace, x: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
-        """Log-probs of x [T, hidden]; `attend`: of query, key and value [T, heads or groups, 64]."""
+        """Returns the log-probs of x [T, hidden]. `attend`: function of query, key and value [T, heads or groups,
+        64]."""
         for layer in self.layers:
             qkv = ops.linear(ops.norm(x, self.ones), layer["qkv"]).view(len(x), -1, HEAD)
             query, key, value = qkv.split([self.heads, self.groups, self.groups], dim=1)
@@ -151,7 +152,7 @@ def single(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str,
 
 
 def best(sides: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, float]:
-    """Seconds of each side, called in turns for `rounds` times `seconds`, the best call."""
+    """Calls the sides alternately for `rounds` times `seconds`; returns the seconds of each side's fastest call."""
     found = dict.fromkeys(sides, float("inf"))
     for _ in range(rounds):
         for name, call in sides.items():

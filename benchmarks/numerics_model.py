@@ -28,11 +28,12 @@ SIZES = {
 }
 """Differences from the quickstart's model."""
 OF_EXPERTS = re.compile("expert|moe|topk|sparse|mlp_only|router")
-"""Parts of the names of fields that a dense model's config.json does not have."""
+"""Pattern of the fields that a dense model's config.json does not have."""
 
 
 def make_model(out: Path, size: str, *, experts: bool) -> int:
-    """Write a Qwen3, or a Qwen3-MoE of 8 experts, with random weights into `out`; the number of its token ids."""
+    """Writes a Qwen3, or a Qwen3-MoE of 8 experts, with random weights into `out`; returns the number of its token
+    ids."""
     if experts:
         config, classes = CONFIG | SIZES[size], (Qwen3MoeConfig, Qwen3MoeForCausalLM)
     else:

@@ -34,8 +34,8 @@ START_S = 120
 
 
 async def throughput(spec: EngineSpec, batch: int, tokens: int, ids: int) -> float:
-    """Sampled tokens per second, the best of three rounds of `batch` requests at once; prompts of token ids below
-    `ids`."""
+    """Returns sampled tokens per second, the best of three rounds of `batch` concurrent requests. Prompts contain token
+    ids below `ids`."""
     random, best = np.random.default_rng(batch), 0.0
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
 
@@ -56,7 +56,7 @@ async def throughput(spec: EngineSpec, batch: int, tokens: int, ids: int) -> flo
 async def serve(
     model: Path, dtype: str, leaves: int | None, tokens: int, ids: int, log: Path, *, batches: list[int], moe: bool
 ) -> list[float]:
-    """Tokens per second for each of `batches` of one server, which is started and stopped here."""
+    """Starts a server, measures its tokens per second for each of `batches`, and stops it."""
     spec = EngineSpec(
         *("measured", str(model), dtype, "cpu"),
         max_total_tokens=16384,
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="hidden512")
     parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--fp8", action="store_true", help="exact mode with weights in fp8 beside those in bfloat16")
+    parser.add_argument("--fp8", action="store_true", help="compare exact mode with weights in fp8 and in bfloat16")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=positive, default=32)
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 16, 64], help="requests at a time")

@@ -1,8 +1,8 @@
-"""A training step of the real Megatron trainer in exact mode beside the same step in fast mode.
+"""Compares a training step of the real Megatron trainer in exact mode with the same step in fast mode.
 
     python benchmarks/numerics_trainer.py [--sizes tiny hidden512] [--dtypes bfloat16 float32] [--pairs 6]
 
-Two trainers of one rank and one thread live in this process and take turns, A B B A A B B A ..., on the same
+Two trainers of one rank and one thread alternate in this process, A B B A A B B A ..., on the same
 micro-batches: routes, log-probs in chunks, loss, backward, optimizer. The figure is exact / fast, pair by pair: the
 median with its 95% interval. The benchmark stops if their gradient norms are not those of the same step.
 """
@@ -27,18 +27,19 @@ from slimx.errors import SlimxError
 from slimx.runtime.ports import free_port
 
 ROWS = {"tiny": 32, "hidden512": 6}
-"""Rows of a step, of 256 tokens on average, by size."""
+"""Rows of a step, with 256 tokens on average, by size."""
 LIMIT = 1024
-"""Tokens of a micro-batch."""
+"""Limit of a micro-batch, in tokens."""
 NORMS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Distance that gradient norms may lie apart, as a share: rounding, and in bfloat16 the tokens that it sends
-elsewhere."""
+"""Largest accepted relative difference of gradient norms. It comes from rounding, which in bfloat16 also changes
+routes."""
 GOAL = 2.0
-"""A step in exact mode is to take at most this many times the fast one."""
+"""Largest accepted ratio of a step in exact mode to one in fast mode."""
 
 
 def sections(model: Path, dtype: str, mode: str) -> dict:
-    """The configuration of a trainer. The weights stay as they are (lr 1e-10): every step is the same work."""
+    """Returns the configuration of a trainer. With lr 1e-10 the weights hardly change, so every step is the same
+    work."""
     return {
         "run": {"dir": str(model)},
         "model": {"path": str(model)},
@@ -50,7 +51,7 @@ def sections(model: Path, dtype: str, mode: str) -> dict:
 
 
 def measure(model: Path, rows: int, dtype: str, pairs: int) -> np.ndarray:
-    """Seconds of each step [pairs, 2], fast and exact."""
+    """Returns the seconds of each step [pairs, 2], fast and exact."""
     meeting = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     fast, spec, parallel = enter(sections(model, dtype, "fast"), 0, meeting)
     from slimx.trainer.trainer import PolicyTrainer

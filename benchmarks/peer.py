@@ -9,11 +9,11 @@ from typing import Any
 from slimx.errors import DeadlineError, SlimxError
 
 DEADLINE_S = 120.0
-"""For one call."""
+"""Deadline of one call, in seconds."""
 
 
 class Peer:
-    """One process as the driver sees it."""
+    """Handle of a process that runs an object, for the driver."""
 
     def __init__(self, kind: type, *arguments: Any):
         context = mp.get_context("forkserver")
@@ -25,11 +25,11 @@ class Peer:
         theirs.close()
 
     def ready(self) -> None:
-        """Wait until the process has built what it holds."""
+        """Waits until the process has built its object."""
         self._answer("start")
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Its method's result; whatever it raised."""
+        """Calls a method of the process's object; returns its result or raises its exception."""
         self._pipe.send((method, arguments))
         return self._answer(method)
 
@@ -52,15 +52,15 @@ class Peer:
 
 
 def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
-    """The process's main loop, until the driver closes the pipe."""
+    """Runs the process's main loop, until the driver closes the pipe."""
     served = kind(*arguments)
     pipe.send(None)
     while True:
         try:
-            method, given = pipe.recv()
+            method, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(getattr(served, method)(*given))
+            pipe.send(getattr(served, method)(*arguments))
         except Exception as error:
             pipe.send(error)

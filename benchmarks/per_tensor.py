@@ -1,8 +1,8 @@
-"""The way that benchmarks/publish.py compares with: one gather, one conversion and one broadcast per tensor.
+"""The method with which benchmarks/publish.py compares slimx: one gather, conversion and broadcast per tensor.
 
-What a trainer does without a plan. Every parameter is gathered whole from its shards, taken apart into Hugging Face
-tensors by views, splits and concatenations of torch, and each of these is broadcast to the engine, which copies it to
-its place in the fused parameter. Nothing is verified.
+This is a trainer without a plan. Every parameter is gathered whole from its shards and split into Hugging Face tensors
+by views, splits and concatenations of torch, and each of these is broadcast to the engine, which copies it into the
+fused parameter. Nothing is verified.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def send(
     trainers: dist.ProcessGroup,
     engine: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """A trainer rank's part; rank 0 broadcasts through `engine`. Seconds by stage, of rank 0."""
+    """Runs a trainer rank's part; rank 0 broadcasts through `engine`. Returns rank 0's seconds by stage."""
     seconds = {"pack": 0.0, "transfer": 0.0}
     for name, parameter in parameters.items():
         began = time.perf_counter()
@@ -51,7 +51,7 @@ def send(
 
 
 def receive(places: Mapping[str, torch.Tensor], layer: Layer, engine: dist.ProcessGroup) -> dict[str, float]:
-    """The engine's part: each tensor into its place. Seconds by stage."""
+    """Runs the engine's part: copies each received tensor to its place. Returns seconds by stage."""
     seconds = {"load": 0.0}
     for name in _order(layer):
         tensor = torch.empty_like(places[name])
@@ -63,20 +63,20 @@ def receive(places: Mapping[str, torch.Tensor], layer: Layer, engine: dist.Proce
 
 
 def _order(layer: Layer) -> Iterator[str]:
-    """Names in the order of `send`."""
+    """Yields names in the order of `send`."""
     for part in layer.trained.parts_of(0):
         shape = torch.empty(part.shape, device="meta")
         yield from (name for name, _ in _convert(part.name, [shape] * _shards(part.name, layer), layer))
 
 
 def _shards(name: str, layer: Layer) -> int:
-    """Trainer ranks that hold something different of the parameter."""
+    """Returns the number of trainer ranks with different parts of the parameter."""
     replicated = "norm" in name or ".router." in name or (layer.split == "expert" and ".experts." not in name)
     return 1 if replicated else TRAINERS
 
 
 def _gather(name: str, parameter: torch.Tensor, layer: Layer, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """All shards of the parameter."""
+    """Returns all shards of the parameter."""
     if _shards(name, layer) == 1:
         return [parameter]
     shards = [torch.empty_like(parameter) for _ in range(TRAINERS)]
@@ -85,7 +85,7 @@ def _gather(name: str, parameter: torch.Tensor, layer: Layer, group: dist.Proces
 
 
 def _convert(name: str, shards: list[torch.Tensor], layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face tensors of one parameter, contiguous."""
+    """Yields the Hugging Face tensors of one parameter, contiguous."""
     if found := re.fullmatch(r".*\.linear_fc([12])\.weight(\d+)", name):
         kind, local = int(found[1]), int(found[2])
         if layer.split == "expert":

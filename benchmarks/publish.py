@@ -1,17 +1,18 @@
-"""A publication stage by stage, beside the per-tensor way: one gather, conversion and broadcast per tensor.
+"""Compares a publication, stage by stage, with one gather, conversion and broadcast per tensor.
 
     python benchmarks/publish.py [--split tensor|expert] [--rounds 5] [--json FILE]
 
 Real processes on this machine: two trainer ranks that share one Qwen3-30B-A3B-like layer (1.31 GB of bf16), tensor
-parallel or expert parallel, and one engine rank with SGLang's fused parameters. One thread each. In every round, in
-turning order, so that whatever else the machine does falls on all:
+parallel or expert parallel, and one engine rank with SGLang's fused parameters. One thread each. Every round runs all
+methods, in rotating order, so that other work on the machine affects all of them:
 
-    slimx local   slimx's publisher, packer and gatherer; each bucket is the engine's own fused tensors
+    slimx local   slimx's publisher, packer and gatherer; buckets contain the engine's fused tensors
     slimx hf      the same with Hugging Face names
     per tensor    gloo all-gather of each parameter, torch views, split and cat, one gloo broadcast per tensor
 
-After each way the engine's parameters of slimx and of the per-tensor way must be equal bit by bit; before it its own
-are wiped. slimx verifies twice what it publishes, staged and held, and the per-tensor way never.
+The engine has one set of parameters for slimx and one for the per-tensor method. A set is overwritten before its
+method runs, and afterwards both must be equal bit for bit. slimx verifies every tensor twice, in staging and in the
+engine; the per-tensor method never does.
 
 At the end, publications on clusters as the link model predicts them, if the model predicts this machine's own
 publication within 25%: that of `slimx plan --predict`, and the one measured here.
@@ -51,7 +52,7 @@ MIB = 2**20
 
 
 class Trainers:
-    """Both trainer processes as the publisher's source."""
+    """Both trainer processes, as the publisher's source."""
 
     def __init__(self, peers: Sequence[Peer], planned: PlannedBuckets, encoding: Encoding):
         self.peers, self.planned, self.encoding = peers, planned, encoding
@@ -81,7 +82,7 @@ class Engine(LocalRecipient):
     def __init__(self, peer: Peer, planned: PlannedBuckets, encoding: Encoding):
         self.peer, self.planned, self.encoding = peer, planned, encoding
         self.mapped = self.proven = 0.0
-        """Seconds of the last publication's staging."""
+        """Seconds for mapping and for verifying in the last publication's staging."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
         return self.planned.forms()
@@ -113,8 +114,8 @@ class Engine(LocalRecipient):
         return await asyncio.to_thread(self.peer.call, method, self.encoding, *arguments)
 
 
-class Ways:
-    """Every way to publish, on the same processes."""
+class Methods:
+    """All methods of publishing, on the same processes."""
 
     def __init__(self, trainers: Sequence[Peer], engine: Peer, layer: Layer, bucket_bytes: int):
         self.trainers, self.engine, self.layer = trainers, engine, layer
@@ -133,7 +134,7 @@ class Ways:
         }
 
     async def slimx(self, encoding: Encoding, version: int) -> dict[str, float]:
-        """Seconds by stage of one publication."""
+        """Publishes once by slimx; returns seconds by stage."""
         seconds = (await self.publishers[encoding].publish(version, trainer_step=version)).seconds
         receiver = self.receivers[encoding]
         return {
@@ -145,33 +146,33 @@ class Ways:
         }
 
     async def per_tensor(self) -> dict[str, float]:
-        """Seconds by stage of the per-tensor way."""
+        """Publishes once tensor by tensor; returns seconds by stage."""
         began = time.perf_counter()
         peers = (*self.trainers, self.engine)
         answers = await asyncio.gather(*(asyncio.to_thread(peer.call, "per_tensor") for peer in peers))
         return {**answers[0], "verify": 0.0, **answers[-1], "total": time.perf_counter() - began}
 
 
-async def measure(ways: Ways, rounds: int) -> PublishFigures:
-    """All ways in turn; the first round is not counted."""
-    figures = PublishFigures(tensors=len(ways.layer.table.checkpoint_shapes()))
+async def measure(methods: Methods, rounds: int) -> PublishFigures:
+    """Measures all methods alternately; the first round is not counted."""
+    figures = PublishFigures(tensors=len(methods.layer.table.checkpoint_shapes()))
     names = [*(f"slimx {encoding}" for encoding in ENCODINGS), PER_TENSOR]
     figures.rounds = {name: [] for name in names}
-    figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in ways.plans.items()}
-    figures.nbytes = sum(bucket.size for bucket in ways.plans["hf"].buckets[0])
+    figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in methods.plans.items()}
+    figures.nbytes = sum(bucket.size for bucket in methods.plans["hf"].buckets[0])
     small = Rehearsal(SMALL)
     calibrate(small)
     before = cpu_seconds(), time.perf_counter()
     for number in range(rounds + 1):
         seconds, links = {}, calibrate(small)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            await asyncio.to_thread(ways.engine.call, "wipe", name != PER_TENSOR)
+            await asyncio.to_thread(methods.engine.call, "wipe", name != PER_TENSOR)
             if name == PER_TENSOR:
-                seconds[name] = await ways.per_tensor()
+                seconds[name] = await methods.per_tensor()
             else:
-                seconds[name] = await ways.slimx(name.removeprefix("slimx "), number)
+                seconds[name] = await methods.slimx(name.removeprefix("slimx "), number)
             if number or len(seconds) == len(names):  # both sides hold something
-                await asyncio.to_thread(ways.engine.call, "compare")
+                await asyncio.to_thread(methods.engine.call, "compare")
         if number:
             for name in names:
                 figures.rounds[name].append(seconds[name])
@@ -180,18 +181,22 @@ async def measure(ways: Ways, rounds: int) -> PublishFigures:
     return figures
 
 
-def own_publication(ways: Ways, figures: PublishFigures) -> LinkTrial:
-    """The link model, from each round's rates of small pieces, against the round's publication."""
-    traffic = traffic_of(ways.plans["local"], sources=TRAINERS, engines=1, engine_ranks=1, encoding="local")
+def local_trial(methods: Methods, figures: PublishFigures) -> LinkTrial:
+    """Compares the link model, with the rates of small pieces from each round, with the round's publication."""
+    traffic = traffic_of(methods.plans["local"], sources=TRAINERS, engines=1, engine_ranks=1, encoding="local")
     measured = figures.seconds("slimx local", "total").tolist()
     return LinkTrial([predict(traffic, links).total for links in figures.links], measured)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="slimx's publication beside one gather and broadcast per tensor")
-    parser.add_argument("--split", choices=("tensor", "expert"), default="tensor", help="what the two trainers share")
+    parser = argparse.ArgumentParser(
+        description="slimx's publication, compared with one gather and broadcast per tensor"
+    )
+    parser.add_argument(
+        "--split", choices=("tensor", "expert"), default="tensor", help="parallelism of the two trainers"
+    )
     parser.add_argument("--experts", type=positive, default=MODEL["num_experts"], help="experts of the layer")
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds of every way; one more is not counted")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds of every method; one more is not counted")
     parser.add_argument("--bucket-mib", type=positive, default=256, help="size of a bucket")
     parser.add_argument("--cases", type=positive, default=len(CASES), help="clusters predicted, the first of them")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
@@ -206,24 +211,24 @@ def main() -> int:
     try:
         for peer in (*trainers, engine):
             peer.ready()
-        ways = Ways(trainers, engine, layer, bucket_bytes)
+        methods = Methods(trainers, engine, layer, bucket_bytes)
         with one_thread():
-            figures = asyncio.run(measure(ways, arguments.rounds))
+            figures = asyncio.run(measure(methods, arguments.rounds))
     finally:
         for peer in (*trainers, engine):
             peer.stop()
-    own, rehearsed = own_publication(ways, figures), rehearse()
-    rows = predicted(CASES[: arguments.cases]) if own.holds and rehearsed.holds else None
+    local, rehearsed = local_trial(methods, figures), rehearse()
+    rows = predicted(CASES[: arguments.cases]) if local.holds and rehearsed.holds else None
     print(describe(figures))
     print(
         f"two trainers, {layer.split} parallel; {layer.experts} experts, {figures.tensors} Hugging Face tensors; "
         f"{arguments.bucket_mib} MiB a bucket"
     )
     print(f"other processes used {figures.others:.2f} cores meanwhile; {where}\n")
-    print(describe_model(figures, own, rehearsed))
+    print(describe_model(figures, local, rehearsed))
     print(describe_predictions(rows))
     if arguments.json:
-        values = {"where": where, **asdict(figures), "own": asdict(own), "rehearsed": asdict(rehearsed)}
+        values = {"where": where, **asdict(figures), "local": asdict(local), "rehearsed": asdict(rehearsed)}
         arguments.json.write_text(json.dumps(values, indent=1) + "\n")
     return 0
 

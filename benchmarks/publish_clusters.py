@@ -1,4 +1,4 @@
-"""Publications of large models on clusters, as the link model predicts them from plans that are really compiled."""
+"""Publications of large models on clusters, as the link model predicts them from compiled plans."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BUCKET_BYTES = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One publication."""
+    """A publication to predict."""
 
     name: str
     family: ModuleType
@@ -76,7 +76,7 @@ class Case:
     fp8: bool = False
 
     def plan(self) -> Plan:
-        """The plan for one engine."""
+        """Returns the plan for one engine."""
         return compile_plan(
             MegatronLayout(self.family.weight_table(self.hf), self.trainer).parts(),
             EngineLayout(self.family.engine_table(self.hf), self.engine).parts(),

@@ -51,7 +51,7 @@ ALL = (*DEEPSEEK, *CASES)
 @dataclass(frozen=True)
 class Figures:
     compiled: float
-    """Busiest over average of the sending links before dealing."""
+    """Busiest over average of the sending links, before balancing."""
     sent: float
     received: float
     gigabytes: float
@@ -68,7 +68,7 @@ def figures_of(number: int) -> Figures:
     dealt = deal(plan, engines=case.engines)
     seconds = time.process_time() - began
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    before, sent = (wire_bytes(each).sent(case.trainer.world) for each in (plan, dealt))
+    before, sent = (wire_bytes(dealing).sent(case.trainer.world) for dealing in (plan, dealt))
     received = wire_bytes(dealt).received(dealt.targets)
     uneven = (float(nbytes.max() / nbytes.mean()) for nbytes in (before, sent, received))
     busiest = int(max(sent.max(), received.max()))

@@ -1,11 +1,11 @@
-"""Changes against whole weights: bytes of a publication that are left by learning rate, and the cost of finding them.
+"""Compares changes with whole weights: bytes of a publication by learning rate, and the cost of finding the changes.
 
     python benchmarks/publish_delta.py [--steps 12] [--warm 4] [--rates 1e-6 1e-5 1e-4] [--layers 15] [--disk DIRECTORY]
 
 A transformer of 106 million parameters learns the text of docs/, byte by byte, by Adam: fp32 main weights, bf16 weights
 that compute and are published, gradients clipped at 1. After each step the published bytes are compared with those of
-the step before by slimx's kernel, bucket by bucket; the changes are applied to what a receiver holds, which must then
-be the published bytes, every time. Whole weights and changes alternate in one process.
+the step before by slimx's kernel, bucket by bucket; the changes are applied to a receiver's weights, which must then
+equal the published bytes, every time. Whole weights and changes alternate in one process.
 
     changed     elements of bf16 that differ from the step before
     left        bytes that travel, of those of all weights
@@ -15,7 +15,7 @@ be the published bytes, every time. Whole weights and changes alternate in one p
                 another (they overlap by bucket in a run, which raises it)
 
 With `--disk` the same versions are also written as files below DIRECTORY, as `publish.transport: disk` has them (each
-file synchronized), and read as beside an engine: what has changed, and everything.
+file synchronized), and read as an engine does: changes, and whole files.
 
     write       seconds until a version is complete: changes, and whole
     read        seconds to have the whole bytes in memory: of changes, and of whole files
@@ -49,7 +49,7 @@ from slimx.reshard.transports.memory import open_memory  # noqa: E402
 ROOT = Path(__file__).parents[1]
 WIDTH, HEADS, VOCABULARY, ITEM = 768, 12, 256, 2
 BUCKET = 64 << 20
-"""Bytes."""
+"""Size of a bucket in bytes."""
 
 
 class Block(nn.Module):
@@ -81,7 +81,8 @@ class Model(nn.Module):
 
 
 class Training:
-    """bf16 weights that are views of one memory, as a trainer publishes them, and fp32 main weights that Adam moves."""
+    """bf16 weights that are views of one buffer, as a trainer publishes them, and the fp32 main weights that Adam
+    updates."""
 
     def __init__(self, layers: int, rate: float):
         torch.manual_seed(0)
@@ -102,11 +103,11 @@ class Training:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The published weights, uint8 [bytes]."""
+        """Returns the published weights, uint8 [bytes]."""
         return self.published.view(torch.uint8)
 
     def step(self, number: int, *, rows: int, length: int) -> float:
-        """One step on text of its own; the loss."""
+        """Trains one step on the text chosen by `number`; returns the loss."""
         draw = torch.Generator().manual_seed(number)
         starts = torch.randint(len(self.text) - length - 1, (rows,), generator=draw)
         tokens = torch.stack([self.text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -132,8 +133,8 @@ class Round:
     copy: float
 
 
-def publish(kept: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor, frame: torch.Tensor) -> Round:
-    """Bring `fresh` to a receiver that holds `held` by what differs from `kept`; all uint8 [bytes]."""
+def publish(kept: torch.Tensor, received: torch.Tensor, fresh: torch.Tensor, frame: torch.Tensor) -> Round:
+    """Publishes `fresh` to a receiver with the weights `received`, as changes from `kept`; all uint8 [bytes]."""
     changed = (kept.view(torch.int16) != fresh.view(torch.int16)).float().mean().item()
     sent, find, take = 0, 0.0, 0.0
     for start in range(0, len(fresh), BUCKET):
@@ -141,16 +142,16 @@ def publish(kept: torch.Tensor, held: torch.Tensor, fresh: torch.Tensor, frame: 
         began = time.perf_counter()
         length = frames.encode(kept[part], fresh[part], frame, item=ITEM)
         found = time.perf_counter()
-        frames.apply(frame[:length], held[part], item=ITEM)
+        frames.apply(frame[:length], received[part], item=ITEM)
         find, take, sent = find + found - began, take + time.perf_counter() - found, sent + length
-    assert torch.equal(held, fresh), "changes made other bytes than were published"
+    assert torch.equal(received, fresh), "changes made other bytes than were published"
     began = time.perf_counter()
     kept.copy_(fresh)
     return Round(changed, sent / len(fresh), find, take, time.perf_counter() - began)
 
 
 class Files:
-    """Versions as files, of changes and whole, and a reader of either."""
+    """Versions as files, both of changes and whole, and a reader of either."""
 
     def __init__(self, directory: Path):
         self.shelves = {
@@ -159,10 +160,10 @@ class Files:
         }
         self.reader = ChainReader(ITEM)
         self.seconds: dict[str, list[float]] = {}
-        """By what was done, of every version."""
+        """Operation -> seconds for every version."""
 
     def publish(self, version: int, fresh: torch.Tensor, *, count: bool) -> None:
-        """Write `fresh`, uint8 [bytes], and read it; `count`: whether it is measured."""
+        """Writes `fresh`, uint8 [bytes], and reads it. `count`: True to record the durations."""
         for kind, shelf in self.shelves.items():
             began = time.perf_counter()
             shelf.begin(Manifest(policy="actor", version=version, trainer_step=version, membership_epoch=version))
@@ -178,7 +179,7 @@ class Files:
                 self.seconds.setdefault(f"read {kind}", []).append(ended - written)
 
     def _read(self, packed: PackedBucket) -> torch.Tensor:
-        """The bytes of a bucket, in memory of their own."""
+        """Returns the bytes of a bucket, copied."""
         if not packed.chain:
             (tensor,) = packed.tensors
             return open_memory(packed.path, packed.size, private=True)[tensor.offset :].clone()
@@ -186,14 +187,15 @@ class Files:
             return open_memory(landed.path, landed.size, private=True).clone()
 
     def __str__(self) -> str:
-        each = {name: median(seconds) for name, seconds in self.seconds.items()}
+        medians = {name: median(seconds) for name, seconds in self.seconds.items()}
         return "          files: " + ", ".join(
-            f"{what} {each[f'{what} changes']:.3f} (whole {each[f'{what} whole']:.3f})" for what in ("write", "read")
+            f"{what} {medians[f'{what} changes']:.3f} (whole {medians[f'{what} whole']:.3f})"
+            for what in ("write", "read")
         )
 
 
 def described(data: torch.Tensor) -> PackedBucket:
-    """A bucket whose only tensor is `data`."""
+    """Returns a bucket whose only tensor is `data`."""
     tensor = PackedTensor("weights", "uint8", (len(data),), 0, len(data), checksum=0)
     return PackedBucket("", len(data), ((tensor,),))
 
@@ -203,7 +205,7 @@ def measure(rate: float, arguments: argparse.Namespace) -> None:
     frame = torch.zeros(frames.room(BUCKET), dtype=torch.uint8)
     shape = {"rows": arguments.rows, "length": arguments.length}
     losses = [training.step(number, **shape) for number in range(arguments.warm)]
-    kept, held = training.bytes.clone(), training.bytes.clone()
+    kept, received = training.bytes.clone(), training.bytes.clone()
     rounds, files = [], None
     if arguments.disk is not None:
         directory = arguments.disk.resolve() / f"rate-{rate:.0e}"  # readers open absolute paths alone
@@ -212,13 +214,13 @@ def measure(rate: float, arguments: argparse.Namespace) -> None:
         files.publish(0, kept, count=False)
     for number in range(arguments.warm, arguments.warm + arguments.steps):
         losses.append(training.step(number, **shape))
-        rounds.append(publish(kept, held, training.bytes, frame))
+        rounds.append(publish(kept, received, training.bytes, frame))
         if files is not None:
             files.publish(number + 1, training.bytes, count=True)
-    one = Round(*(median(getattr(each, name) for each in rounds) for name in Round.__dataclass_fields__))
+    one = Round(*(median(getattr(row, name) for row in rounds) for name in Round.__dataclass_fields__))
     spent = one.find + one.take - one.copy
     rate_text = f"{len(kept) * (1 - one.left) * 8 / spent / 1e9:.1f} Gb/s" if spent > 0 else "any"
-    least, most = min(each.left for each in rounds), max(each.left for each in rounds)
+    least, most = min(row.left for row in rounds), max(row.left for row in rounds)
     print(
         f"{rate:<9.0e}{one.changed:>8.2%}{one.left:>8.2%} ({least:.2%} to {most:.2%}){one.find:>8.3f}{one.take:>8.3f}"
         f"{one.copy:>8.3f}{rate_text:>12}   loss {losses[0]:.3f} to {losses[-1]:.3f}",

@@ -1,12 +1,12 @@
-"""A publication from every trainer rank to every engine rank, over links of a known rate, beside the simple way.
+"""Compares a publication from every trainer rank to every engine rank, over links of a known rate, with a simple one.
 
     sudo python benchmarks/publish_direct.py [--mbit 400] [--rounds 3] [--layers 4] [--hosts 1x1 2x2 2x4]
 
 Network namespaces are the machines, with two ranks each and one link of `--mbit` Mbit/s (`tc ... tbf`) that the two
 share. Trainer hosts hold a small Qwen3-MoE (data parallel, experts on two ranks); each engine host is an engine of two
 ranks with SGLang's fused parameters. *direct* is slimx's own publisher, dealing, senders and receivers (NIXL over tcp),
-with every tensor proven in staging and as it is held. *Per tensor* is what a trainer does without a plan
-(`publish_tensors.py`): one gather and one broadcast for each.
+with every tensor verified in staging and in the engine. *Per tensor* is a trainer without a plan
+(`publish_tensors.py`): one gather and one broadcast for each tensor.
 
     link limit     bytes of the busiest link, as they were dealt out, over its rate
     of limit       seconds of the buckets over that (goal: 1.15)
@@ -14,7 +14,7 @@ with every tensor proven in staging and as it is held. *Per tensor* is what a tr
     predicted      seconds of the buckets by the model of `slimx plan --predict`, from the links' rate, this machine's
                    rates of packing and checking, and an empty call to the hosts; `off`: by how much it misses
 
-It exits with 1 where a prediction misses by more than 15%. It needs root and iproute2; elsewhere it says why it is
+Exits with status 1 if a prediction is off by more than 15%. Needs root and iproute2; without them it prints why it is
 skipped.
 """
 
@@ -70,14 +70,15 @@ from slimx.reshard.publish import Publisher  # noqa: E402
 
 MIB, RANKS, DEADLINE_S = 2**20, 2, 240
 CLOSE = 0.15
-"""Share by which a prediction may miss; by more, the program exits with 1."""
+"""Largest accepted relative error of a prediction. The program exits with status 1 if it is larger."""
 EXPERT = 2
-"""Trainer ranks that hold all experts between them: those of one host."""
+"""Number of trainer ranks that together have all experts: those of one host."""
 ENGINE = EngineSizes(tensor=RANKS, expert=RANKS)
 
 
 def trainer_sizes(count: int) -> Sizes:
-    """`count` hosts of two ranks: every rank has the dense layers, every second one the same experts."""
+    """Returns the sizes of `count` hosts with two ranks each: every rank has the dense layers, every second one the
+    same experts."""
     return Sizes(data=RANKS * count, expert=EXPERT)
 
 
@@ -100,22 +101,22 @@ class TrainerRank:
         torch.set_num_threads(1)
         self.rank, self.address = rank, address
         layout = MegatronLayout(weight_table({**MODEL, "num_hidden_layers": layers}), trainer_sizes(trainers))
-        # The same values wherever a part is held.
-        self.held = {}
+        # Every rank with a part has the same values.
+        self.parameters = {}
         for number, part in enumerate(layout.parts()):
             if rank in part.ranks and not part.copy:
                 draw = torch.Generator().manual_seed(number)
-                self.held[part.name] = torch.randn(part.shape, generator=draw).to(torch.bfloat16)
+                self.parameters[part.name] = torch.randn(part.shape, generator=draw).to(torch.bfloat16)
 
     def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
-        packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
+        packer = Packer(Plan.from_bytes(plan), self.rank, self.parameters)
         self.sender = DirectSender(packer, f"trainer rank {self.rank}", self.address, edges=edges, item=item)
 
     def connect(self, engine: int, offer: bytes) -> None:
         self.sender.connect(engine, Offer.from_bytes(offer))
 
     def answer(self) -> None:
-        """Nothing: for the time of a call."""
+        """Returns nothing: measures the time of a call."""
 
     def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
         return self.sender.send(bucket, transfer, engines)
@@ -123,15 +124,15 @@ class TrainerRank:
     # Tensor by tensor.
 
     def gather_at(self) -> tuple[tuple[str, int], list[int]]:
-        """Open a meeting: where it is, and the bytes of every tensor that will be broadcast."""
+        """Opens a rendezvous; returns its address and the bytes of every tensor to be broadcast."""
         self.tensors = Tensors(self.address)
-        return self.tensors.where, sizes_of(self.held, EXPERT)
+        return self.tensors.where, sizes_of(self.parameters, EXPERT)
 
     def gather(self, where: tuple[str, int], engines: int) -> float:
-        """Seconds of all tensors to every engine."""
+        """Sends all tensors to every engine; returns the seconds."""
         holders = group_at(where, "trainers", self.rank, EXPERT, self.address)
         sending = group_at(where, "engines", 0, 1 + engines, self.address) if self.rank == 0 else None
-        return send(self.held, self.rank, holders, sending)
+        return send(self.parameters, self.rank, holders, sending)
 
 
 class EngineHost:
@@ -171,7 +172,7 @@ class EngineHost:
 
 
 class Stand:
-    """Trainer hosts and engine hosts with everything of a publication running on them."""
+    """Trainer hosts and engine hosts with all processes of a publication."""
 
     def __init__(
         self,
@@ -194,8 +195,8 @@ class Stand:
             for inner in range(RANKS)
         ]
         self.residents = [Resident(host, EngineHost, host.address) for host in self.hosts[trainers:]]
-        for each in (*self.ranks, *self.residents):
-            stack.callback(each.stop)
+        for process in (*self.ranks, *self.residents):
+            stack.callback(process.stop)
         self.engines = [Engine(number, resident, self.plan) for number, resident in enumerate(self.residents)]
         self.members = Members(self.engines)
         self.delivery = DirectDelivery(
@@ -216,7 +217,7 @@ class Stand:
         return await self.publisher.publish(version, trainer_step=version)
 
     def per_tensor(self) -> float:
-        """Seconds of all tensors from trainer rank 0's host to every engine, one after the other."""
+        """Sends all tensors from trainer rank 0's host to every engine, one after the other; returns the seconds."""
         where, sizes = self.ranks[0].ask("gather_at")
         count = len(self.residents)
         with ThreadPoolExecutor(count + EXPERT) as pool:
@@ -231,7 +232,7 @@ class Stand:
 
 
 def predicted(stand: Stand, rate: float) -> float:
-    """Seconds of the buckets by the link model, on links of `rate` bytes per second."""
+    """Returns the seconds that the link model predicts for the buckets, on links of `rate` bytes per second."""
     with one_thread():
         small = Rehearsal(SMALL)
         calibrate(small)  # first touches
@@ -246,7 +247,8 @@ def predicted(stand: Stand, rate: float) -> float:
 
 
 def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: int) -> tuple[float, float]:
-    """Print one row of hosts; the median seconds of the buckets, and by which share the model misses them."""
+    """Prints the row of one number of hosts; returns the median seconds of the buckets, and the relative error of the
+    model."""
     rate = mbit * 1e6 / 8
     with ExitStack() as stack:
         stand = Stand(stack, trainers, engines, mbit=mbit, layers=layers)
@@ -262,23 +264,23 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
         assert not any(one.lost for one in done), [o.error for one in done for o in one.engines.values()]
         staged = median(one.seconds["stage"] for one in done)
         total = median(one.seconds["total"] for one in done)
-        told = predicted(stand, rate)
+        expected_s = predicted(stand, rate)
         plain = median(stand.per_tensor() for _ in range(rounds))
         print(
             f"{trainers} x {engines}{busiest / MIB:>11.1f}{busiest / rate:>12.2f}{staged:>10.2f}{total:>8.2f}"
             f"{staged / (busiest / rate):>10.2f}{sent.max() / sent.mean():>9.3f}"
             f"{received.max() / received.mean():>9.3f}"
             f"{plain:>14.2f}{plain / staged:>8.2f}"
-            f"{told:>11.2f}{told / staged - 1:>+7.0%}"
+            f"{expected_s:>11.2f}{expected_s / staged - 1:>+7.0%}"
         )
         for k, (host, (sent0, got0), (sent1, got1)) in enumerate(zip(stand.hosts, before, after, strict=True)):
-            own = (sent[k], 0) if k < trainers else (0, received[k - trainers])
+            dealt_bytes = (sent[k], 0) if k < trainers else (0, received[k - trainers])
             print(
                 f"      {'trainer' if k < trainers else 'engine'} host {host.address}: sent "
-                f"{(sent1 - sent0) / rounds / MIB:.1f} MiB a publication (dealt {own[0] / MIB:.1f}), received "
-                f"{(got1 - got0) / rounds / MIB:.1f} (dealt {own[1] / MIB:.1f})"
+                f"{(sent1 - sent0) / rounds / MIB:.1f} MiB a publication (dealt {dealt_bytes[0] / MIB:.1f}), received "
+                f"{(got1 - got0) / rounds / MIB:.1f} (dealt {dealt_bytes[1] / MIB:.1f})"
             )
-    return staged, told / staged - 1
+    return staged, expected_s / staged - 1
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Network namespaces as machines: one bridge, a link of a given rate to each, processes that live in them."""
+"""Network namespaces as hosts: one bridge, a link of limited rate to each host, and processes in them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONTEXT.set_forkserver_preload(["slimx.reshard.publish", "slimx.reshard.pack.pac
 NETWORK = "10.213.7"
 ANSWER_S = 300
 TURNS = itertools.count()
-"""Names of links are not used twice in a row: the kernel takes a namespace's links away some time after it."""
+"""Counter for link names. A name is not reused at once, because the kernel removes a namespace's links with a delay."""
 
 
 def unavailable() -> str | None:
-    """Why namespaces cannot be made here; None if they can."""
+    """Returns why namespaces cannot be created; None if they can."""
     if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
         return f"{missing[0]} (iproute2) is not installed"
     if os.geteuid() != 0:
@@ -42,7 +42,7 @@ def run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with one link."""
+    """A network namespace with one link."""
 
     name: str
     address: str
@@ -50,34 +50,34 @@ class Host:
     """Name of the link's end on the bridge."""
 
     def carried(self) -> tuple[int, int]:
-        """Bytes that have left and entered the host, with the headers of Ethernet, IP and TCP."""
-        told = subprocess.run(["ip", "-s", "-j", "link", "show", self.link], check=True, capture_output=True).stdout
-        counted = json.loads(told)[0]["stats64"]
+        """Returns the bytes sent and received by the host, including the headers of Ethernet, IP and TCP."""
+        output = subprocess.run(["ip", "-s", "-j", "link", "show", self.link], check=True, capture_output=True).stdout
+        counted = json.loads(output)[0]["stats64"]
         return counted["rx"]["bytes"], counted["tx"]["bytes"]
 
     def cut(self) -> None:
-        """Take the link away."""
+        """Removes the link."""
         run("ip", "link", "set", self.link, "down")
 
     def mend(self) -> None:
         run("ip", "link", "set", self.link, "up")
 
     def limit(self, mbit: float, *, queue_kb: int | None = None) -> None:
-        """Bring what enters the host down to `mbit` Mbit/s. Packets beyond a queue of `queue_kb` KB are lost; None: as
-        many wait as pass in 0.1 s."""
+        """Limits traffic to the host to `mbit` Mbit/s. Packets beyond a queue of `queue_kb` KB are lost; None: a queue
+        of 0.1 s."""
         queue = ("latency", "100ms") if queue_kb is None else ("limit", f"{queue_kb}kb")
         burst = "256kb" if queue_kb is None else "4kb"
         run("tc", "qdisc", "replace", "dev", self.link, "root", "tbf", "rate", f"{mbit}mbit", "burst", burst, *queue)
 
     def dropped(self) -> int:
-        """Packets on their way to the host that its link has lost since it was limited."""
-        told = subprocess.run(["tc", "-s", "-j", "qdisc", "show", "dev", self.link], check=True, capture_output=True)
-        return json.loads(told.stdout)[0]["drops"]
+        """Returns the number of packets to the host that its link has lost since `limit`."""
+        output = subprocess.run(["tc", "-s", "-j", "qdisc", "show", "dev", self.link], check=True, capture_output=True)
+        return json.loads(output.stdout)[0]["drops"]
 
 
 @contextmanager
 def hosts(names: Sequence[str], mbit: float) -> Iterator[list[Host]]:
-    """Hosts on one bridge, each with a link of `mbit` Mbit/s in each direction."""
+    """Creates hosts on one bridge, each with a link of `mbit` Mbit/s in each direction, and removes them at the end."""
     mark = f"{os.getpid() % 100000}{next(TURNS) % 10}"
     bridge, found = f"sb{mark}", []
     run("ip", "link", "add", bridge, "type", "bridge")
@@ -106,7 +106,8 @@ def hosts(names: Sequence[str], mbit: float) -> Iterator[list[Host]]:
 
 
 class Resident:
-    """A process on a host: `ask` runs a method of its `kind`, made there of the arguments. Threads ask in turn."""
+    """A process on a host with an object of `kind`, created there from the arguments. Threads may call `ask`; calls are
+    serialized."""
 
     def __init__(self, host: Host, kind: type, *arguments: Any):
         self.host, self._turn = host, threading.Lock()
@@ -116,7 +117,7 @@ class Resident:
         other.close()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The answer; an exception that the method raised is raised here."""
+        """Calls a method of the object; returns its result or raises its exception."""
         with self._turn:
             self.pipe.send((method, arguments))
             if not self.pipe.poll(ANSWER_S):
@@ -143,10 +144,10 @@ def _live(pipe: Connection, space: str, kind: type, arguments: tuple[Any, ...]) 
     one = kind(*arguments)
     while True:
         try:
-            method, given = pipe.recv()
+            method, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((getattr(one, method)(*given), None))
+            pipe.send((getattr(one, method)(*arguments), None))
         except Exception as error:
             pipe.send((None, error))

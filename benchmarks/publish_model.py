@@ -39,7 +39,7 @@ class Layer:
     """The model, on two trainer ranks and one engine rank."""
 
     split: Split
-    """Parallelism by which the two trainers share the layer."""
+    """Parallelism by which the two trainers split the layer."""
     experts: int = MODEL["num_experts"]
 
     @property
@@ -59,7 +59,7 @@ class Layer:
         return EngineLayout(engine_table(self.hf), EngineSizes())
 
     def plan(self, encoding: Encoding, bucket_bytes: int) -> Plan:
-        """From two trainer ranks to one engine rank."""
+        """Returns the plan from two trainer ranks to one engine rank."""
         return compile_plan(
             self.trained.parts(),
             self.served.parts() if encoding == "local" else checkpoint_parts(self.table),
@@ -67,8 +67,8 @@ class Layer:
             bucket_bytes=bucket_bytes,
         )
 
-    def held_by(self, rank: int) -> dict[str, torch.Tensor]:
-        """A trainer rank's parameters, random; what several ranks hold is the same on all of them."""
+    def parameters_of(self, rank: int) -> dict[str, torch.Tensor]:
+        """Returns a trainer rank's random parameters. Parts that several ranks have are equal."""
         out = {}
         for part in self.trained.parts_of(rank):
             seed = zlib.crc32(repr((part.name, part.sources, part.rects)).encode())
@@ -78,11 +78,11 @@ class Layer:
         return out
 
     def engine_parameters(self) -> dict[str, torch.Tensor]:
-        """The engine's fused parameters, zero."""
+        """Returns the engine's fused parameters, all zero."""
         return {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in self.served.parts()}
 
     def hf_places(self, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every Hugging Face tensor's place in the fused parameters: contiguous rows of one of them."""
+        """Returns for each Hugging Face tensor its place in the fused parameters: contiguous rows of one of them."""
         places, shapes = {}, self.table.checkpoint_shapes()
         for part in self.served.parts():
             for name, view in _places(part, parameters[part.name]):

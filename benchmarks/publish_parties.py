@@ -1,4 +1,5 @@
-"""The parties of a publication between hosts, as slimx's publisher sees them: trainers, engines, and who takes part."""
+"""The participants of a publication between hosts, as slimx's publisher calls them: trainers, engines and
+membership."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from slimx.reshard.plan.copy_plan import Plan
 
 
 class Living:
-    """A process that answers as the ping of its actor would: with an error of Ray's once it has ended."""
+    """A process that answers pings as its Ray actor would: with one of Ray's errors once it has ended."""
 
     def __init__(self, process: Any):
         self.process, self.ping = process, self
@@ -31,10 +32,10 @@ class Living:
 
 
 class Trainers:
-    """The senders, as the delivery calls them."""
+    """The sending trainer ranks, as the delivery calls them."""
 
     def __init__(self, ranks: Sequence[Resident], plan: Plan):
-        """`plan`: for one engine."""
+        """Stores ranks and plan. `plan`: plan for one engine."""
         self.published = plan
         self.ranks, self.actors = ranks, [Living(rank.process) for rank in ranks]
 
@@ -48,13 +49,13 @@ class Trainers:
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         return await self._all("send", [(bucket, transfer, engines)] * len(self.ranks))
 
-    async def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = zip(self.ranks, given, strict=True)
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self.ranks, arguments, strict=True)
         return await asyncio.gather(*(asyncio.to_thread(rank.ask, method, *one) for rank, one in calls))
 
 
 class Engine(LocalRecipient):
-    """An engine host as the publisher reaches it."""
+    """An engine host, as the publisher calls it."""
 
     def __init__(self, number: int, resident: Resident, plan: Plan):
         self.name, self.resident = f"e{number}", resident
@@ -97,7 +98,7 @@ class Engine(LocalRecipient):
 
 
 class Members:
-    """Engines of which one that fails is out."""
+    """The engines; one that fails is removed."""
 
     def __init__(self, engines: Sequence[Engine]):
         self.engines, self.epoch = list(engines), 0

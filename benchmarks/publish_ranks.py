@@ -26,7 +26,7 @@ ENGINE = TRAINERS
 
 
 class _Groups:
-    """All processes meet; the trainers among themselves, and rank 0 with the engine."""
+    """The group of all processes, that of the trainers, and that of rank 0 and the engine."""
 
     def __init__(self, rank: int, init_method: str):
         # gloo would look up the host's name, which need not resolve; gloo's own variable.
@@ -38,11 +38,11 @@ class _Groups:
 
 
 class TrainerProcess:
-    """One trainer rank: slimx's own packer and gatherer, and the per-tensor way."""
+    """One trainer rank, with slimx's packer and gatherer, and with the per-tensor method."""
 
     def __init__(self, rank: int, init_method: str, layer: Layer, bucket_bytes: int):
         self.rank, self.layer, self.groups = rank, layer, _Groups(rank, init_method)
-        self.parameters = layer.held_by(rank)
+        self.parameters = layer.parameters_of(rank)
         self.gatherers = {
             encoding: Gatherer(Packer(layer.plan(encoding, bucket_bytes), rank, self.parameters), remote=(), group=None)
             for encoding in ENCODINGS
@@ -63,7 +63,7 @@ class TrainerProcess:
 
 
 class EngineProcess:
-    """The engine rank: one set of fused parameters for slimx, one for the per-tensor way."""
+    """The engine rank: one set of fused parameters for slimx, and one for the per-tensor method."""
 
     def __init__(self, rank: int, init_method: str, layer: Layer):
         self.layer, self.groups = layer, _Groups(rank, init_method)
@@ -72,7 +72,7 @@ class EngineProcess:
         self.places = layer.hf_places(self.theirs)
 
     def stage(self, encoding: Encoding, path: str, size: int, tensors: Sequence[PackedTensor]) -> tuple[float, float]:
-        """Seconds to map the bucket and to prove it."""
+        """Stages a bucket; returns the seconds for mapping and for verifying it."""
         began = time.perf_counter()
         proof = self.ranks[encoding].stage(path, size, tensors)
         return time.perf_counter() - began - proof, proof
@@ -90,14 +90,15 @@ class EngineProcess:
         return per_tensor.receive(self.places, self.layer, self.groups.engine)
 
     def wipe(self, ours: bool) -> None:
-        """Overwrite the weights, so that what an earlier round loaded cannot pass for this round's."""
+        """Replaces the weights, so that those of an earlier round cannot be taken for this round's."""
         for parameter in (self.ours if ours else self.theirs).values():
             parameter.view(torch.uint8).fill_(0xFF)
 
     def compare(self) -> None:
-        """slimx and the per-tensor way must have loaded the same bits, and none of the wiped ones."""
+        """Checks that slimx and the per-tensor method have loaded the same bits, and that no overwritten value is
+        left."""
         for name, ours in self.ours.items():
             if not torch.equal(ours.view(torch.int16), self.theirs[name].view(torch.int16)):
-                raise SlimxError(f"{name} differs between slimx's way and the per-tensor way")
+                raise SlimxError(f"{name} differs between slimx and the per-tensor method")
             if (ours.view(torch.int16) == -1).any():
                 raise SlimxError(f"{name} was not loaded whole")

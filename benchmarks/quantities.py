@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 def positive(text: str) -> int:
-    """Returns a number of things, for argparse. Raises ValueError if it is 0 or less: no figure could be measured."""
+    """Parses a positive integer, for argparse. Raises ValueError if it is 0 or less: nothing could be measured."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
 def positive_float(text: str) -> float:
-    """Returns a quantity, for argparse. Raises ValueError if it is 0 or less."""
+    """Parses a positive number, for argparse. Raises ValueError if it is 0 or less."""
     if not (number := float(text)) > 0:
         raise ValueError
     return number

@@ -6,11 +6,11 @@ A run with the real parts (Ray, two megatron-core ranks, one SGLang engine, sgla
 training step begins) twice: once where mirrors in host memory hold the newest state, once after those are killed, too,
 so that the newest checkpoint is loaded from the disk. The model is a random Qwen3-MoE with the quickstart's tokenizer.
 
-    killed --noticed--> --processes, imports, meeting, model--> --state--> --steps again--> --the step, publication,
+    killed --detected--> --processes, imports, rendezvous, model--> --state--> --steps again--> --the step, publication,
                                                                                              record--> next step
 
-The parts are what the ranks and the driver measured, and told by the note that the run prints when trainers are back.
-"Loading" is what cannot be left out however fast processes start: the model with its weights, and the state.
+The ranks and the driver measure the parts, and the run prints them when trainers are back. "Loading" is the part that
+remains however fast processes start: the model with its weights, and the state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ NOTE = re.compile(
 
 
 def make_model(out: Path, hidden: int, layers: int) -> int:
-    """Write a random Qwen3-MoE of 16 experts, float32, with the quickstart's tokenizer; its number of parameters."""
+    """Writes a random Qwen3-MoE of 16 experts, float32, with the quickstart's tokenizer; returns its number of
+    parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     maker = runpy.run_path(str(MAKER))
@@ -107,17 +108,17 @@ def write_config(directory: Path, model: Path) -> Path:
 
 
 class Struck:
-    """A run that goes on, its files, and its processes."""
+    """A running run, its files and its processes."""
 
     def __init__(self, directory: Path, config: Path):
         self.directory, self.output = directory / "run", directory / "out.log"
-        own = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "4000", "PYTHONPATH": str(ROOT / "benchmarks")}
+        variables = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "4000", "PYTHONPATH": str(ROOT / "benchmarks")}
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slimx.cli", "train", str(config)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | own,
+                env=os.environ | variables,
                 cwd=ROOT,
             )
 
@@ -129,11 +130,11 @@ class Struck:
         end = time.monotonic() + DEADLINE_S
         while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the run ended or stands still:\n{self.output.read_text()}")
+                raise RuntimeError(f"the run ended or stalled:\n{self.output.read_text()}")
             time.sleep(0.02)
 
     def kill(self, name: str, log: str) -> None:
-        """Kill the process that shows as `name` and prints to the file `log` of the run."""
+        """Kills the process called `name` that prints to the file `log` of the run."""
         printed = str((self.directory / "logs" / log).resolve())
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):  # another user's, or ended
@@ -144,7 +145,7 @@ class Struck:
         raise RuntimeError(f"no {name} prints to {printed}")
 
     def strike(self) -> dict[str, Any]:
-        """Kill rank 1 when the next training step begins; the parts of what follows, in seconds."""
+        """Kills rank 1 when the next training step begins; returns the parts of the recovery, in seconds."""
         seen, notes = len(self.rows("timeline.jsonl")), len(NOTE.findall(self.output.read_text()))
         self.until(lambda: any(_is(row, "prepare") for row in self.rows("timeline.jsonl")[seen:]))
         at, steps = time.time(), len(self.rows("metrics.jsonl"))

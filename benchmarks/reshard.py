@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def one_job(job: Job, shards: Shards, copies: tuple[torch.Tensor, torch.Tensor], rounds: int) -> None:
-    """Print the speed of every side at `job`."""
+    """Prints the speed of every side at `job`."""
     pieces = Pieces(shards, job)
     bucket = torch.zeros(pieces.size, dtype=torch.uint8)
     words = max(nbytes for _, nbytes in pieces.places) // 4
@@ -86,13 +86,13 @@ def one_job(job: Job, shards: Shards, copies: tuple[torch.Tensor, torch.Tensor],
         )
 
 
-def ratio(other: list[float], own: list[float]) -> float:
-    """The median over rounds of how many times longer `other` took."""
-    return median(a / b for a, b in zip(other, own, strict=True))
+def ratio(other: list[float], slimx: list[float]) -> float:
+    """Returns the median over rounds of the other side's seconds over slimx's."""
+    return median(a / b for a, b in zip(other, slimx, strict=True))
 
 
 def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every side in every round, one side after the other; the first round is not counted."""
+    """Measures all sides alternately; returns their seconds in every round. The first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for n in range(rounds + 1):
         for name, side in sides.items():
@@ -104,7 +104,7 @@ def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, l
 
 
 def compare(job: Job, shards: Shards, pieces: Pieces, bucket: torch.Tensor, multipliers: torch.Tensor) -> None:
-    """Stop unless both ways give the same bytes and checksums of every tensor."""
+    """Exits unless both methods give the same bytes and checksums of every tensor."""
     tensors, _ = straightforward(shards, job)
     expected = checksums(tensors, multipliers).numpy().view(np.uint64) + pieces.seeds()
     for isa in kernel.isas():

@@ -69,7 +69,7 @@ MATRICES = [
 
 
 class Packing:
-    """A plan on the device, with the memory that it is packed into."""
+    """A plan on the device, with its output buffer."""
 
     def __init__(self, records: np.ndarray, size: int, tensors: int, device: torch.device, blocks_per_sm: int = 0):
         names = [f"tensor {k}" for k in range(tensors)]
@@ -89,7 +89,7 @@ class Packing:
         kernel_cuda.pack(self.plan, self.bucket, self.sums, self.flags)
 
     def host_seconds(self, calls: int = 100) -> float:
-        """Seconds of the host for one call; the device is kept busy, so that nothing is hidden by waiting for work."""
+        """Returns the host's seconds for one call. The device is kept busy, so that waiting for work hides nothing."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -136,16 +136,16 @@ def moved_to(shards: Shards, device: torch.device) -> Shards:
 
 def one_layer(job: Job, shards: Shards, rounds: int, device: torch.device) -> None:
     pieces = Pieces(shards, job)
-    own = Packing(pieces.records, pieces.size, len(pieces.places), device)
-    sides: dict[str, Callable[[], object]] = {"slimx": own, "copy": copy_of(own.moved, device)}
+    packing = Packing(pieces.records, pieces.size, len(pieces.places), device)
+    sides: dict[str, Callable[[], object]] = {"slimx": packing, "copy": copy_of(packing.moved, device)}
     if job.rule in (RULE.NONE, RULE.IEEE):
         words = max(nbytes for _, nbytes in pieces.places) // 4
         multipliers = torch.from_numpy(reference.multipliers(np.arange(words)).view(np.int64)).to(device)
         if not job.quantizes:  # torch divides by a number as it multiplies by its inverse on a GPU: other scales
-            must_equal(job, shards, own, multipliers)
+            must_equal(job, shards, packing, multipliers)
         sides["torch"] = lambda: straightforward(shards, job)
         sides["torch + checksum"] = lambda: checksums(straightforward(shards, job)[0], multipliers)
-    report(job.name, own, in_turns(sides, rounds))
+    report(job.name, packing, in_turns(sides, rounds))
 
 
 def one_matrix(form: Form, rounds: int, device: torch.device) -> None:
@@ -171,8 +171,8 @@ def one_matrix(form: Form, rounds: int, device: torch.device) -> None:
             scales = torch.full(shape, 0x3F, dtype=torch.uint8, device=device)
             piece["scale"] = scales.data_ptr()
     piece["scale_tensor"] = scale_tensor
-    own = Packing(piece, size, 2, device)
-    report(form.name, own, in_turns({"slimx": own, "copy": copy_of(own.moved, device)}, rounds))
+    packing = Packing(piece, size, 2, device)
+    report(form.name, packing, in_turns({"slimx": packing, "copy": copy_of(packing.moved, device)}, rounds))
     del scales
 
 
@@ -188,14 +188,15 @@ def sweep(job: Job, shards: Shards, rounds: int, device: torch.device) -> None:
 
 
 def copy_of(moved: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes `moved` bytes together."""
+    """Returns a function that copies on the device, reading and writing `moved` bytes together."""
     source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every side in every round by the device's clock, one after the other; two rounds are not counted."""
+    """Measures all sides alternately by the device's clock; returns their seconds in every round. Two rounds are not
+    counted."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for n in range(rounds + 2):
         for name, side in sides.items():
@@ -210,31 +211,33 @@ def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, l
     return seconds
 
 
-def report(name: str, own: Packing, seconds: dict[str, list[float]]) -> None:
+def report(name: str, packing: Packing, seconds: dict[str, list[float]]) -> None:
     taken = seconds["slimx"]
 
     def ratio(other: str) -> float:
         return median(a / b for a, b in zip(seconds[other], taken, strict=True))
 
     compared = [f"x {ratio(side):.2f}" if side in seconds else "" for side in ("torch", "torch + checksum")]
-    plan = own.plan
+    plan = packing.plan
+    gigabytes = packing.moved / 1e9
+    host_us = packing.host_seconds() * 1e6
     print(
-        f"{name:26}{own.moved / median(taken) / 1e9:8.0f} ({own.moved / min(taken) / 1e9:4.0f}){ratio('copy'):9.1%}"
-        f"{compared[0]:>10}{compared[1]:>10}{own.host_seconds() * 1e6:9.1f}  {plan.count} {plan.tiles} {plan.blocks}",
+        f"{name:26}{gigabytes / median(taken):8.0f} ({gigabytes / min(taken):4.0f}){ratio('copy'):9.1%}"
+        f"{compared[0]:>10}{compared[1]:>10}{host_us:9.1f}  {plan.count} {plan.tiles} {plan.blocks}",
         flush=True,
     )
 
 
-def must_equal(job: Job, shards: Shards, own: Packing, multipliers: torch.Tensor) -> None:
-    """Stops unless both ways give the same bytes and checksums."""
+def must_equal(job: Job, shards: Shards, packing: Packing, multipliers: torch.Tensor) -> None:
+    """Exits unless both methods give the same bytes and checksums."""
     tensors, _ = straightforward(shards, job)
-    own.sums.zero_()
-    own()
+    packing.sums.zero_()
+    packing()
     places = Pieces(shards, job).places
     for t, (at, nbytes) in zip(tensors, places, strict=True):
-        if not torch.equal(own.bucket[at : at + nbytes], t.view(-1).view(torch.uint8)):
+        if not torch.equal(packing.bucket[at : at + nbytes], t.view(-1).view(torch.uint8)):
             raise SystemExit(f"{job.name}: slimx and torch differ in tensor {tuple(t.shape)}")
-    if not torch.equal(own.sums, checksums(tensors, multipliers)):
+    if not torch.equal(packing.sums, checksums(tensors, multipliers)):
         raise SystemExit(f"{job.name}: the checksums of slimx and torch differ")
 
 

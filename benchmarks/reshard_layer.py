@@ -19,12 +19,12 @@ HIDDEN, HEADS, GROUPS, HEAD_DIM, EXPERT = 2048, 32, 4, 128, 768
 TP, ETP = 4, 2
 BLOCK = 128
 ALIGNMENT = 256
-"""Bytes, of tensors in the bucket."""
+"""Alignment of tensors in the bucket, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work to be done with the layer."""
+    """A packing of the layer to measure."""
 
     name: str
     op: OP
@@ -36,7 +36,7 @@ class Job:
 
 
 class Shards:
-    """The layer's weights, bf16, by rank: q, k, v interleaved by query group; gate and up of a rank in one tensor."""
+    """The layer's weights by rank, bf16: q, k, v interleaved by query group; a rank's gate and up in one tensor."""
 
     def __init__(self, experts: int):
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class Shards:
 
 
 def hugging_face_tensors(shards: Shards) -> list[tuple[str, torch.Tensor]]:
-    """Name and tensor (often a view), in the order of a checkpoint."""
+    """Returns names and tensors (often views), in the order of a checkpoint."""
     qkv = torch.cat(shards.qkv).view(GROUPS, -1, HEAD_DIM, HIDDEN)
     q, k, v = (part.reshape(-1, HIDDEN) for part in qkv.split([HEADS // GROUPS, 1, 1], dim=1))
     out = [("q", q), ("k", k), ("v", v), ("o", torch.cat(shards.out, dim=1)), ("router", shards.router)]
@@ -78,7 +78,7 @@ def is_quantized(name: str) -> bool:
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes and scales [block rows, block cols] of a matrix of whole blocks, by the rule ieee."""
+    """Returns e4m3 codes and scales [block rows, block cols] of a matrix of whole blocks, by the rule `ieee`."""
     rows, cols = x.shape
     blocks = x.view(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
     scales = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(min=1e-10) / 448.0
@@ -87,7 +87,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def straightforward(shards: Shards, job: Job) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The tensors in order (codes, then scales where quantized), and all in one bucket."""
+    """Returns the tensors in order (codes, then scales where quantized), and all of them in one bucket."""
     tensors: list[torch.Tensor] = []
     for name, t in hugging_face_tensors(shards):
         tensors += quantize(t) if job.quantizes and is_quantized(name) else [t.contiguous()]
@@ -95,7 +95,8 @@ def straightforward(shards: Shards, job: Job) -> tuple[list[torch.Tensor], torch
 
 
 def checksums(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> torch.Tensor:
-    """The kernels' checksum of each tensor without its seed, int64; `multipliers` [words] int64, of the longest."""
+    """Returns the kernels' checksum of each tensor without its seed, int64. `multipliers`: [words of the longest
+    tensor], int64."""
     out = []
     for t in tensors:
         words = t.contiguous().view(-1).view(torch.int32).long() & 0xFFFFFFFF
@@ -112,7 +113,7 @@ class Pieces:
     def __init__(self, shards: Shards, job: Job):
         self.job, self.size = job, 0
         self.places: list[tuple[int, int]] = []
-        """(offset, bytes)."""
+        """(offset, size) of each tensor in bytes."""
         self._records: list[np.ndarray] = []
         heads = HEADS // GROUPS
         per_rank = GROUPS // TP

@@ -2,11 +2,11 @@
 
     python benchmarks/rollout.py [--only generation skew buffer] [--pairs 8] [--rounds 4] [--json FILE]
 
-generation  throughput through hooks, router and buffer beside a bare HTTP client (benchmarks/rollout_generation.py)
+generation  throughput through hooks, router and buffer, and of a bare HTTP client (benchmarks/rollout_generation.py)
 skew        asynchronous against synchronous steps with a length skew of 10 (benchmarks/rollout_skew.py)
 buffer      100,000 trajectories through buffer, filter, advantages and packing (benchmarks/rollout_buffer.py)
 
-In each, both sides take turns in one run, so that whatever else the machine does falls on both."""
+In each, both sides alternate in one run, so that other work on the machine affects both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def make_config(directory: Path, overrides: Sequence[str]) -> Config:
-    """The quickstart's run on its untrained model, in `directory`."""
+    """Returns the quickstart's configuration with its untrained model, in `directory`."""
     data = directory.parent / "data"
     tools = ROOT / "tools" / "quickstart"
     if not data.exists():
@@ -61,7 +61,7 @@ def make_config(directory: Path, overrides: Sequence[str]) -> Config:
 
 
 def on_ray(config: Config, work: Callable[[], Any], *, trainers: bool) -> dict[str, Any]:
-    """The result of the coroutine that `work` makes, with Ray around it."""
+    """Starts Ray, awaits the coroutine that `work` returns, and returns its result."""
     start_ray(config, device_of(config), trainers=trainers)
     try:
         return asyncio.run(work())
@@ -70,13 +70,15 @@ def on_ray(config: Config, work: Callable[[], Any], *, trainers: bool) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what rollouts cost outside the engine")
+    parser = argparse.ArgumentParser(description="cost of rollouts outside the engine")
     parts = ("generation", "skew", "buffer")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--pairs", type=positive, default=8, help="generation: pairs of a batch by each side")
     parser.add_argument("--rounds", type=positive, default=4, help="skew: turns of each bound")
     parser.add_argument("--steps", type=positive, default=6, help="skew: steps of a turn")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[1], help="skew: max_staleness beside 0")
+    parser.add_argument(
+        "--bounds", type=int, nargs="+", default=[1], help="skew: values of max_staleness in addition to 0"
+    )
     parser.add_argument("--trajectories", type=positive, default=100_000, help="buffer: how many")
     parser.add_argument("--groups", type=positive, default=rollout_buffer.PER_STEP, help="buffer: of a batch")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")

@@ -45,7 +45,7 @@ PER_STEP = 625
 
 
 class InOrder(PromptSource):
-    """The prompts as they stand, so that both sides take the same ones."""
+    """The prompts in file order, so that both sides take the same ones."""
 
     def _start_epoch(self, epoch: int) -> None:
         super()._start_epoch(epoch)
@@ -53,17 +53,17 @@ class InOrder(PromptSource):
 
 
 class Instant:
-    """An engine that answers at once: what slimx's client makes of SGLang's JSON."""
+    """An engine that answers at once, with the records that slimx's client makes from SGLang's JSON."""
 
     def __init__(self, answers: Answers):
         self.answers = answers
-        self.asked: Counter[int] = Counter()
-        """Requests by prompt."""
+        self.requests: Counter[int] = Counter()
+        """Number of requests by prompt."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         number = prompt_number(request.token_ids)
-        index = self.asked[number] % GROUP_SIZE
-        self.asked[number] += 1
+        index = self.requests[number] % GROUP_SIZE
+        self.requests[number] += 1
         await asyncio.sleep(0)
         sampled = self.answers.meta(number, index)["output_token_logprobs"]
         return Completion(
@@ -78,7 +78,7 @@ class Instant:
 
 
 class SlimxPath:
-    """slimx's own parts, as the loop calls them."""
+    """slimx's parts, called as the loop calls them."""
 
     def __init__(self, config: Config, answers: Answers):
         self.config = config
@@ -88,7 +88,7 @@ class SlimxPath:
         self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0}
 
     async def step(self) -> Any:
-        """The packed batch of one step."""
+        """Returns the packed batch of one step."""
         began = time.perf_counter()
         batch = await self.manager.next_batch()
         buffered = time.perf_counter()
@@ -103,7 +103,7 @@ class SlimxPath:
 
 
 async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any]:
-    """Seconds of each side by step, in turns; after a step of each that is not counted."""
+    """Returns the seconds of each side by step, measured alternately after one step of each that is not counted."""
     slimx = SlimxPath(config, answers)
     per_step = config.rollout.prompts_per_step
     plain = PlainPath(answers, make_prompts(answers), per_step=per_step, size=GROUP_SIZE)
@@ -128,7 +128,7 @@ async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any
 
 
 def _check(batch: Any, plain: tuple[Any, Any]) -> int:
-    """Positions of the step, if both sides came to the same."""
+    """Returns the positions of the step. Raises unless both sides computed the same."""
     shards, advantages = plain
     length = sum(len(part["tokens"]) for shard in shards for part in shard)
     if length != batch.tokens + len(advantages):  # a row predicts one token less than it has
@@ -144,7 +144,7 @@ def _check(batch: Any, plain: tuple[Any, Any]) -> int:
 
 
 def peak(side: str, directory: str, per_step: int, mean: int, steps: int, out: Any) -> None:
-    """Put into `out` the MiB by which resident memory rose at its highest while `side` made `steps` batches."""
+    """Puts into `out` the peak growth of resident memory in MiB while `side` made `steps` batches."""
     made, config = Answers(4 * per_step, mean), make_config(Path(directory), per_step, mean)
 
     async def run() -> None:
@@ -167,13 +167,15 @@ def peak(side: str, directory: str, per_step: int, mean: int, steps: int, out: A
 
 
 def _memory(field: str) -> float:
-    """MiB of this process, by the kernel's name. Not `ru_maxrss`, which a child inherits from who started it."""
+    """Returns a memory field of this process in MiB, by the kernel's name. `ru_maxrss` would include the parent's
+    peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
 
 
 def measure(trajectories: int, mean: int, per_step: int = PER_STEP) -> dict[str, Any]:
-    """All figures of this benchmark. `mean`: tokens of an answer; `per_step`: groups of a batch."""
+    """Returns all figures of this benchmark. `mean`: mean length of an answer in tokens; `per_step`: groups of a
+    batch."""
     batch = per_step * GROUP_SIZE
     steps = max(1, trajectories // batch)
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
@@ -193,7 +195,7 @@ def measure(trajectories: int, mean: int, per_step: int = PER_STEP) -> dict[str,
 
 
 def describe(found: dict[str, Any]) -> str:
-    """A row for each side, and the ratio with its spread."""
+    """Returns a row for each side, and the ratio with its spread."""
     slimx, plain = (np.array(found["seconds"][side]) for side in ("slimx", "plain"))
     lines = [f"{'side':<8}{'trajectories/s':>16}{'tokens/s':>14}{'peak MiB':>10}"]
     for name, seconds in (("slimx", slimx), ("plain", plain)):

@@ -1,10 +1,11 @@
-"""Generation through slimx's hooks, router and buffer beside a bare HTTP client on the same server.
+"""Compares generation through slimx's hooks, router and buffer with a bare HTTP client of the same server.
 
     A  RolloutManager.next_batch: prompts, the generate hook, rewards in their threads, groups in order; requests go
        through sglang-router
     B  the same requests, posted all at once by plain aiohttp to the server itself (benchmarks/bare_engine.py)
 
-They take turns, A B B A A B ..., and must sample as many tokens. The figure is B's time over A's, pair by pair."""
+They alternate, A B B A A B ..., and must sample the same number of tokens. The figure is B's time over A's, pair by
+pair."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from slimx.orchestration.start.prompts import make_source
 from slimx.rollout.flow.manager import RolloutManager
 
 GOAL = 0.95
-"""Share of the bare client's throughput that slimx is to reach at least."""
+"""Smallest accepted share of the bare client's throughput."""
 WARMUP = 2
 OVERRIDES = (
     "rollout.prompts_per_step=64",
@@ -42,14 +43,14 @@ OVERRIDES = (
 
 
 async def measure(config: Config, pairs: int, note: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of both sides by pair, and what each sampled."""
+    """Starts engines and returns the result of `compare`."""
     sources = check_sources(config, configured_model(config), "cpu")
     async with serving(config, sources, Path(config.run.dir), note) as service:
         return await compare(service, pairs)
 
 
 async def compare(service: EngineService, pairs: int) -> dict[str, Any]:
-    """`measure`, with engines that run."""
+    """Returns the seconds of both sides by pair, and the number of tokens that each sampled."""
     config, sources = service.config, service.sources
     sides = Sides(
         service.groups[ACTOR].engines[0].url, service.groups[ACTOR].keys.api_key, config.rollout.request_deadline
@@ -69,7 +70,7 @@ async def compare(service: EngineService, pairs: int) -> dict[str, Any]:
 
 
 class Sides:
-    """A batch by either side, timed; the bare one repeats what slimx asked for last."""
+    """Runs a timed batch by either side; the bare side repeats slimx's last requests."""
 
     def __init__(self, url: str, api_key: str | None, deadline_s: float):
         self.url, self.api_key, self.deadline_s = url, api_key, deadline_s
@@ -77,7 +78,7 @@ class Sides:
         self.tokens = 0
 
     async def slimx(self, service: EngineService, manager: RolloutManager) -> float:
-        """Seconds of a batch through slimx."""
+        """Returns the seconds of a batch through slimx."""
         began = time.perf_counter()
         batch = await service.watched(manager.next_batch())
         spent = time.perf_counter() - began
@@ -86,7 +87,7 @@ class Sides:
         return spent
 
     async def bare(self) -> float:
-        """Seconds of the same requests by aiohttp alone."""
+        """Returns the seconds of the same requests by plain aiohttp."""
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=self.deadline_s)
@@ -100,7 +101,7 @@ class Sides:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Throughputs, and their ratio with its spread."""
+    """Returns the throughputs, and their ratio with its spread."""
     slimx, bare = (np.array(found["seconds"][side]) for side in ("slimx", "bare"))
     ratios = bare / slimx
     low, middle, high = np.percentile(ratios, [25, 50, 75])

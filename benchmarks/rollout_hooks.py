@@ -6,11 +6,11 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.rollout.hooks import RolloutContext
 
 SHORT, SKEW, EVERY = 24, 10, 16
-"""Tokens of most answers, times that of a long one, and one in how many is long."""
+"""Tokens of most answers, length of a long one relative to them, and one in how many is long."""
 
 
 async def skewed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Sample as many tokens as the rollout's seed says, whatever the model would say."""
+    """Samples a number of tokens that depends on the rollout's seed, ignoring end tokens."""
     draft = ctx.draft(prompt)
     length = SHORT * (SKEW if ctx.seed % EVERY == 0 else 1)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"ignore_eos": True, "max_new_tokens": length}))

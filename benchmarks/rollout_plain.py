@@ -20,7 +20,7 @@ from slimx.data.records import Prompt
 
 @dataclass(slots=True)
 class Sample:
-    """One answer."""
+    """One sampled answer."""
 
     number: int
     index: int
@@ -31,14 +31,14 @@ class Sample:
 
 
 class PlainPath:
-    """Batches of one prompt list after the other."""
+    """Makes batches from the prompts in order."""
 
     def __init__(self, answers: Answers, prompts: Sequence[Prompt], *, per_step: int, size: int):
         self.answers, self.prompts, self.per_step, self.size = answers, prompts, per_step, size
         self._next = 0
 
     async def step(self, ranks: int, max_tokens: int) -> tuple[list[list[dict[str, Any]]], torch.Tensor]:
-        """Micro-batches by rank, and the advantages of all samples in their order."""
+        """Returns the micro-batches by rank, and the advantages of all samples in order."""
         groups: list[list[Sample]] = []
         while len(groups) < self.per_step:
             numbers = range(self._next, self._next + self.per_step - len(groups))
@@ -79,7 +79,7 @@ class PlainPath:
         ]
 
     def _fit(self, samples: Sequence[Sample], shard: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """First fit."""
+        """Packs samples into micro-batches by first fit."""
         parts: list[list[int]] = []
         rooms: list[int] = []
         for i in shard:

@@ -45,13 +45,13 @@ OVERRIDES = (
 
 
 class TimedRun(Run):
-    """slimx's run as it is, that keeps the seconds of its steps and writes no checkpoint."""
+    """slimx's run, which records the seconds of its steps and writes no checkpoint."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.seconds: list[float] = []
         self.waited: list[float] = []
-        """Seconds of each step in which the loop had nothing but to wait for rollouts."""
+        """Seconds of each step in which the loop only waited for rollouts."""
         self._generated = 0.0
 
     @contextmanager
@@ -70,19 +70,19 @@ class TimedRun(Run):
         self._generated = 0.0
 
     async def save(self) -> None:
-        """Nothing: a turn is no run of its own."""
+        """Does nothing: a turn has no checkpoints."""
 
 
 class Turns:
-    """Started trainers and engines, on which one run after the other takes its turn."""
+    """Started trainers and engines, which several runs use one after the other."""
 
     def __init__(self, config: Config, prepared: Prepared, trainers: TrainerGroup, service: EngineService):
         self.config, self.prepared, self.trainers, self.service = config, prepared, trainers, service
         self.done = 0
-        """Steps of all turns: versions go on rising."""
+        """Steps of all turns so far, because versions must keep rising."""
 
     async def turn(self, staleness: int, steps: int) -> TimedRun:
-        """`steps` steps of a run with this bound."""
+        """Runs `steps` steps with this bound."""
         base, prepared = self.config, self.prepared
         schedule = base.schedule.model_copy(update={"max_staleness": staleness, "steps": self.done + steps})
         directory = Path(base.run.dir) / f"turn-{self.done:04d}"
@@ -108,7 +108,7 @@ class Turns:
 
 
 async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int, note: Any) -> dict[str, Any]:
-    """Seconds by bound and round of each counted step."""
+    """Returns the seconds of each counted step by bound and round."""
     prepared = check_run(config)
     config = prepared.policies[ACTOR].config
     found: dict[str, Any] = {"steps": steps, "seconds": {k: [] for k in bounds}, "waited": {k: [] for k in bounds}}
@@ -125,7 +125,7 @@ async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int
 
 
 def describe(found: dict[str, Any]) -> str:
-    """A row for each bound; ratios to the synchronous run, round by round."""
+    """Returns a row for each bound, with ratios to the synchronous run, round by round."""
     sync = np.array(found["seconds"][0]).mean(1)
     lines = [
         f"steps of 64 rollouts, one in {EVERY} of {SHORT * SKEW} tokens, the others of {SHORT}",

@@ -1,7 +1,9 @@
-"""Stand for both sides of benchmarks/rollout_buffer.py: an engine that answers at once, a reward, a filter.
+"""Engine, reward and filter for both sides of benchmarks/rollout_buffer.py.
 
-Both get the same answers in the form of SGLang's JSON, in the order of requests: prompts of 64 tokens, answers of
-lognormal length (sigma 1, mean about `mean` tokens), a reward of 0 or 1 that some prompts always get and some never."""
+Both sides get the same answers in the form of SGLang's JSON, in the order of requests: prompts of 64 tokens, answers of
+lognormal length (sigma 1, mean about `mean` tokens), a reward of 0 or 1 that is the same for all answers of some
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from slimx.rollout.hooks import RewardContext
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS, GROUP_SIZE, RANKS = 64, 16, 8
 LONGEST = 16
-"""Times the mean at which an answer is cut."""
+"""Multiple of the mean length at which an answer is truncated."""
 SEED = 1
 
 
 class Answers:
-    """The answers to all requests of a prompt, made once."""
+    """The answers to all requests of a prompt, made in advance."""
 
     def __init__(self, prompts: int, mean: int):
         random = np.random.default_rng(SEED)
@@ -41,7 +43,7 @@ class Answers:
         self._ids = ids
 
     def meta(self, prompt: int, index: int) -> dict[str, Any]:
-        """`meta_info` of SGLang's answer; the entries of answers of one length are the same objects."""
+        """Returns the `meta_info` of SGLang's response. Answers of equal length share the objects of its entries."""
         length = int(self.lengths[prompt, index])
         return {
             "output_token_logprobs": self._entries[:length],
@@ -51,17 +53,17 @@ class Answers:
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The reward that `Answers` gives."""
+    """Returns the reward of `Answers`."""
     return ctx.prompt.metadata["rewards"][trajectory.index]
 
 
 def keep(group: Group) -> bool | str:
-    """Dynamic sampling: groups whose rewards are all the same teach nothing."""
+    """Drops groups whose rewards are all equal, as dynamic sampling does."""
     return len({trajectory.reward for trajectory in group.trajectories}) > 1 or "one reward"
 
 
 def make_prompts(answers: Answers) -> list[Prompt]:
-    """Make one prompt for each answer; each knows its number and its rewards."""
+    """Returns one prompt for each answer, with its number and its rewards in the metadata."""
     return [
         Prompt(
             id=f"p{number}",
@@ -73,12 +75,12 @@ def make_prompts(answers: Answers) -> list[Prompt]:
 
 
 def prompt_number(token_ids: Sequence[int]) -> int:
-    """The number of the prompt with these tokens."""
+    """Returns the number of the prompt with these tokens."""
     return 96 * (token_ids[0] - 4) + token_ids[1] - 4
 
 
 def make_config(directory: Path, per_step: int, mean: int) -> Config:
-    """GRPO with `per_step` groups a step on `RANKS` data-parallel ranks."""
+    """Returns the configuration of GRPO with `per_step` groups a step on `RANKS` data-parallel ranks."""
     runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"vocab_size": 100}))
     return load_config(

@@ -52,21 +52,23 @@ from slimx.rollout.hooks import RolloutContext
 
 ROOT = Path(__file__).parents[1]
 GROUP, AHEAD = 8, 4
-"""Rollouts of a group; open steps, each of half the rollouts that may be in flight, so that as many as may be are."""
+"""Rollouts of a group, and open steps. Each step has half of the rollouts allowed in flight, so that the limit is
+always reached."""
 SLOTS, ENGINE_S = 128, 1.28
-"""The engine's slots, and seconds of an answer: 100 requests a second."""
+"""The engine's concurrent requests, and seconds of a response: 100 requests a second."""
 WARMUP_S = 60.0
-"""Seconds before the window of the throughput part: the first waits are over, and the engine's queue is what it is."""
+"""Seconds before the window of the throughput part, in which the first waits end and the engine's queue reaches its
+steady state."""
 DEADLINE_S, SPREAD_S = 100.0, 10.0
-"""`rollout.rollout_deadline` of the deadlines part, and the seconds over which groups begin."""
+"""`rollout.rollout_deadline` of the deadlines part, and the seconds over which groups start."""
 THROUGHPUT_GOAL, MEMORY_GOAL = 0.95, 100.0
-"""Share of the engine's rate; kB a rollout where `GOAL_COUNT` or more wait: what the process holds besides is shared by
-all of them."""
+"""Share of the engine's rate, and kB per rollout with `GOAL_COUNT` or more waiting, which share the fixed memory of the
+process."""
 GOAL_COUNT = 2000
 
 
 def make_config(directory: Path, rollouts: int, **rollout: Any) -> Config:
-    """A run with `rollouts` in flight."""
+    """Returns the configuration of a run with `rollouts` in flight."""
     settings = {
         "prompts_per_step": max(1, rollouts // GROUP // 2),
         "group_size": GROUP,
@@ -87,18 +89,19 @@ def make_config(directory: Path, rollouts: int, **rollout: Any) -> Config:
 
 
 def now() -> float:
-    """Seconds of the running loop's clock."""
+    """Returns the time of the running loop's clock, in seconds."""
     return asyncio.get_running_loop().time()
 
 
 def spread(of: Any) -> dict[str, float]:
-    """Median, 99th percentile and maximum."""
+    """Returns the median, the 99th percentile and the maximum."""
     return {name: float(np.percentile(of, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
 
 
 @asynccontextmanager
 async def lag() -> AsyncIterator[list[float]]:
-    """Milliseconds by which the loop wakes a timer late, looked at every 5 ms inside the block."""
+    """Yields a list of delays with which the loop wakes a timer, in milliseconds, measured every 5 ms inside the
+    block."""
     found: list[float] = []
 
     async def watch() -> None:
@@ -116,16 +119,16 @@ async def lag() -> AsyncIterator[list[float]]:
 
 
 class Stand:
-    """A run's manager on its client and proxy, with one of `sides.HOOKS`."""
+    """A run's manager with its client and proxy, and one of `sides.HOOKS`."""
 
     def __init__(self, config: Config, url: str, side: str, prompt: int):
-        """`prompt`: its tokens."""
+        """Creates the manager. `prompt`: length of the prompts in tokens."""
         self.config, self.side = config, side
         tokenizer = sides.tokenizer()
         self.client = GenerationClient(url, ModelShape(vocab_size=2000), 3600.0)
         self.proxy = ChatProxy(context=2**20)
         self.late: list[float] = []
-        """Seconds after its deadline, of each rollout that was ended."""
+        """Seconds after its deadline at which each rollout ended."""
         self.maker = GroupMaker(
             config, Hooks(self._timed, None, None), {ACTOR: PolicyClient(self.client, tokenizer)}, proxy=self.proxy
         )
@@ -134,7 +137,7 @@ class Stand:
         self.prompt = prompts[0]
         self.manager = RolloutManager(config, InOrder(prompts, 1), self.maker)
         self.rollouts = 0
-        """Complete ones, so far."""
+        """Number of complete rollouts so far."""
 
     async def _timed(self, ctx: RolloutContext, prompt: Prompt) -> Any:
         due = now() + self.config.rollout.rollout_deadline
@@ -147,12 +150,12 @@ class Stand:
         return out
 
     async def go_on(self) -> None:
-        """Take batch after batch."""
+        """Takes batch after batch."""
         while True:
             await self.manager.next_batch()
 
     async def stop(self) -> None:
-        """End what is in flight."""
+        """Cancels all rollouts in flight."""
         await self.manager.stop()
 
     async def __aenter__(self) -> Stand:
@@ -168,7 +171,7 @@ class Stand:
 
 
 class PlainStand:
-    """As many tasks as rollouts in flight, each of which makes one after the other."""
+    """One task per rollout in flight, each of which makes one rollout after the other."""
 
     def __init__(self, config: Config, url: str, count: int, prompt: int):
         of = sides.tokenizer()
@@ -203,7 +206,7 @@ class PlainStand:
 async def standing(
     side: str, count: int, prompt: int, seconds: float, **rollout: Any
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The stand of one side, and the engine, which answers in `seconds`."""
+    """Yields the driver of one side, and the engine, which answers in `seconds`."""
     engine = Engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds)
     with tempfile.TemporaryDirectory() as directory:
         config = make_config(Path(directory), count, **rollout)
@@ -214,14 +217,14 @@ async def standing(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that the benchmark itself brings about."""
+    """Waits until `true()`, for events that the benchmark itself causes."""
     async with asyncio.timeout(3600):
         while not true():
             await asyncio.sleep(0.02)
 
 
 async def throughput(side: str, count: int, prompt: int, window: float) -> dict[str, Any]:
-    """One turn of one side: all in flight, a window of time, and the end of all."""
+    """Measures one side: starts all rollouts, measures a window of time, and cancels all."""
     async with standing(side, count, prompt, ENGINE_S) as (stand, engine):
         before = asyncio.all_tasks()
         with frozen_heap():
@@ -259,14 +262,14 @@ async def throughput(side: str, count: int, prompt: int, window: float) -> dict[
 
 
 def anonymous() -> float:
-    """kB of anonymous memory of this process."""
+    """Returns the anonymous memory of this process in kB."""
     gc.collect()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1.024
 
 
 async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
-    """kB of each rollout that waits in its last turn."""
+    """Returns the kB of each rollout that waits in its last turn."""
     plan = sides.PLAN
     async with standing(side, count, prompt, 0.01) as (stand, _):
         if side != "plain":  # what the first one brings along
@@ -276,7 +279,7 @@ async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
         with frozen_heap():
             before = anonymous()
             work = asyncio.create_task(stand.go_on())
-            await until(lambda: plan.held == count)
+            await until(lambda: plan.holding == count)
             after = anonymous()
             work.cancel()
             await asyncio.wait({work})
@@ -285,7 +288,7 @@ async def memory(side: str, count: int, prompt: int) -> dict[str, float]:
 
 
 async def deadlines(side: str, count: int, prompt: int, seconds: float) -> dict[str, Any]:
-    """The lateness with which rollouts are ended whose groups begin over `seconds`."""
+    """Returns the delays with which rollouts end after their deadlines, if their groups start over `seconds`."""
     sides.PLAN.turns, sides.PLAN.hold = 1, True
     settings = {"rollout_deadline": DEADLINE_S, "concurrency": count}  # no deadline stands still
     async with standing(side, count, prompt, 0.01, **settings) as (stand, _):
@@ -312,7 +315,7 @@ def _child(work: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[Any, 
 
 
 def apart(work: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, scale: float = 1.0) -> Any:
-    """The result of a coroutine function in a process of its own."""
+    """Runs a coroutine function in a new process; returns its result."""
     context = multiprocessing.get_context("forkserver")  # one import for all of them
     context.set_forkserver_preload(["slimx.orchestration.lifetime.garbage", "slimx.rollout.flow.rollouts"])
     out = context.SimpleQueue()
@@ -352,11 +355,11 @@ def main() -> int:
                 keep("throughput", {"side": side} | apart(throughput, side, count, prompt, arguments.window))
     if "memory" in arguments.only:
         for side in arguments.sides:
-            for each in arguments.counts:
-                row = {"side": side, "count": each} | apart(memory, side, each, prompt, scale=0.01)
+            for waiting in arguments.counts:
+                row = {"side": side, "count": waiting} | apart(memory, side, waiting, prompt, scale=0.01)
                 keep("memory", row)
     if "deadlines" in arguments.only:
-        for side in (each for each in arguments.sides if each != "plain"):
+        for side in (side for side in arguments.sides if side != "plain"):
             for seconds in (SPREAD_S, 0.0):
                 keep("deadlines", {"side": side, "spread_s": seconds} | apart(deadlines, side, count, prompt, seconds))
     missed = [row for row in found.get("throughput", []) if row["share"] < THROUGHPUT_GOAL]

@@ -31,24 +31,24 @@ from quantities import positive
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, TASK = ROOT / "runs/quickstart-sft/hf", ROOT / "runs/quickstart-data"
 TRAINED = "train.jsonl"
-"""File of the prompts, in the directory of the task."""
+"""File with the prompts, in the directory of the task."""
 DEADLINE_S = 600.0
-"""For one start."""
+"""Deadline of one start, in seconds."""
 
 
 @dataclass(slots=True)
 class Start:
-    """Seconds since the command began."""
+    """Seconds since the start of the command."""
 
     step: float
-    """Until its first step was done."""
+    """End of the first step."""
     end: float
     parts: dict[str, tuple[float, float]]
-    """When each part began to start, and when it had started."""
+    """Part -> the seconds at which its start began and ended."""
 
 
 def measured(argv: list[str], env: dict[str, str], log: Path, done: Callable[[], bool]) -> Start:
-    """Run a command until it ends; raises RuntimeError if it fails."""
+    """Runs a command until it ends; returns its times. Raises RuntimeError if it fails."""
     with log.open("wb") as output:
         began, step = time.time(), 0.0
         process = subprocess.Popen(

@@ -15,15 +15,15 @@ import pyarrow
 from transformers import TrainerCallback
 
 PROMPTS, GROUP, NEW_TOKENS = 32, 8, 4
-"""Those of configs/moe/quickstart.yaml."""
+"""The values of configs/moe/quickstart.yaml."""
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
-    """1.0 where the completion is the answer."""
-    return [float(one[0]["content"].strip() == wanted) for one, wanted in zip(completions, answer, strict=True)]
+    """Returns 1.0 for completions that equal the answer, else 0.0."""
+    return [float(one[0]["content"].strip() == expected) for one, expected in zip(completions, answer, strict=True)]
 
 
-class Told(TrainerCallback):
+class StepPrinter(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         print("step 1", flush=True)
 
@@ -58,7 +58,7 @@ def main() -> None:
             disable_tqdm=True,
         ),
         train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
-        callbacks=[Told()],
+        callbacks=[StepPrinter()],
     )
     trainer.train()
 

@@ -2,13 +2,13 @@
 
     python benchmarks/trainer.py [--model qwen3_next] [--pairs 20] [--ranks 1 2 4] [--rows 192] [--json FILE]
 
-Both live in the same processes and take turns, A B B A A B B A ..., so that whatever else the machine does falls on
-both. A is slimx's `Trainer.train_step`: routes, log-probs in chunks, loss, log-prob gap, metrics, learning rate. B is
-megatron-core's own GPTModel, schedule and optimizer with the same loss and nothing else (bare_megatron.py). The
-benchmark stops if the gradient norms of the two differ.
+Both alternate in the same processes, A B B A A B B A ..., so that other work on the machine affects both. A is slimx's
+`Trainer.train_step`: routes, log-probs in chunks, loss, log-prob gap, metrics, learning rate. B is megatron-core's own
+GPTModel, schedule and optimizer with the same loss and nothing else (bare_megatron.py). The benchmark stops if the
+gradient norms of the two differ.
 
 The figure is A / B, pair by pair: the median with its 95% interval (order statistics of the binomial distribution). The
-same of the ranks' CPU seconds stands beside it: on a busy machine it says more than the clock does.
+same ratio is given for the ranks' CPU seconds, which are more meaningful than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ LAYOUTS: dict[int, dict[str, Any]] = {
 }
 """Ranks -> keys of `trainer`."""
 GOAL = 1.05
-"""slimx's step is to take at most this many times the bare one, on 1 and 2 ranks."""
+"""Largest accepted ratio of slimx's step to the bare one, on 1 and 2 ranks."""
 SHORTEST_STEP_S = 1.0
-"""A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+"""Minimum duration of a step, in seconds. In shorter steps, fixed costs would dominate the comparison."""
 WARMUP = 2
 ROWS, MEAN, LIMIT = 192, 256, 8192
-"""Rows of a step, tokens of a row on average, and of a micro-batch at most."""
+"""Rows of a step, mean tokens of a row, and limit of a micro-batch in tokens."""
 
 
 def make_shards(ranks: int, count: int = ROWS, limit: int = LIMIT) -> list[list[MicroBatch]]:
-    """The micro-batches of a step of `count` rows, by rank."""
+    """Returns the micro-batches of a step of `count` rows, by rank."""
     random, rows = np.random.default_rng(1), []
     for length in random.integers(MEAN // 2, MEAN * 3 // 2, count):
         tokens = random.integers(1, 100, length + 1)
@@ -74,8 +74,8 @@ def make_shards(ranks: int, count: int = ROWS, limit: int = LIMIT) -> list[list[
 
 
 def measure(ranks: int, model: str, pairs: int, rows: int) -> dict[str, list[float]]:
-    """Seconds of each step of slimx and of the bare loop, and CPU seconds of all ranks (`slimx_cpu`, `bare_cpu`);
-    element i of all four is pair i."""
+    """Returns the seconds of each step of slimx and of the bare loop, and the CPU seconds of all ranks (`slimx_cpu`,
+    `bare_cpu`). Element i of all four is pair i."""
     init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     peers = [Peer(TrainerRank, rank, LAYOUTS[ranks], model, init_method) for rank in range(ranks)]
     out: dict[str, list[float]] = {"slimx": [], "bare": [], "slimx_cpu": [], "bare_cpu": []}
@@ -102,7 +102,7 @@ def measure(ranks: int, model: str, pairs: int, rows: int) -> dict[str, list[flo
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The median and the narrowest pair of order statistics that hold it with a probability of 95%."""
+    """Returns the median and the narrowest pair of order statistics that contains it with a probability of 95%."""
     count, ordered = len(values), np.sort(values)
     outside, rank = 0.0, 0
     while outside + comb(count, rank) / 2**count <= 0.025:
@@ -113,7 +113,7 @@ def median_interval(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="slimx's training step beside a bare megatron-core loop")
+    parser = argparse.ArgumentParser(description="slimx's training step, compared with a bare megatron-core loop")
     parser.add_argument("--model", default=MODELS[0], choices=MODELS, help="architecture, tiny and random")
     parser.add_argument("--pairs", type=positive, default=20, help="pairs of steps per layout")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4], choices=LAYOUTS, help="layouts")

@@ -73,7 +73,7 @@ VERSION = 1
 
 
 def write_checkpoint(path: Path, hf: dict[str, Any]) -> None:
-    """Random weights in bf16: 0.02 around 0, norms 1."""
+    """Writes random weights in bf16: standard deviation 0.02 around 0, norms 1."""
     import torch
     from safetensors.torch import save_file
 
@@ -90,7 +90,7 @@ def write_checkpoint(path: Path, hf: dict[str, Any]) -> None:
 
 
 def rollouts(count: int, lengths: tuple[int, int], vocab_size: int, max_tokens: int) -> tuple[list[MicroBatch], int]:
-    """The micro-batches of a step, and their tokens. Three quarters of each rollout are trained."""
+    """Returns the micro-batches of a step and their number of tokens. Three quarters of each rollout are trained."""
     random, rows = np.random.default_rng(1), []
     for length in random.integers(*lengths, count):
         tokens = random.integers(1, vocab_size, length + 1)
@@ -112,7 +112,7 @@ def rollouts(count: int, lengths: tuple[int, int], vocab_size: int, max_tokens: 
 
 
 def measure(name: str, steps: int, parallel: Any, directory: Path) -> None:
-    """Build one model, train, print its line."""
+    """Builds one model, trains it and prints its line."""
     import torch
 
     from slimx.config.schema import Config
@@ -164,7 +164,7 @@ def measure(name: str, steps: int, parallel: Any, directory: Path) -> None:
 
 
 def waits(step: Any) -> int:
-    """Waits of the host for the GPU in one step; torch knows of its own, not of those inside NCCL."""
+    """Counts how often the host waits for the GPU in one step. torch counts its waits, but not those inside NCCL."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:

@@ -11,8 +11,8 @@ MODELS = ("qwen3_moe", "qwen3_next")
 
 
 def make_model(name: str, out: Path) -> None:
-    """Write a random checkpoint: the quickstart's Qwen3-MoE, or a Qwen3-Next of its width in which three of four layers
-    are gated delta nets."""
+    """Writes a random checkpoint: the quickstart's Qwen3-MoE, or a Qwen3-Next of its width with gated delta nets in
+    three of four layers."""
     if name == "qwen3_moe":
         make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", str(out)]
         subprocess.run(make, check=True, stdout=sys.stderr)

@@ -13,7 +13,7 @@ VERSION = 1
 
 
 class TrainerRank:
-    """One rank. The weights stay as they are (lr 1e-10): every step of both is the same work."""
+    """One rank. With lr 1e-10 the weights hardly change, so every step of both sides is the same work."""
 
     def __init__(self, rank: int, layout: dict[str, Any], model: str, init_method: str):
         config, spec, self.parallel = join(
@@ -36,19 +36,19 @@ class TrainerRank:
         self.bare = BareMegatron(config, spec, self.parallel)
 
     def hold(self, batches: list[MicroBatch]) -> None:
-        """Take the micro-batches of the steps that follow."""
+        """Stores the micro-batches of the following steps."""
         self.batches = batches
         self.bare.hold(batches)
 
     def slimx_step(self) -> tuple[float, float, float]:
-        """Seconds of a step of slimx from the moment when all ranks are ready for it, CPU seconds of this rank, and the
-        gradient norm."""
+        """Takes a step of slimx. Returns its seconds, from the moment when all ranks are ready, the CPU seconds of this
+        rank, and the gradient norm."""
         began, cpu = self._together()
         metrics = self.trainer.train_step(self.batches, step=0, version=VERSION)
         return time.perf_counter() - began, time.process_time() - cpu, metrics["optim/grad_norm"]
 
     def bare_step(self) -> tuple[float, float, float]:
-        """The same of the bare loop."""
+        """Takes a step of the bare loop. Returns the same figures as `slimx_step`."""
         began, cpu = self._together()
         norm = self.bare.step()
         return time.perf_counter() - began, time.process_time() - cpu, norm

@@ -1,5 +1,5 @@
-"""The engine of benchmarks/rollout_waiting.py, which samples at an exact rate, and a clock that the machine's load does
-not touch."""
+"""The engine of benchmarks/rollout_waiting.py, which samples at an exact rate, and a clock that ignores the machine's
+load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from aiohttp import web
 
 
 class QuietLoop(asyncio.SelectorEventLoop):
-    """An event loop as on a core of its own: its clock counts the CPU time of this process, and jumps to the next timer
-    where there is nothing to do: no thread works, and no socket can be read or written. All sockets have both of their
-    ends in this process, so that nothing comes later."""
+    """An event loop whose clock runs as on a dedicated core. It counts the CPU time of this process, and jumps to the
+    next timer while no thread works and no socket can be read or written. Both ends of every socket are in this
+    process, so nothing can arrive during a jump."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +45,20 @@ class QuietLoop(asyncio.SelectorEventLoop):
 
 
 class Engine:
-    """A server of SGLang's /generate in this process: `slots` requests are sampled at once, each for `seconds`; the
-    others wait in order.
-
-    When a request is done is computed when it comes, so that the rate is slots / seconds, however late it is woken."""
+    """A server of SGLang's /generate in this process. It samples `slots` requests concurrently, each for `seconds`; the
+    others wait in order. The end of a request is computed on arrival, so the rate is slots / seconds even if the server
+    is woken late."""
 
     def __init__(self, token_ids: Sequence[int], slots: int, seconds: float):
         self._entries = [[-0.5, token, None] for token in token_ids]
         self._seconds = seconds
         self._free = [0.0] * slots
-        """Moments at which slots are free."""
+        """Times at which the slots become free."""
         self.open = self.done = 0
-        """Requests that are with it, and those that it has answered."""
+        """Number of requests in progress, and of answered ones."""
 
     async def generate(self, request: web.Request) -> web.Response:
-        """The answer, once a slot has sampled it; whoever goes away takes the slot along."""
+        """Returns the response once a slot has sampled it. A client that disconnects keeps its slot occupied."""
         loop = asyncio.get_running_loop()
         body = await request.json()
         ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
@@ -80,7 +79,7 @@ class Engine:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        """URL at which it is served inside the block."""
+        """Serves inside the block; yields the URL."""
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", self.generate)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)

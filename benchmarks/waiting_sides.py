@@ -36,15 +36,16 @@ TEMPLATE = (
 CALL = '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}
 FIRST = 1000
-"""The first id of a character."""
+"""Token id of the first character."""
 ANSWER, RESULT = 64, 128
 """Tokens of an answer and of a tool's result."""
 SHORTEST, LONGEST = 0.1, 30.0
-"""Seconds for which a tool is waited for: evenly distributed between these."""
+"""Shortest and longest wait for a tool in seconds; waits are uniformly distributed between them."""
 
 
 def tokenizer() -> Any:
-    """One token a character, with ids as large as those of real vocabularies, whose numbers Python does not share."""
+    """Returns a tokenizer with one token per character. Its ids are as large as those of real vocabularies, because
+    Python shares small integers."""
     specials = ("<user>", "<assistant>", "<end>")
     written = (*specials, "\n", *(chr(code) for code in range(0x20, 0x7F)))
     vocabulary = {f"<{number}>": number for number in range(FIRST)} | {c: FIRST + n for n, c in enumerate(written)}
@@ -56,28 +57,28 @@ def tokenizer() -> Any:
 
 
 def answer_ids(of: Any) -> list[int]:
-    """An answer with a call, `ANSWER` tokens."""
+    """Returns an answer of `ANSWER` tokens that ends with a tool call."""
     return of(CALL.rjust(ANSWER - 1, ".") + "<end>", add_special_tokens=False).input_ids
 
 
 @dataclass(slots=True)
 class Plan:
-    """The shape of every rollout, and who waits."""
+    """The shape of every rollout, and counters of waiting ones."""
 
     turns: int = 4
     scale: float = 1.0
     """Factor of the waits."""
     hold: bool = False
-    """Wait in the last turn until the rollout is ended from outside."""
+    """True to wait in the last turn until the rollout is cancelled."""
     waiting: int = 0
-    """Rollouts that wait for a tool."""
-    held: int = 0
-    """Rollouts that wait in the last turn, if they are held there."""
+    """Number of rollouts that wait for a tool."""
+    holding: int = 0
+    """Number of rollouts that wait in the last turn because of `hold`."""
     turned: int = 0
-    """Turns that were completed."""
+    """Number of completed turns."""
 
     def waits(self, seed: int) -> Callable[[], Awaitable[None]]:
-        """The waits of one rollout, one after the other."""
+        """Returns a function that waits as the next tool of one rollout does."""
         draws, turn = random.Random(seed), 0  # not kept by `wait`: it takes 2.5 kB
         seconds = [self.scale * draws.uniform(SHORTEST, LONGEST) for _ in range(self.turns)]
 
@@ -86,30 +87,30 @@ class Plan:
             turn += 1
             last = self.hold and turn == self.turns
             self.waiting += 1
-            self.held += last
+            self.holding += last
             try:
                 if last:
                     await asyncio.get_running_loop().create_future()
                 await asyncio.sleep(seconds[turn - 1])
             finally:
                 self.waiting -= 1
-                self.held -= last
+                self.holding -= last
             self.turned += 1
 
         return wait
 
 
 PLAN = Plan()
-"""The one of this process: hooks are named by dotted paths, and find it here."""
+"""The plan of this process. Hooks are named by dotted paths, and find it here."""
 
 
 def result_text() -> str:
-    """A tool's result; a new object each time, as it would be of a real tool."""
+    """Returns a tool's result; a new object each time, as from a real tool."""
     return "r" * (RESULT - 11)  # the template adds so many
 
 
 async def hook(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Call and wait by turns."""
+    """Calls the engine and waits, alternately."""
     draft, wait = ctx.draft(prompt), PLAN.waits(ctx.seed)
     for turn in range(PLAN.turns):
         draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=turn))
@@ -120,7 +121,7 @@ async def hook(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 class Toolbox:
-    """One tool, which takes its time."""
+    """A toolbox with one slow tool."""
 
     async def open(self, prompt: Prompt, seed: int) -> list[dict[str, Any]]:
         self._wait = PLAN.waits(seed)
@@ -137,30 +138,30 @@ class Toolbox:
 
 
 async def tool_rollout(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """slimx.extras.agents.tools as it is."""
+    """Generates by slimx.extras.agents.tools."""
     return await tools.generate(
         ctx, prompt, toolbox="waiting_sides.Toolbox", max_turns=PLAN.turns, call_deadline=86400.0
     )
 
 
 CLIENT: list[aiohttp.ClientSession] = []
-"""The one HTTP client of all agents of this process."""
+"""The only HTTP client of all agents of this process."""
 
 
 async def solve(base_url: str, prompt: Prompt) -> None:
-    """An agent that asks, waits and asks again."""
+    """Runs an agent that sends a request, waits, and sends the next one."""
     messages, wait = list(prompt.messages or []), PLAN.waits(hash(base_url))
     for _ in range(PLAN.turns):
-        asked = {"model": "policy", "messages": messages}
-        async with CLIENT[0].post(f"{base_url}/chat/completions", json=asked) as response:
+        body = {"model": "policy", "messages": messages}
+        async with CLIENT[0].post(f"{base_url}/chat/completions", json=body) as response:
             response.raise_for_status()
-            said = (await response.json())["choices"][0]["message"]
+            message = (await response.json())["choices"][0]["message"]
         await wait()
-        messages = [*messages, said, {"role": "tool", "tool_call_id": "1", "content": result_text()}]
+        messages = [*messages, message, {"role": "tool", "tool_call_id": "1", "content": result_text()}]
 
 
 async def agent_rollout(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
-    """slimx.extras.agents.agent as it is."""
+    """Generates by slimx.extras.agents.agent."""
     return await agent.generate(ctx, prompt, agent="waiting_sides.solve")
 
 
@@ -175,7 +176,7 @@ async def plain(
     result: Sequence[int],
     seed: int,
 ) -> None:
-    """A rollout by asyncio and aiohttp alone."""
+    """Makes a rollout with asyncio and aiohttp alone."""
     ids, logprobs, wait = list(prompt), [], PLAN.waits(seed)
     for turn in range(PLAN.turns):
         sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "sampling_seed": seed + turn}

@@ -23,8 +23,8 @@ from slimx.trainer.worker import TrainerWorker
 async def started(
     config: Config, prepared: Prepared, note: Callable[[str], None], worker: type[TrainerWorker] = TrainerWorker
 ) -> AsyncIterator[tuple[TrainerGroup, EngineService]]:
-    """Trainers of `worker` and engines, which have started; they end with the block. `config` is for the transport of
-    `prepared`."""
+    """Starts trainers of class `worker` and engines; yields them, and stops them at the end of the block. `config` must
+    have the transport of `prepared`."""
     directory = Path(config.run.dir)
     logs = directory / "logs"
     logs.mkdir(parents=True)
