@@ -1,9 +1,9 @@
-"""Builds the updates that the trainers compute from the groups of one step.
+"""Builds the updates of one step, the batches of its optimizer steps, from the step's groups.
 
 A step trains `prompts_per_step` groups of `group_size` rollouts in `updates_per_step` updates. An update is one
-optimizer step on whole groups with its own denominators. Its trajectories are packed into micro-batches, the same
-number for every data-parallel rank; their gradients are summed before the optimizer step.
-"""
+optimizer step on whole groups, and its loss is normalized over the update alone. The trajectories of an update are
+packed into micro-batches, the same number for every data-parallel rank. Their gradients are summed before the optimizer
+step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from slimx.models.flops import sequence_flops
 from slimx.numerics.rounding import rounding_of
 
 Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
-"""Packs rows into micro-batches."""
+"""Packs the rows of one update into micro-batches for every data-parallel rank."""
 
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
-    """Returns a function that packs rows for a layout and a configuration."""
+    """Returns a function that packs the rows of an update for the parallel sizes `sizes`, within the token limit and by
+    the balancing cost that section trainer of `config` sets. `spec`: model whose FLOPs are the cost if
+    `trainer.balance` is "flops"."""
     cost: Callable[[int], float] = float
     if config.trainer.balance == "flops":
         cost = sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)
@@ -46,26 +48,26 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
 
 
 def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
-    """Returns the length of the longest trajectory that the model supports and trainers of all `layouts` can train, in
-    tokens: n tokens have n - 1 positions."""
+    """Returns the length in tokens of the longest trajectory that the model supports and that the trainers of every
+    layout in `layouts` can train. A trajectory of n tokens occupies n - 1 positions of a micro-batch."""
     limit = config.trainer.max_tokens_per_microbatch
     positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
-    # A reward model reads the last token, too.
+    # A reward model also reads the last token, so n tokens occupy n positions.
     if not config.algorithm.scores:
         positions += 1
     return min(positions, spec.gpt["max_sequence_length"])
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
-    """Returns the trajectories of all groups, in order."""
+    """Returns the trajectories of all groups as one list, group by group."""
     return list(chain.from_iterable(group.trajectories for group in groups))
 
 
 def make_update_rows(
     config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
 ) -> list[list[TrainingRow]]:
-    """Returns the rows of one step's updates, in order; a group is never split. `advantages` returns the advantages of
-    all trajectories of the step, group by group."""
+    """Returns the training rows of each update of a step; no group is split between updates. `advantages` computes the
+    advantages of all trajectories of the groups that it is called with, group by group."""
     learner = learner_of(config.algorithm)
     if learner is not None:
         return [learner.rows(part) for part in split_groups(groups, config.schedule.updates_per_step)]
@@ -83,7 +85,8 @@ def make_update_rows(
 
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Splits groups into consecutive updates: a group's update does not depend on its length or reward."""
+    """Splits groups into `updates` consecutive parts of nearly equal size, in their order: the update in which a group
+    is trained does not depend on its length or reward."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0
@@ -97,7 +100,8 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 
 
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
-    """Returns number of micro-batches, padding and imbalance of a step's packed trajectories."""
+    """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean imbalance
+    between data-parallel ranks."""
     packed = list(chain.from_iterable(chain.from_iterable(update.shards for update in updates)))
     positions = sum(len(batch.tokens) for batch in packed)
     return {

@@ -3,7 +3,7 @@
     PromptSource --Prompt--> generate hook <--HTTP--> SGLang servers (behind sglang-router)
                                   |  Trajectory (tokens, mask, log-probs, weight-version spans, routed experts)
                                   v
-                            reward hook --> Group   (kept in ticket order until its step trains it)
+                            reward hook --> Group   (kept in the order of the prompts until a step trains it)
                                   |
                                   |  (some algorithms: log-probs, a critic's values -> advantages)
                                   v  TrainBatch per update: packed, balanced over DP, one object per DP rank
@@ -12,23 +12,24 @@
                                   v  weight version v + 1
                             Publisher: gather -> stage -> verify -> commit
 
-One loop serves every schedule. `schedule.max_staleness` is the number of batches of groups in flight in addition to the
-one that is waited for: with 0 the engines idle while the trainers train (synchronous), with 1 they generate the next
-batch meanwhile (one step off), with more they run several batches ahead, and a publication happens in the middle of
-rollouts (fully asynchronous). `run.rollouts.next_batch` guarantees that no trajectory is older when it is trained
-(slimx/rollout/flow/manager.py, docs/flow.md). With `rollout.partial` it interrupts unfinished rollouts when it returns,
-and resumes them in the next call. A run without engines (supervised fine-tuning) runs the same loop and publishes
-nothing.
+The same loop runs every schedule. `schedule.max_staleness` is the number of batches of groups that are generated in
+addition to the one that the loop waits for. With 0, the engines idle while the trainers train (synchronous). With 1,
+they generate the next batch meanwhile (one step off). With more, they are several batches ahead, and weights are
+published in the middle of rollouts (fully asynchronous). `run.rollouts.next_batch` guarantees that the staleness of a
+trajectory does not exceed this number when it is trained (slimx/rollout/flow/manager.py, docs/flow.md). With
+`rollout.partial` it interrupts unfinished rollouts when it returns, and its next call resumes them. A run without
+engines (supervised fine-tuning) runs the same loop and publishes nothing.
 
 A run may train several policies (section `policies`): a rollout may call all of them, each trajectory belongs to the
-policy that sampled it, and every policy has its trainers and its publisher. They step together and share the version.
+policy that sampled it, and every policy has its trainers and its publisher. All policies do their steps at the
+same time and have the same version number.
 
-A lost engine does not show in the loop: the others continue, it restarts in the background, and the publication after
-the next step brings it back (slimx/engines/fleet/membership.py). If none is left, the work of a step and `run.publish`
-wait for one.
+The loop does not handle the loss of an engine: the other engines continue, the lost one restarts in the background, and
+the publication after the next step lets it serve again (slimx/engines/fleet/membership.py). If no engine is left, the
+step and `run.publish` wait until one has restarted.
 
-A run that is asked to leave (SIGUSR1) does so while the loop waits for a batch: a step that is being trained is
-finished, one that is being generated is interrupted, and all samples are saved.
+A run that is asked to save and stop (SIGUSR1) does so while the loop waits for a batch. A step that is being trained is
+finished first; the generation of a batch is interrupted, and everything sampled so far is saved.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from slimx.orchestration.step.train import train_step
 
 
 async def train(run: Run) -> None:
-    """Runs the loop from `run.step` to `schedule.steps`."""
+    """Trains from step `run.step` to `schedule.steps`, with evaluations, checkpoints and exports when they are due."""
     config = run.config
     steps = config.schedule.steps
     await run.publish()

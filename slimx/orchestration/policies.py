@@ -2,8 +2,8 @@
 
     groups --> trajectories of each policy --> rows --> its trainers --> its publications --> its engines
 
-A run trains one policy, `actor`, unless section `policies` names more. Rollouts and steps are shared: every policy does
-one training step and publishes one version in every step of the run.
+A run trains one policy, `actor`, unless section `policies` names more. All policies train on the same rollouts: in
+every step of the run, each policy does one training step and publishes one version.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ from slimx.runtime.tasks import all_or_none
 
 @dataclass(slots=True, kw_only=True)
 class TrainedPolicy:
-    """One policy of a running run."""
+    """A trained policy of a running run, with its trainers, its engines and its publications."""
 
     name: str
     config: Config
-    """Configuration of the policy (`Config.by_policy`)."""
+    """Configuration of this policy, a value of `Config.by_policy`."""
     trainers: TrainerGroup
     engines: EngineGroup | None
-    """None, like `client`, if nothing is sampled."""
+    """Engines that generate for the policy; None, like `client`, if nothing is sampled."""
     client: GenerationClient | None
     publications: Publications
     packer: Packer
     sizes: Sizes
     routes: RouteShape | None
-    """Shape of the engines' routes that are replayed; None without replay."""
+    """Shape of the expert routes that the trainers replay from the engines: layers, experts, experts per token; None if
+    routes are not replayed."""
 
     def select(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns `groups` with only the trajectories of this policy."""
+        """Returns copies of `groups` with only the trajectories of this policy."""
         return of_policy(groups, self.name)
 
     def updates(self, groups: Sequence[Group]) -> list[list[TrainingRow]]:
-        """Returns the rows of this policy from one step's groups, by update; with a critic, their advantages are
-        computed later. Raises SlimxError if the step has too few trajectories of the policy."""
+        """Returns the policy's training rows of each update of a step, from the groups of the step. With a critic,
+        their advantages are computed later. Raises SlimxError if fewer groups than updates contain a trajectory of the
+        policy."""
         groups = self.select(groups)
         updates = self.config.schedule.updates_per_step
         if len(groups) < updates:
             raise SlimxError(
-                f"{len(groups)} groups of the step have a trajectory of the policy {self.name}, which makes {updates} "
-                "updates (schedule.updates_per_step); return one from rollout.generate in every rollout, or take the "
-                "policy out of policies",
+                f"policy {self.name} has a trajectory in only {len(groups)} groups of the step, fewer than its "
+                f"{updates} updates (schedule.updates_per_step); return a trajectory of it from rollout.generate "
+                "in every rollout, or remove the policy from policies",
                 code="policies.idle",
                 about=self.name,
             )
@@ -67,12 +69,14 @@ class TrainedPolicy:
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns `metrics` of this policy under their names in the run."""
+        """Returns `metrics` of this policy with the policy's prefix in their names; those of the actor have no
+        prefix."""
         return {prefix_of(self.name) + name: value for name, value in metrics.items()}
 
 
 def of_policy(groups: Sequence[Group], policy: str) -> list[Group]:
-    """Returns `groups` with only the trajectories of one policy, in order; groups without any are left out."""
+    """Returns copies of `groups` with only the trajectories of `policy`, in order; groups without such trajectories are
+    left out."""
     selected = []
     for group in groups:
         trajectories = [trajectory for trajectory in group.trajectories if trajectory.policy == policy]
@@ -82,7 +86,8 @@ def of_policy(groups: Sequence[Group], policy: str) -> list[Group]:
 
 
 def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -> list[T]:
-    """Returns values in the order of all trajectories; `by_policy` has those of each policy's trajectories in order."""
+    """Merges values that belong to trajectories, one list for each policy in `by_policy`, into one list in the order of
+    the trajectories in `groups`."""
     remaining = {name: iter(values) for name, values in by_policy.items()}
     return [next(remaining[trajectory.policy]) for trajectory in trajectories_of(groups)]
 
@@ -90,7 +95,8 @@ def in_order[T](groups: Sequence[Group], by_policy: Mapping[str, Sequence[T]]) -
 async def metrics_of(
     policies: Mapping[str, TrainedPolicy], measure: Callable[[TrainedPolicy], Awaitable[Mapping[str, float]]]
 ) -> dict[str, float]:
-    """Returns the metrics that `measure` computes concurrently for all policies; the first failure cancels the rest."""
+    """Returns the metrics that `measure` computes for each policy, under the policies' prefixes. The calls run
+    concurrently; the first failure cancels the others."""
     results = await all_or_none(measure(policy) for policy in policies.values())
     metrics: dict[str, float] = {}
     for policy, measured in zip(policies.values(), results, strict=True):

@@ -1,4 +1,5 @@
-"""Publications of a run: engines get the trainers' weights, and engines that were lost catch up."""
+"""Publications of a run: they send the trainers' weights to the engines, including engines that were lost and
+restarted."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.tasks import in_thread, while_served
 
 type Deliver = Callable[[int], Awaitable[Publication]]
-"""Publishes the weights of a step."""
+"""Publishes the weights of a step, and repeats that until at least one engine has them."""
 type Lasting = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
-"""Runs work that needs trainers, and repeats it if they are replaced."""
+"""Awaits the coroutine function that it receives, which needs trainers, and calls it again if trainer ranks were lost
+and replaced meanwhile."""
 
 
 async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
@@ -32,35 +34,37 @@ async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
 
 
 class Publications:
-    """Publications of a policy's weights. Without engines: none."""
+    """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     lasting: Lasting = staticmethod(_once)
-    """Runs work that needs trainers, which may be replaced meanwhile."""
+    """Awaits a coroutine function that needs trainers. By default it is called once; a `RankLossHandler` may repeat it
+    after replacing lost ranks."""
 
     def renew(self) -> None:
-        """Prepares for other trainer ranks, which have replaced lost ones."""
+        """Prepares for new trainer ranks, which have replaced lost ones."""
 
     async def publish(self, step: int) -> Publication | None:
-        """Publishes the weights of `step` as the version of that number."""
+        """Publishes the weights after `step` steps as version `step`. Returns None without engines."""
         return None
 
     async def publish_metrics(self, step: int) -> dict[str, float]:
-        """Publishes the weights of `step`; returns metrics of the publication and of the engines."""
+        """Publishes the weights after `step` steps; returns metrics of the publication and of the engines."""
         return {}
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if the run loses all engines meanwhile."""
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile. `step`: number
+        of completed steps; `training`: True if `work` changes the trainers' weights."""
         return await work
 
     async def sleep(self) -> None:
-        """Releases the devices of colocated engines."""
+        """Releases the device memory of colocated engines."""
 
     async def wake(self) -> None:
-        """Restores the memory of colocated engines' weights; a publication must follow."""
+        """Restores the memory of colocated engines' weights without their contents; a publication must follow."""
 
 
 class EnginePublications(Publications):
-    """Publications of the weights of one policy's trainers to its engines."""
+    """Publications of the weights of one policy's trainers to the policy's engines."""
 
     def __init__(
         self,
@@ -73,8 +77,9 @@ class EnginePublications(Publications):
         records: Records,
         shared: SharedEngines | None = None,
     ):
-        """Connects trainers and engines. `config`: of the policy. `maker` gets each published version. `encoding`: of
-        the weights for engines. `shared`: `engines` hold the adapters of other policies, too."""
+        """Connects trainers and engines. `config`: configuration of the policy. `maker`: is notified of each published
+        version. `encoding`: encoding in which engines receive the weights. `shared`: if set, the engines also serve the
+        adapters of other policies."""
         self.policy = policy
         self.config = config
         self.engines = engines
@@ -86,9 +91,11 @@ class EnginePublications(Publications):
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared
         self._based: dict[str, int] = {}
-        """Engine -> incarnation that has received the base of its adapters."""
+        """Name of each engine that has received the base weights of the adapters -> number of its start at that time; a
+        restarted engine has another number."""
         self._brought = False
-        """True once the base of these trainers was published, and thereby compared with that of other policies."""
+        """True once these trainers have published their base weights, which engines compare with those of other
+        policies."""
         members: Membership | SharedMembers = engines.members
         if shared is not None:
             self._based = shared.based
@@ -96,7 +103,7 @@ class EnginePublications(Publications):
         vacate = self._give_turn if config.schedule.colocate else None
         self.publisher = self._publisher(source, members, self.delivery, vacate)
         self.adapters: Publisher | None = None
-        """Publisher of the adapters alone."""
+        """Publisher that sends only the adapters; None if complete weights are always published."""
         if "adapters" in trainers.plans:
             adapters = WeightSource(trainers, "adapters")
             self.adapters = self._publisher(adapters, members, self.delivery, encoding="adapters")
@@ -105,8 +112,8 @@ class EnginePublications(Publications):
         self.delivery.renew()
 
     async def publish(self, step: int) -> Publication:
-        """Publishes the weights of `step` as the version of that number; waits for a restart as long as no engine has
-        completed the publication."""
+        """Publishes the weights after `step` steps as version `step`. If no engine can complete the publication, waits
+        for engines to restart and publishes again."""
         return await self.lasting(lambda: self._publish(step))
 
     async def publish_metrics(self, step: int) -> dict[str, float]:
@@ -124,7 +131,7 @@ class EnginePublications(Publications):
         return await self._shared.publish(self.policy, step)
 
     async def _deliver(self, step: int) -> Publication:
-        """Publishes until at least one engine has completed the publication."""
+        """Publishes the weights of `step`, and repeats that until at least one engine has completed the publication."""
         self._maker.begun[self.policy] = step
         while True:
             if self.config.schedule.colocate:
@@ -139,8 +146,8 @@ class EnginePublications(Publications):
             return done
 
     async def _publish_once(self, step: int) -> Publication:
-        """Publishes only the adapters if every engine has their base and these trainers have published it once, else
-        all weights."""
+        """Publishes only the adapters if every engine has the base weights and these trainers have published them
+        before; else publishes all weights."""
         if self.adapters is None:
             return await self.publisher.publish(step, trainer_step=step)
         present = {engine.name: engine.incarnation for engine in self.engines.members.candidates()}
@@ -152,8 +159,8 @@ class EnginePublications(Publications):
         return done
 
     async def _seat(self) -> None:
-        """Wakes colocated engines to receive weights. If none is running, one starts first, on devices that the
-        trainers have released."""
+        """Wakes colocated engines so that they can receive weights. If none is running, the trainers first release
+        their devices so that an engine can start."""
         await self.engines.wake()
         while not self.engines.members.run:
             await self._give_turn()
@@ -165,15 +172,15 @@ class EnginePublications(Publications):
         self.engines.members.turn.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if the run loses all engines meanwhile.
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile and none can be
+        restarted.
 
-        If all engines are out and one comes back, it gets the weights of `step`; not while `training`, when the
-        trainers' weights are between two versions, nor in the trainers' turn, when engines sleep: then the following
-        publication brings the next version. A delivery that keeps versions brings the current one to any engine that
-        comes back while engines are awake.
-        """
+        If no engine serves and one restarts, the weights of `step` are published to it, with two exceptions: with
+        `training`, when the trainers' weights are between two versions, and while colocated engines sleep. Then the
+        next publication follows anyway. A delivery that stores versions sends the current one to every engine that
+        restarts while engines are awake."""
         if self._shared is not None and self._shared.owner != self.policy:
-            return await work  # the owner watches engines of several policies
+            return await work  # the owner of engines that several policies share watches them
         members = self.engines.members
         awake = members.turn.theirs
         training = training or not awake
@@ -196,7 +203,8 @@ class EnginePublications(Publications):
         return await while_served(work, needed, supply)
 
     async def catch_up(self) -> bool:
-        """Sends the current version to engines that came back, from where it is kept. Returns False if it is not."""
+        """Sends the current version to restarted engines from the copy that the delivery stores. Returns False if the
+        delivery has no copy of this version."""
         members = self.engines.members
         version = self._maker.versions[self.policy]
         try:
@@ -206,9 +214,9 @@ class EnginePublications(Publications):
             publisher = self._publisher(stored, Joining(members))
             done = await publisher.publish(version, trainer_step=version)
             for name in done.engines.keys() - done.lost:
-                self._note(f"engine {name} has version {version} from {stored}")
+                self._note(f"engine {name} received version {version} from {stored}")
         except SlimxError as error:
-            # The other engines serve, so the run goes on after any error.
+            # The other engines serve, so the run continues after any error.
             self._note(first_line(error))
             for engine in members.joining():
                 await members.quarantine(engine, error)
@@ -226,7 +234,7 @@ class EnginePublications(Publications):
         options = self.config.publish
         return Publisher(
             source,
-            cast(Members, members),  # recipients given to members are engines that came from them
+            cast(Members, members),  # Publisher passes only engines that the members object returned
             delivery,
             deadline_s=options.deadline,
             step_deadline_s=options.engine_deadline,
@@ -239,7 +247,8 @@ class EnginePublications(Publications):
 
 
 def publication_metrics(done: Publication) -> dict[str, float]:
-    """Returns seconds by stage, tensors, MiB and engines of a publication under the names of a step's metrics."""
+    """Returns the metrics of a publication under their names in metrics.jsonl: seconds of each stage, number of
+    tensors, MiB, and number of engines that verified the weights."""
     out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
     out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
     if done.wire is not None:
@@ -249,14 +258,15 @@ def publication_metrics(done: Publication) -> dict[str, float]:
 
 
 class WeightSource:
-    """Source of the tensors of plan `name` of a group of trainers, whose plans and ranks may be replaced."""
+    """Source of the weights of a publication: the buckets of plan `name`, packed by the ranks of `trainers`. Both ranks
+    and plans may be replaced during the run."""
 
     def __init__(self, trainers: TrainerGroup, name: str):
         self.trainers = trainers
         self.name = name
 
     async def begin(self, manifest: Manifest) -> None:
-        """Prepares nothing: weights are gathered as they are."""
+        """Does nothing, because this source needs no preparation: ranks pack the weights that they hold."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.trainers.plans[self.name].forms()

@@ -1,4 +1,4 @@
-"""Loss of trainer ranks during a run: by default it ends the run; an extra may replace the ranks."""
+"""Handling of lost trainer ranks: by default the run ends; an extra may replace the ranks during the run."""
 
 from __future__ import annotations
 
@@ -17,50 +17,54 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Returns the plans by which weights leave ranks of other sizes."""
+"""Returns the plans of exports and publications for trainer ranks of other parallel sizes."""
 
 
 class RankLossHandler:
-    """Handler of the loss of a rank of `trainers`: by default the run ends."""
+    """Handles the loss of a rank of `trainers`. This base class ends the run; its subclasses replace lost ranks."""
 
     def __init__(self, trainers: TrainerGroup):
         self.trainers = trainers
         self.on_replaced: Callable[[], None] = lambda: None
-        """Called when other ranks have replaced lost ones, before any call to them."""
+        """Called when new ranks have replaced lost ones, before any call to the new ranks."""
 
     async def watch(self) -> SlimxError:
-        """Watches the ranks; returns why the run ends."""
+        """Watches the ranks. Returns the error with which the run must end."""
         return await watch_ranks(self.trainers, self.trainers.config.trainer.watch_deadline)
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
-        """Starts to replace lost ranks. The running ones are in the state after `step` steps from `checkpoint`, or from
-        the initial weights if None; `checkpoints` writes later ones. `same_layout`: `checkpoint` has the current sizes.
-        """
+        """Starts to replace lost ranks from now on. The running ranks have the state after `step` steps, loaded from
+        `checkpoint`, or the initial weights if it is None. `checkpoints` will write later states. `same_layout`: True
+        if `checkpoint` was written with the current parallel sizes."""
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Records a step, counted from 0, that was trained while engines had `version`."""
+        """Records a training step, so that new ranks can repeat it. `step`: number of completed steps before it.
+        `version`: version of the engines' weights meanwhile. `metrics`: its results."""
 
     async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `work`, which calls trainers; repeats it if ranks are lost and replaced."""
+        """Returns the result of `work`, which calls trainers. If ranks are lost and replaced meanwhile, calls `work`
+        again."""
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Runs recurring work after `step` steps, in a `phase`."""
+        """Does what the handler needs regularly, after `step` completed steps. `phase` marks a named phase of the step
+        in the timeline."""
 
     def bases(self) -> set[int]:
-        """Returns the steps whose states new ranks may start from."""
+        """Returns the steps at whose states new ranks may start; the references of these steps must be kept."""
         return set()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of a step about replacements."""
+        """Returns metrics of a step about replaced ranks."""
         return {}
 
     async def stop(self) -> None:
-        """Ends processes that keep states; does not raise."""
+        """Stops processes that store states for new ranks. Does not raise."""
 
 
 def make_recovery(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler:
-    """Returns the configured recovery: the first that an entry point of `slimx.recoveries` creates."""
+    """Creates the handler of rank losses: the first that an entry point of `slimx.recoveries` returns for this
+    configuration, else one that ends the run. `replan`: returns the plans for new ranks of other parallel sizes."""
     for maker in entry_points.load_all("slimx.recoveries").values():
         recovery = maker(trainers, records, log_dir, replan)
         if recovery is not None:

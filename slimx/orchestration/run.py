@@ -1,4 +1,4 @@
-"""One run: its engines, trainers and state, and the current step."""
+"""A running run: its engines, trainers and state, its current step, and what the training loop does with them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import unless
 
 StepRows = dict[str, list[list[TrainingRow]]]
-"""Rows of a step by policy and update."""
+"""Training rows of a step: one list per update, for each policy by name."""
 
 
 class Run:
-    """All parts of a started run. `step` is the number of completed steps, `current` that of the step in progress,
-    from 1."""
+    """All parts of a started run. `step` is the number of completed steps; `current` is the number of the step in
+    progress, counted from 1."""
 
     def __init__(
         self,
@@ -60,8 +60,9 @@ class Run:
         critic: CriticGroup | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """Assembles started parts: `service`, `trainers` (by policy) and `critic`. `recovery`: of the actor's trainers.
-        `leaving` is set when the run must save and end, at any step."""
+        """Assembles parts that are started already: `service` with the engines, `trainers` by policy, and `critic`.
+        `recovery` handles lost ranks of the actor's trainers. `leaving` may be set at any time to make the run save and
+        stop."""
         self.config = config = service.config
         self.directory = Path(config.run.dir)
         self.frozen = service.frozen
@@ -75,7 +76,7 @@ class Run:
         if config.served_by_actor:
             shared = SharedEngines(service.groups[ACTOR].members, [ACTOR, *config.served_by_actor])
         self.policies: dict[str, TrainedPolicy] = {}
-        """Trained policies, the actor first."""
+        """Trained policies by name, the actor first."""
         for name, policy in prepared.policies.items():
             self.policies[name] = self._policy(name, policy, service, trainers[name], shared)
         self.checkpoints = Checkpointer(trainers, saves, records.timeline, records.table.note, critic)
@@ -85,7 +86,7 @@ class Run:
         actor.publications.lasting = recovery.lasting
         recovery.on_replaced = actor.publications.renew
         self.sampled = actor.engines is not None
-        """True if engines generate; else rollouts are replayed, or nothing is sampled."""
+        """True if engines generate rollouts; False if rollouts are replayed or the run needs none."""
         if actor.engines is not None:
             actor.engines.members.keeper.in_flight = self._in_flight
         self.step = 0
@@ -135,36 +136,37 @@ class Run:
 
     @property
     def version(self) -> int:
-        """Weight version of the engines."""
+        """Version of the weights that the engines serve."""
         return self.maker.version
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     async def watched[T](self, work: Awaitable[T], *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if the run loses all engines meanwhile; see
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile; see
         `EnginePublications.watched`."""
         for policy in self.policies.values():
             work = policy.publications.watched(work, self.step, training=training)
         return await work
 
     async def unless_leaving[T](self, work: Awaitable[T]) -> T | None:
-        """Returns the result of `work`; None if the run must end first, which cancels `work`."""
+        """Returns the result of `work`. If the run must save and stop before, cancels `work` and returns None."""
         return await unless(self.leaving, work)
 
     async def leave(self) -> NoReturn:
         """Writes a checkpoint of the current step with everything sampled so far, and raises Preempted."""
-        self.records.table.note(f"asked to leave: saving step {self.step}, then the run ends")
+        self.records.table.note(f"a signal asked the run to stop: it saves a checkpoint of step {self.step} first")
         await self.rollouts.rest()
         await self.save()
         await self.finish_save()
         raise Preempted(self.step, self.config.schedule.steps)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Marks a phase of the current step in the timeline, the live table and the status."""
+        """Marks what the `with` block does as phase `name` of the current step, in the timeline, the live table and
+        `slimx status`."""
         return self.records.phase(name, self.current)
 
     def activity(self) -> Json:
-        """Returns the current activity of the run for `slimx status`."""
+        """Returns what the run is doing now, for `slimx status`."""
         return {
             "step": self.current,
             **self.records.activity(),
@@ -174,7 +176,7 @@ class Run:
         }
 
     def _mark(self, phase: str, step: int) -> None:
-        """Writes a marker of step and phase into the logs of trainers and engines."""
+        """Writes step and phase as a marker into the logs of all trainers and engines."""
         parts: list[RankGroup | EngineHandle] = [*self._groups()]
         for group in self._serving():
             parts += group.engines
@@ -182,7 +184,7 @@ class Run:
             part.mark(f"step {step}: {phase}")
 
     def _serving(self) -> list[EngineGroup]:
-        """Returns the engine groups of all policies; a shared group once."""
+        """Returns the engine groups of all policies; a group that several policies share is contained once."""
         groups = {}
         for policy in self.policies.values():
             if policy.engines is not None:
@@ -190,14 +192,14 @@ class Run:
         return list(groups.values())
 
     def _groups(self) -> list[RankGroup]:
-        """Returns the trainer ranks of all policies, and the critic's dedicated ranks."""
+        """Returns the rank groups of all policies' trainers, and of the critic if it has dedicated ranks."""
         groups: list[RankGroup] = [policy.trainers for policy in self.policies.values()]
         if self.critic is not None and self.critic.dedicated is not None:
             groups.append(self.critic.dedicated)
         return groups
 
     def _in_flight(self) -> str:
-        """Describes the requests that are lost with the router, and their groups."""
+        """Returns a message about the requests that are lost with the router, and the groups that they belong to."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
         groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]
@@ -209,14 +211,14 @@ class Run:
         return f"{message} are sent again"
 
     def due(self, every: int) -> bool:
-        """Returns True after every step whose number is a multiple of `every`; 0: never."""
+        """Returns True if the number of completed steps is a positive multiple of `every`; 0 means never."""
         return every > 0 and self.step > 0 and self.step % every == 0
 
     # Work -------------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> Batch:
-        """Returns the groups of the next step. Raises Preempted, after a checkpoint, if the run must leave before they
-        are complete."""
+        """Waits for the groups of the next step and returns them. If the run must save and stop before, writes a
+        checkpoint and raises Preempted."""
         self.current = self.step + 1
         with self.phase("generate"):
             batch = await self.watched(self.unless_leaving(self.rollouts.next_batch()))
@@ -226,8 +228,8 @@ class Run:
         return batch
 
     def updates(self, groups: Sequence[Group]) -> StepRows:
-        """Returns the rows of each policy from one step's groups, with the credit of `algorithm.credit`. Raises
-        SlimxError if one of its hooks corrupts a group."""
+        """Returns the training rows of each policy and update from the groups of a step, after `algorithm.credit` has
+        assigned their rewards. Raises SlimxError if a user's credit or advantage hook has corrupted a group."""
         algorithm = self.config.algorithm
         credits = credited(groups, algorithm.credit)
         rows = {name: policy.updates(credits) for name, policy in self.policies.items()}
@@ -239,10 +241,10 @@ class Run:
         return rows
 
     async def publish(self) -> dict[str, float]:
-        """Publishes the trainers' weights to the engines as version `step`; returns {} without engines."""
+        """Publishes the trainers' weights to the engines as version `step`, and returns metrics; {} without engines."""
         if not self.sampled:
             if isinstance(self.rollouts, Replay):
-                self.maker.version = self.step  # the engines' version in the replayed run
+                self.maker.version = self.step  # the version that the engines had in the replayed run
             return {}
         with self.phase("publish"):
             metrics = await metrics_of(self.policies, self._publish)
@@ -256,7 +258,8 @@ class Run:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Marks the part of a step in which the trainers work; colocated trainers use the engines' devices."""
+        """Marks the part of a step in which trainers compute. Colocated trainers use the devices of the engines, which
+        sleep meanwhile."""
         colocated = self.config.schedule.colocate
         if colocated:
             with self.phase("sleep"):
@@ -270,8 +273,8 @@ class Run:
 
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
-        """Loads the trainers' state onto their devices between two steps. Colocated engines sleep meanwhile, and then
-        get the current version again; without `publish` a later publication does that."""
+        """Gives the trainers their devices for work between two steps, such as a checkpoint. Colocated engines sleep
+        meanwhile and then receive the current weights again; `publish=False` leaves that to a later publication."""
         if not self.config.schedule.colocate:
             yield
             return
@@ -290,7 +293,7 @@ class Run:
     # State ------------------------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """Writes a checkpoint of the current step, unless it has one."""
+        """Writes a checkpoint of the current step, unless one exists."""
         if self.checkpoints.saved_step == self.step:
             return
         await self.finish_save()
@@ -300,12 +303,12 @@ class Run:
                 await self.recovery.lasting(lambda: self.checkpoints.save(state))
 
     async def finish_save(self) -> None:
-        """Waits until the last checkpoint is on disk."""
+        """Waits until the last checkpoint is written completely."""
         with self.phase("save_wait"):
             await self.checkpoints.settle()
 
     async def restore(self, path: Path, state: RunState) -> None:
-        """Resumes from the checkpoint in `path`."""
+        """Loads `state` and the trainers' state from the checkpoint in `path`, to resume there."""
         await self.checkpoints.restore(path, state)
         self.step = state.step
         self.maker.version = state.version
@@ -313,26 +316,29 @@ class Run:
             self.rollouts.seek(state.step)
         elif self.config.run.fork_prompts == "anew" and path.parent != self.checkpoints.saves.directory:
             dropped = self.rollouts.restart(state.rollouts)
-            self.records.table.note(f"prompts begin anew after {path}: {dropped} groups that waited there are left out")
+            self.records.table.note(
+                f"run.fork_prompts is anew, so this run starts with its first prompt; {dropped} groups that waited "
+                f"in {path} are discarded"
+            )
         else:
             self.rollouts.restore(state.rollouts)
 
     async def export(self, name: str) -> None:
-        """Exports the current weights as the Hugging Face directory `name` in the run's directory."""
+        """Exports the current weights to the Hugging Face directory `name` in the run's directory."""
         with self.phase("export"):
             async with self.trainers_turn():
                 await self.recovery.lasting(lambda: self.checkpoints.export(self.directory / name))
 
     async def trainer_metrics(self) -> dict[str, float]:
-        """Returns the trainers' peak memory, and metrics of replaced ranks."""
+        """Returns the trainers' peak memory, and metrics about replaced ranks."""
         memory = await metrics_of(self.policies, lambda policy: self.recovery.lasting(policy.trainers.memory))
         return memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------
 
     async def record(self, metrics: dict[str, float], groups: Sequence[Group], rows: StepRows, began: float) -> None:
-        """Logs a finished step that began at `began` (perf_counter), shows it, and saves some of its samples. Raises
-        the error of an asynchronous save."""
+        """Logs the metrics of a finished step, updates the live table, and saves some of its samples. `began`:
+        time.perf_counter at the start of the step. Raises the error of an asynchronous save."""
         await self.records.kept()
         seconds = time.perf_counter() - began
         tokens = 0
@@ -352,7 +358,7 @@ class Run:
 
 
 def _first(items: Iterable[Json | None]) -> Json | None:
-    """Returns the first item that is not empty."""
+    """Returns the first item that is not empty; None if there is none."""
     for item in items:
         if item:
             return item

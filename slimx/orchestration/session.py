@@ -1,4 +1,5 @@
-"""From a checked configuration to a finished run: starts everything, runs the loop, and always ends everything."""
+"""A run from its configuration to its end: checks and starts everything, runs the training loop, and stops everything
+after any outcome."""
 
 from __future__ import annotations
 
@@ -61,19 +62,20 @@ if TYPE_CHECKING:
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Checks, starts, trains, stops; returns the run's directory. Raises as `run_session` does."""
+    """Trains as `config` describes, and returns the run's directory. Raises the errors of `run_session`."""
     return run_session(config, console, train)
 
 
 def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
-    """Checks, starts everything, does `work`, stops; returns the run's directory.
+    """Checks `config`, starts all parts of the run, awaits `work` with it, and stops everything. Returns the run's
+    directory.
 
-    Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint requested by SIGUSR1.
+    Raises SlimxError, Interrupted if a signal stopped the run, or Preempted if SIGUSR1 did and a checkpoint was saved.
     """
     directory = Path(config.run.dir)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
-    check_start(config, directory, saves)  # before models and prompts are read; `resume_point` checks again
+    check_start(config, directory, saves)  # before the slow reading of models; `resume_point` checks again
     prepared = check_run(config)
     with begun(directory):
         (directory / FILE).unlink(missing_ok=True)  # of an earlier process; `slimx status` would show it
@@ -98,14 +100,15 @@ def _attempt(
     console: Console,
     work: Callable[[Run], Awaitable[None]],
 ) -> None:
-    """Starts from the newest checkpoint and does `work`. Raises Damaged if the checkpoint is damaged."""
+    """Starts the run from its newest checkpoint, if it has one, and awaits `work`. Raises Damaged if the checkpoint is
+    damaged."""
     directory = Path(config.run.dir)
     resume_from = resume_point(config, directory, saves)
     state = None
     if resume_from is not None:
         state = read_state(resume_from)
         if finished(config, directory, state):
-            sentence = f"{directory} is finished at step {state.step}; raise schedule.steps to go on"
+            sentence = f"the run in {directory} is finished at step {state.step}; raise schedule.steps to continue it"
             _say(console, sentence + unused(config))
             return
         check_resume(resume_from, state, prepared.policies, prepared.critic)
@@ -126,15 +129,19 @@ def _attempt(
 
 
 def _skip_damaged(error: Damaged, saves: Saves, strategy: str) -> str:
-    """Sets a damaged checkpoint aside in favour of the previous one; returns a message. Raises `error` if the
-    configuration forbids it, the checkpoint is another run's, or there is no other."""
+    """Renames a damaged checkpoint, so that the run resumes from the previous one, and returns a message about it.
+    Raises `error` if `strategy` (`checkpoint.damaged`) is not "skip", if the checkpoint is another run's, or if there
+    is no previous one."""
     forked = error.checkpoint.parent != saves.directory
     aside = None
     if strategy == "skip" and not forked:
         aside = saves.set_aside(error.checkpoint)
     if aside is None:
         raise error
-    return f"{error.about} {error.problem}: the checkpoint is {aside.name} now, and the run goes on from the one before"
+    return (
+        f"{error.about} {error.problem}; its checkpoint is renamed to {aside.name}, and the run resumes from the "
+        "previous one"
+    )
 
 
 async def _session(
@@ -210,11 +217,11 @@ async def _session(
         stack.enter_context(frozen_heap())
         table.note(starting.ready)
         await work(run)
-        events.tell("finished", f"finished after {run.step} steps")
+        events.tell("finished", f"the run is finished after {run.step} steps")
 
 
 def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[str], None]) -> None:
-    """Reports the kernels of trainers and engines, or the replay that replaces the engines."""
+    """Reports which kernels trainers and engines use, or which replay replaces the engines."""
     for policy in prepared.policies.values():
         for reason in policy.backends.reasons:
             note(reason)
@@ -223,22 +230,22 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
         note(f"engines: {kernels}")
     rollout = prepared.policies[ACTOR].config.rollout
     if rollout.replay:
-        message = f"replaying {rollout.replay}: no engine is started"
+        message = f"rollouts are replayed from {rollout.replay}, so no engine is started"
         if prepared.policies[ACTOR].config.eval.files:
-            message += ", nothing is evaluated"
+            message += " and eval.prompts is not used"
         note(message)
 
 
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
-    """Returns a message about a run that resumes from `checkpoint` after `step` steps; None for a new run. `removed`:
-    later lines that were removed from its metrics.jsonl."""
+    """Returns a message about a run that resumes from `checkpoint` after `step` completed steps; None for a new run.
+    `removed`: number of lines of later steps that were removed from its metrics.jsonl."""
     later = ""
     if removed:
-        later = f"; {removed} later or torn lines were taken out of metrics.jsonl"
+        later = f"; {removed} lines of later steps or incomplete lines were removed from metrics.jsonl"
     if checkpoint is not None:
         return f"resumed at step {step} from {checkpoint}{later}"
     if removed:
-        return f"begins again, as it has no checkpoint{later}"
+        return f"the run starts from the beginning because it has no checkpoint{later}"
     return None
 
 
@@ -255,7 +262,8 @@ def _critic(config: Config, prepared: Prepared, trainers: TrainerGroup, device: 
 
 
 def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -> list[RankGroup]:
-    """Returns the ranks whose loss ends the run: those of further policies, and the critic's dedicated ones."""
+    """Returns the rank groups whose loss ends the run: the trainers of all policies except the actor's, and the
+    critic's dedicated ranks."""
     groups: list[RankGroup] = [group for name, group in trainers.items() if name != ACTOR]
     if critic is not None and critic.dedicated is not None:
         groups.append(critic.dedicated)
@@ -263,7 +271,8 @@ def _watched(trainers: Mapping[str, TrainerGroup], critic: CriticGroup | None) -
 
 
 def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str, Plan]:
-    """Returns the plans by which weights leave trainers of `sizes` that replace the prepared ones."""
+    """Returns the plans of exports and publications for new trainer ranks of parallel sizes `sizes`, which replace
+    those in `prepared`."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
     assert encoding == prepared.encoding, "engines got the encoding at their start"
     return plans
@@ -287,8 +296,9 @@ async def start_parts(
     service: EngineService,
     timed: Callable[[str, Callable[[], Awaitable[object]]], Awaitable[None]],
 ) -> None:
-    """Starts the trainers of each policy, critic and engines, concurrently if possible. `timed` runs a start and
-    records its duration by name."""
+    """Starts the trainers of each policy, the critic and the engines. They start concurrently, except colocated
+    engines, which start after the trainers. `timed` awaits the start of a part and records its duration under the
+    part's name."""
     starting: list[Callable[[], Awaitable[object]]] = []
     for name, trainer_group in trainers.items():
         starting.append(partial(timed, prefix_of(name) + "trainers", trainer_group.start))
@@ -298,8 +308,8 @@ async def start_parts(
         starting.append(partial(timed, "frozen engines", service.frozen.start))
     shared = []
     if config.schedule.colocate:
-        # Engines are placed on the trainers' GPUs, which are known when the trainers have started. SGLang sizes its KV
-        # cache by the free memory at its start, so trainers must be offloaded.
+        # Engines are placed on the trainers' GPUs, which are known once the trainers have started. SGLang sizes its KV
+        # cache by the free memory at its start, so the trainers must be offloaded before.
         await together(starting)
         starting = []
         if service.device == "cuda":
@@ -316,8 +326,8 @@ async def start_parts(
 
 
 def finish(config: Config, directory: Path) -> Path | None:
-    """Writes the summary and, if configured, the report of a finished run, unless both are newer than its last step.
-    Returns the report's path."""
+    """Writes summary.json of a finished run, and report.html if `track.report` is set, unless these files are newer
+    than its last step. Returns the path of the report, or None."""
     report = None
     files = ["summary.json"]
     if config.track.report:
@@ -335,7 +345,7 @@ def _open_records(
     config: Config, table: LiveTable, events: Events, resume_step: int, tokenizer: PreTrainedTokenizerBase
 ) -> Records:
     records = Records(config, table, tokenizer, events, resume_step=resume_step)
-    if config.rollout.policy_engines:  # last, after all possible refusals: it removes files of later steps
+    if config.rollout.policy_engines:  # last, because it removes files of later steps
         options = config.track.rollouts
         directory = Path(config.run.dir) / DIRECTORY
         origin = origin_of(config, tokenizer)

@@ -1,1 +1,1 @@
-"""Engines of a run: those of its policies, frozen ones, and those that serve without trainers."""
+"""Engines of a run: those that serve trained policies, frozen ones, and those of commands without trainers."""

@@ -1,4 +1,4 @@
-"""Assembly of engines, clients, agent server and frozen engines: everything that serves a command's rollouts.
+"""Assembly of everything that serves a command's rollouts: engines, their clients, the agent server, frozen engines.
 
 GroupMaker --> GenerationClient --> router --> policy engines    (trained, or fixed at the weights they start with;
     |                                                             a client, a router and engines for each policy)
@@ -44,39 +44,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FROZEN = "slimx.frozen_engines"
-"""Entry points: subclasses of `FrozenEngines`, called with the arguments that all groups share
-(`slimx.engines.fleet.group.EngineGroup`)."""
+"""Entry-point group of the subclasses of `FrozenEngines`. A subclass is called with the configuration, the device, the
+log directory, and the keyword arguments `note` and `record` of `EngineService`."""
 
 
 class FrozenEngines:
-    """Frozen groups of `rollout.engines`, whose models are never published to. This base class has none."""
+    """Engine groups of `rollout.engines` that serve frozen models, to which no weights are published. This base class
+    has no groups."""
 
     def __init__(self, config: Config):
         self.config = config
         self.groups: dict[str, EngineGroup] = {}
         self.clients: dict[str, Any] = {}
-        """Clients for hooks by group."""
+        """Clients of each group by its name, for use by hooks."""
 
     async def start(self) -> None:
-        """Starts all servers; they serve when this returns, and are watched from then on."""
+        """Starts the servers of all groups and returns when they serve. From then on they are watched and restarted."""
 
     async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises SlimxError for a started model that cannot be used with a policy that has `tokenizer`."""
+        """Raises SlimxError if the model of a started engine cannot be used with a policy that has `tokenizer`."""
 
     def scorer(self) -> Score | None:
-        """Returns the function that scores finished rollouts; None if nothing does."""
+        """Returns the function that scores finished rollouts with the frozen models; None if no group scores
+        rollouts."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Returns `engines/GROUP/serving` and similar metrics."""
+        """Returns the groups' metrics of a step, such as `engines/GROUP/serving`."""
         return {}
 
     async def stop(self) -> None:
-        """Stops routers and servers; external servers keep running."""
+        """Stops routers and the servers that slimx started; external servers continue to run."""
 
 
 class EngineService:
-    """The engines of a command and their clients and servers for agents.
+    """The engines of a command, their clients, and the server through which agents sample.
 
         async with EngineService(...) as service:
             groups = service.place()
@@ -84,8 +86,8 @@ class EngineService:
             await service.open(context)
             maker = service.make_maker()
 
-    The end of the block stops everything in reverse order; a failure to stop does not hide the error that ended the
-    block."""
+    Leaving the block stops everything in reverse order. If that fails, too, the error that ended the block is raised
+    nevertheless."""
 
     def __init__(
         self,
@@ -97,8 +99,9 @@ class EngineService:
         record: Callable[[Restart], None] = lambda restart: None,
         lost: Callable[[str, SlimxError], None] = lambda name, error: None,
     ):
-        """Prepares the service. `directory` gets `logs/` and `engines.json`. `note` gets a line per event of an engine,
-        `record` every restart, `lost` every engine that is taken out of service."""
+        """Prepares the service without starting anything. `directory` receives `logs/` and `engines.json`. `note`
+        receives a message about each event of an engine, `record` each restart, and `lost` the name and error of each
+        engine that is taken out of service."""
         self.config = config
         self.sources = sources
         self.directory = directory
@@ -112,9 +115,9 @@ class EngineService:
             served = entry_points.load(FROZEN, "routers")
             self.frozen = served(config, self.device, self.logs, note=note, record=record)
         self.groups: dict[str, EngineGroup] = {}
-        """Engines by policy; {} if nothing is sampled."""
+        """Engine group of each policy by name; empty if nothing is sampled."""
         self.clients: dict[str, GenerationClient] = {}
-        """Clients of the engines, once they are open."""
+        """Clients of the engines by policy, added by `open`."""
         self.proxy: AgentServer | None = None
         self._stack = AsyncExitStack()
 
@@ -128,15 +131,16 @@ class EngineService:
         await self._stack.__aexit__(kind, error, trace)
 
     def engines_of(self, policy: str) -> EngineGroup | None:
-        """Returns the engines that generate for `policy`, possibly another policy's; None if nothing is sampled."""
+        """Returns the engines that generate for `policy`, which may be another policy's engines; None if nothing is
+        sampled."""
         if policy in self.config.served_by_actor:
             policy = ACTOR
         return self.groups.get(policy)
 
     def place(self, shared: Sequence[Placement] = ()) -> dict[str, EngineGroup]:
-        """Creates the engines of each policy without starting them; returns {} if the configuration has none.
-
-        `shared`: placements of the actor's trainer ranks for colocated engines, see `EngineGroup`."""
+        """Creates the engine group of each policy without starting it, and returns the groups by policy; {} if the
+        configuration has no engines. `shared`: GPUs of the actor's trainer ranks, on which colocated engines are
+        placed."""
         for name, policy in self.sources.policies.items():
             if policy.config.rollout.policy_engines and name not in self.config.served_by_actor:
                 group = EngineGroup(
@@ -154,9 +158,8 @@ class EngineService:
         return self.groups
 
     async def open(self, context: int) -> None:
-        """Connects clients and agent server to the started engines. `context`: tokens of the longest trajectory.
-
-        Raises SlimxError for an unusable frozen model."""
+        """Creates the clients of the started engines, and the agent server. `context`: maximum length of a trajectory
+        in tokens. Raises SlimxError if a frozen model cannot be used with the actor's tokenizer."""
         await self.frozen.check(self.sources.policies[ACTOR].tokenizer)
         groups = [*self.groups.values(), *self.frozen.groups.values()]
         self._stack.callback(note_restarts, groups, self.note)
@@ -173,7 +176,7 @@ class EngineService:
                 engines.router.url,
                 ModelShape.of(policy.spec),
                 rollout.request_deadline,
-                # While no engine serves, a request waits as long as the run does.
+                # While no engine serves, `outage` pauses this deadline.
                 retry_s=rollout.request_deadline,
                 retries=rollout.request_retries,
                 on_lost=engines.members.look,
@@ -188,7 +191,7 @@ class EngineService:
         self._stack.push_async_callback(self.proxy.stop)
 
     def make_maker(self) -> GroupMaker:
-        """Returns a maker of groups that uses these engines; the caller closes it."""
+        """Returns a `GroupMaker` that generates rollouts with these engines. The caller must close it."""
         policies = {}
         for name, policy in self.sources.policies.items():
             policies[name] = PolicyClient(self.clients.get(name), policy.tokenizer, policy.spec.vocab_size)
@@ -204,18 +207,20 @@ class EngineService:
         )
 
     async def watched[T](self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises SlimxError when no engine is left that could come back."""
+        """Returns the result of `work`. Raises SlimxError when all of the actor's engines are lost and none can be
+        restarted."""
         return await while_served(work, self.groups[ACTOR].members.failed)
 
 
 def make_agent_server(settings: Proxy, context: int) -> AgentServer:
-    """Returns the server through which agents sample, an entry point. `context`: tokens of the longest trajectory."""
+    """Creates the server through which agents sample, from an entry point of `slimx.agent_servers`. `context`: maximum
+    length of a trajectory in tokens."""
     return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
 
 
 def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:
-    """Returns a probe that requests one token directly from an engine, with all options of rollouts. `adapters`: as for
-    the client."""
+    """Returns a probe that requests one token directly from an engine, bypassing the router, with the options that
+    rollouts use. `adapters`: name of the policy whose adapters the engine applies; None to use the base weights."""
     rollout = config.rollout
 
     async def probe(engine: EngineHandle) -> None:
@@ -235,8 +240,9 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
 
 
 async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
-    """Raises SlimxError naming an engine on another machine than the publisher if the transport is limited to one
-    machine. Called as soon as Ray has placed the actors, before weights are loaded."""
+    """Raises SlimxError naming an engine on another machine than the publisher, the trainer rank that packs the
+    weights, if `publish.transport` works only within one machine. Called as soon as Ray has placed the actors, before
+    weights are loaded."""
     config = engines.config
     if not config.publish.one_machine:
         return
@@ -252,14 +258,14 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
             logs.append(engine.log)
     ((publisher_node, publisher_hosts),) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
-        what="the look for the publisher's machine",
+        what="the lookup of the publisher's machine",
         holders=[trainers.holder(PUBLISHER)],
         deadline_s=deadline_s,
         logs=trainers.logs[PUBLISHER : PUBLISHER + 1],
     )
     places = await gather(
         [engine.actor.__ray_call__.remote(place_of) for engine in started],
-        what="the look for the engines' machines",
+        what="the lookup of the engines' machines",
         holders=holders,
         deadline_s=deadline_s,
         logs=logs,
@@ -277,12 +283,13 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
 
 
 def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
-    """Raises SlimxError if engines are at `remote` addresses (by name), not at the address of the `publisher`."""
+    """Raises SlimxError if `remote`, the addresses of engines on other machines than the publisher by engine name, is
+    not empty. `transport` and `publisher`: the transport's name and the publisher's address, for the message."""
     for name, engine in remote.items():
         raise SlimxError(
-            f"publish.transport {transport} reaches one machine, and trainer rank {PUBLISHER}, which packs the weights,"
-            f" is on {publisher}, engine {name} on {engine}; set it to nixl or disk, or keep the run on one "
-            "machine",
+            f"publish.transport={transport} works only within one machine, but engine {name} is on {engine} and "
+            f"trainer rank {PUBLISHER}, which packs the weights, is on {publisher}; set publish.transport to nixl "
+            "or disk, or run both on one machine",
             code="publish.reach",
             about=name,
         )

@@ -1,6 +1,5 @@
-"""Engines without trainers, for `slimx generate` and `slimx eval`.
-
-The servers keep their initial weights as version 0."""
+"""Engines of commands without trainers, `slimx generate` and `slimx eval`: they serve the weights that they start with,
+as version 0."""
 
 from __future__ import annotations
 
@@ -27,23 +26,24 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Threads that read weights from a directory: one thread would delay servers of hundreds of GB."""
+"""Number of threads that check the weight files of a directory: with one, the check of hundreds of GB would take longer
+than the start of the servers."""
 
 
 @asynccontextmanager
 async def serving(
     config: Config, sources: Sources, directory: Path, note: Callable[[str], None]
 ) -> AsyncIterator[EngineService]:
-    """Starts all engines of `config` (see slimx.orchestration.start.checks) and stops them after the block. Ray must be
-    running.
+    """Starts all engines of `config`, as returned by `without_trainers` (slimx.orchestration.start.checks), and stops
+    them when the block ends. Ray must be running.
 
-    `directory` gets `logs/` and `engines.json`. `note` gets a line per event of an engine."""
+    `directory` receives `logs/` and `engines.json`. `note` receives a message about each event of an engine."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     async with EngineService(config, sources, directory, note=note) as service:
         (engines,) = service.place().values()
         check = partial(check_stored, config.model.path, config.rollout.policy_engines)
         await together([service.frozen.start, engines.start, check])
-        # The same length that training with this configuration allows.
+        # The maximum length of a trajectory is the same as in training with this configuration.
         await service.open(longest_trajectory(config, sources.policies[ACTOR].spec, sizes_of(config.trainer)))
         await admit_joining(engines, _stamp_version_0)
         engines.members.watch()
@@ -58,13 +58,14 @@ async def serving(
 
 
 async def _stamp_version_0(engine: EngineHandle) -> None:
-    """Stamps the server's weights with version 0: tokens without a version are refused."""
+    """Sets the version of the weights on a server to 0: tokens that report no version are refused."""
     await engine.perform("stamp", None, "0")
 
 
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Checks the safetensors files that servers of `groups` start from, by default those of `model`, while they start.
-    Raises SlimxError for weights that are NaN or infinite: SGLang would serve them without an error."""
+    """Checks, while the servers of `groups` start, the safetensors files that they load: those of the group's own
+    model, else of `model`. Raises SlimxError for weights that are NaN or infinite, because SGLang would serve them
+    without an error."""
     directories = set()
     for group in groups:
         if not group.urls:
@@ -83,16 +84,18 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Admits started engines with the weights they started with. `prepare` is awaited for each before."""
+    """Adds all started engines that do not serve yet to the router, with the weights that they loaded themselves.
+    `prepare` is awaited for each engine before it is added."""
     for engine in group.members.joining():
-        with suppress(ReceiverLost):  # lost again; it may come back
+        with suppress(ReceiverLost):  # the engine was lost again, and may be restarted
             if prepare is not None:
                 await prepare(engine)
             await group.members.admit(engine)
 
 
 async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Admits engines that come back. Ends when none is left: requests to the group then raise the error."""
+    """Adds restarted engines to the router as `admit_joining` does, until no engine is left that could be restarted.
+    Requests to the group raise that error."""
     with suppress(SlimxError):
         while True:
             await group.members.back()

@@ -1,10 +1,11 @@
-"""Engines that generate for several policies: publications alternate, and requests wait for all policies' weights.
+"""Engines that generate for several policies, each with its own LoRA adapters on the same base weights.
 
     actor --the base, its adapters--> engine (JOINING) <--its adapters-- judge      both loaded --> router (MEMBER)
 
-Each policy has a publisher with its own versions. The first publication of each also brings the base, which the engine
-compares with its own. A restarted engine has no weights: the first policy to publish brings the base, and the others,
-whose current version is published already, publish again.
+Publications of the policies alternate, and an engine receives requests once it has the adapters of all policies. Each
+policy has a publisher with its own versions. The first publication of each policy also contains the base weights, which
+the engine compares with those that it has. A restarted engine has no weights: the first policy to publish sends it the
+base, and policies whose current version is published already publish it again.
 """
 
 from __future__ import annotations
@@ -19,33 +20,38 @@ from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import ReceiverLost
 
 Deliver = Callable[[int], Awaitable[Publication]]
-"""Publishes the weights of a step until an engine has them."""
+"""Publishes the weights of a step, and repeats that until at least one engine has them."""
 
 
 class SharedEngines:
-    """The engines of several policies, and the weights that each engine has received."""
+    """Engines that serve the adapters of several policies, and a record of the weights that each engine has
+    received."""
 
     def __init__(self, members: Membership, policies: Sequence[str]):
-        """Starts without weights. `policies`: the first is the owner of the engines."""
+        """Creates the record without weights. `members`: engines of the group. `policies`: names of the policies, of
+        which the first owns the engines."""
         self.membership = members
         self.owner = policies[0]
         self.based: dict[str, int] = {}
-        """Engine -> incarnation that has received the base of all adapters."""
+        """Name of each engine that has received the base weights -> number of its start at that time; a restarted
+        engine has another number."""
         self._loaded: dict[str, dict[str, int]] = {policy: {} for policy in policies}
-        """Policy -> engine -> incarnation that has loaded the policy's adapters."""
+        """Policy -> name of each engine that has loaded the policy's adapters -> number of the engine's start at that
+        time."""
         self._newest: dict[str, int] = {}
-        """Policy -> step that was published last."""
+        """Policy -> step of its last publication."""
         self._deliver: dict[str, Deliver] = {}
         self._turn = asyncio.Lock()
 
     def enter(self, policy: str, deliver: Deliver) -> SharedMembers:
-        """Returns the engines as members for a publisher of `policy`; `deliver` publishes its weights."""
+        """Registers `deliver`, which publishes the weights of `policy`, and returns the engines in the form that the
+        policy's publisher expects."""
         self._deliver[policy] = deliver
         return SharedMembers(self, policy)
 
     async def publish(self, policy: str, step: int) -> Publication:
-        """Publishes the weights of `policy` when it is its turn, and again those of other policies' `step` that a
-        restarted engine lacks."""
+        """Publishes the weights of `policy` for `step`, one policy at a time. Then publishes again the weights of other
+        policies for the same `step` if a restarted engine lacks them."""
         async with self._turn:
             done = await self._deliver[policy](step)
             self._newest[policy] = step
@@ -54,12 +60,14 @@ class SharedEngines:
             return done
 
     def gave(self, policy: str, engine: EngineHandle) -> bool:
-        """Records that `engine` has the adapters of `policy`; returns True if it has those of every policy."""
+        """Records that `engine` has the adapters of `policy`. Returns True if the engine now has the adapters of every
+        policy."""
         self._loaded[policy][engine.name] = engine.incarnation
         return all(loaded.get(engine.name) == engine.incarnation for loaded in self._loaded.values())
 
     def _behind(self, step: int) -> str | None:
-        """Returns a policy whose version of `step` is published, but missing on a running engine."""
+        """Returns a policy whose weights of `step` are published but not loaded by every running engine; None if there
+        is no such policy."""
         running = {engine.name: engine.incarnation for engine in self.membership.candidates()}
         for policy, newest in self._newest.items():
             if newest == step and not running.items() <= self._loaded[policy].items():
@@ -68,7 +76,7 @@ class SharedEngines:
 
 
 class SharedMembers:
-    """The engines as members for the publisher of one policy (`slimx.reshard.parties.Members`)."""
+    """The shared engines as the publisher of one policy sees them (`slimx.reshard.parties.Members`)."""
 
     def __init__(self, shared: SharedEngines, policy: str):
         self._shared = shared
@@ -80,16 +88,16 @@ class SharedMembers:
         return self._members.epoch
 
     def candidates(self) -> list[EngineHandle]:
-        """Returns the running engines."""
+        """Returns the running engines, to which weights can be published."""
         return self._members.candidates()
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Takes `engine` out of service because of `error`, for all policies."""
+        """Takes `engine` out of service for all policies because of `error`."""
         await self._members.quarantine(engine, error)
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Records that `engine` has a verified version of this policy; with one of each policy it gets requests. Raises
-        ReceiverLost if it was lost meanwhile."""
+        """Records that `engine` has a verified version of this policy's adapters, and adds it to the router if it has
+        those of every policy. Raises ReceiverLost if the engine has been lost meanwhile."""
         if self._shared.gave(self._policy, engine):
             await self._members.admit(engine)
         elif not engine.standing.runs:

@@ -1,1 +1,1 @@
-"""Start and end of a run's driver: signals, watchdog, and cleanup after a killed run."""
+"""Start and stop of the driver process of a run: signals, deadlines for stopping, and cleanup after a killed driver."""

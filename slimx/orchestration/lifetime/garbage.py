@@ -1,4 +1,4 @@
-"""Python's garbage collector in the driver, whose heap is large and contains little garbage."""
+"""Settings of Python's garbage collector for the driver process, whose heap is large and contains little garbage."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG, MIDDLE, OLD = 50_000, 10, 10
-"""Thresholds of gc.set_threshold. Young: new objects per collection. Middle and old: collections of the generation
-below per collection."""
+"""Arguments of gc.set_threshold. YOUNG: number of new objects after which the youngest generation is collected. MIDDLE
+and OLD: number of collections of the next younger generation after which this one is collected."""
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Freezes the heap and raises the collector's thresholds within the block, which begins after imports and start-up.
+    """Freezes the heap and raises the garbage collector's thresholds until the block ends; to be entered when imports
+    and startup are complete.
 
-    Most live objects are imported modules, and each full collection would scan them again (0.2 s). A step with 10,000
-    rollouts in flight keeps a million objects alive: at Python's thresholds (700, 10, 10), a third of the time to build
-    groups was spent on scanning them (benchmarks/rollout_buffer.py, 2 x86-64 cores, 2026-11-21). Objects of a rollout
-    are freed without the collector; only cycles wait for it.
-    """
+    Most live objects belong to imported modules, and each full collection would scan them again (0.2 s). A step with
+    10,000 rollouts in flight keeps a million objects alive. With Python's default thresholds (700, 10, 10), scanning
+    them took a third of the time of building groups (benchmarks/rollout_buffer.py, 2 x86-64 cores, 2026-11-21).
+    Reference counting frees the objects of a rollout; only reference cycles wait for the collector."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

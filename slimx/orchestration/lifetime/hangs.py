@@ -1,8 +1,9 @@
-"""Hangs: writes the stacks of hanging processes before they are ended. A watchdog ends a process that does not exit; a
-pulse ends one whose event loop is blocked, together with all its deadlines.
+"""Detection of hangs in the driver: the stacks of hanging processes are written before the processes are killed. A
+`Watchdog` kills a process that does not exit in time. A `Pulse` kills a process whose event loop is blocked, because no
+deadline of the loop can expire then.
 
 event loop       beat   beat   a hook blocks ........................................
-pulse's thread   look   look   look   look  ...  deadline: stacks, location, exit status
+pulse's thread   check  check  check  check ...  deadline: writes stacks and location, exits with a status
 """
 
 from __future__ import annotations
@@ -28,53 +29,60 @@ from slimx.observability.live.stacks import write_stacks
 from slimx.runtime.tasks import in_thread
 
 WRITE_S = 45.0
-"""Deadline for writing all stacks, in seconds; the end of a run does not wait longer for them."""
+"""Deadline for writing the stacks of all processes, in seconds; a run that stops waits no longer for them."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
-"""Codes of errors of parts that did not respond, or not as requested."""
+"""Error codes of a part of the run that did not respond, or responded without doing its work."""
 
 PACKAGE = str(Path(__file__).parents[2])
 SAY_S = 10.0
-"""Deadline for printing the watchdog's sentence, in seconds."""
+"""Deadline for printing the watchdog's message, in seconds."""
 
 LOOK_S = 0.5
-"""Seconds between two checks of the event loop."""
+"""Interval between two checks of the event loop, in seconds."""
 STRIKE_S = 60.0
-"""Additional CPU seconds for a computing loop while the pulse's thread writes stacks and the sentence."""
+"""CPU seconds added to the countdown of `GilWatch` while the pulse's thread writes the stacks and the message, because
+the blocked loop may use CPU time meanwhile."""
 SIGNAL = signal.SIGRTMAX
-"""Signal on which faulthandler writes all stacks, from C."""
+"""Signal on which faulthandler writes the stacks of all threads from C code, without needing the GIL."""
 STACKS_S = 1.0
-"""CPU seconds between these stacks and the end of the process."""
+"""CPU seconds between writing these stacks and the end of the process."""
 SIGEV_SIGNAL = 0
 SIGEV_THREAD = 2
 
 
 def hangs(error: BaseException) -> bool:
-    """Returns True for an error that says that a part did not respond in time."""
+    """Returns True if `error` reports that a part of the run did not respond in time."""
     return isinstance(error, DeadlineError) or (isinstance(error, SlimxError) and error.code in SILENT)
 
 
 async def keep_stacks(directory: Path, note: Callable[[str], None], error: BaseException) -> None:
-    """Writes the stacks of this machine's processes to RUN/stacks if `error` reports a hang; does not raise."""
+    """Writes the stacks of this machine's processes to RUN/stacks if `error` reports a hang, and calls `note` with the
+    path or the reason of a failure. Does not raise."""
     if not hangs(error):
         return
     try:
         async with asyncio.timeout(WRITE_S):
             file = await in_thread(write_stacks, directory, str(error).partition("\n")[0])
     except (OSError, TimeoutError) as problem:
-        note(f"the stacks of the processes were not written ({type(problem).__name__}: {problem})")
+        note(
+            f"the stacks of this machine's processes could not be written to {directory / 'stacks'} "
+            f"({type(problem).__name__}: {problem})"
+        )
     else:
         note(f"the stacks of this machine's processes are in {file}")
 
 
 class Watchdog:
-    """Ends the process if it has not exited by a deadline, once armed. `with` disarms it.
+    """Kills the process if it has not exited when a deadline expires. `arm` starts the deadline; leaving the `with`
+    block cancels it.
 
-    A call of Ray's library may block forever while a process of Ray is stopped; a hook may keep a thread or a task from
-    ending. The watchdog is a thread: it needs neither the event loop nor the cooperation of the hanging code."""
+    A call into Ray's library may block forever while one of Ray's processes is stopped, and a thread or task of a hook
+    may never end. The watchdog runs in a thread, so it needs neither the event loop nor the cooperation of the hanging
+    code."""
 
     def __init__(self, leave: Callable[[int], None] = os._exit):
-        """Creates an unarmed watchdog; `leave` ends the process with a status."""
+        """Creates a watchdog without a deadline. `leave` ends the process with an exit status."""
         self._leave = leave
         self._changed = threading.Condition()
         self._armed = False
@@ -86,8 +94,9 @@ class Watchdog:
         self.disarm()
 
     def arm(self, seconds: float, status: int, reason: str | None) -> None:
-        """Gives the process `seconds` to exit; then ends it with `status` and prints a sentence with `reason` and the
-        call that did not return (None: prints nothing). No effect if armed already."""
+        """Starts a deadline of `seconds` for the process to exit. When it expires, prints a message with `reason` and
+        the call that has not returned (nothing if `reason` is None), and ends the process with exit status `status`.
+        Has no effect if a deadline is running already."""
         with self._changed:
             if self._armed:
                 return
@@ -96,7 +105,7 @@ class Watchdog:
         threading.Thread(target=self._watch, args=arguments, name="slimx watchdog", daemon=True).start()
 
     def disarm(self) -> None:
-        """Cancels the deadline: the process exits by itself, or another way is tried."""
+        """Cancels the deadline."""
         with self._changed:
             self._armed = False
             self._changed.notify_all()
@@ -108,9 +117,9 @@ class Watchdog:
         if reason is not None:
             sentence = reason.partition("\n")[0]
             if seconds:
-                sentence += f"; after {seconds:g} s {main_location()} has not returned, so the process ends"
+                sentence += f"; {main_location()} has not returned after {seconds:g} s, so the process is killed"
             text = f"slimx: {one_line(sentence)}"
-            # The reader of standard error may be what hangs.
+            # Printing may block, too, if the reader of standard error hangs.
             printer = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr}, daemon=True)
             printer.start()
             printer.join(SAY_S)
@@ -118,8 +127,8 @@ class Watchdog:
 
 
 def main_location() -> str:
-    """Returns the location of the main thread: the innermost frame of user code called by slimx; else of slimx, else
-    the innermost frame."""
+    """Returns function, file and line where the main thread is: the innermost frame of user code called by slimx if
+    there is one, else the innermost frame of slimx, else the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame)) if frame is not None else []
     below_slimx = list(dropwhile(lambda entry: not entry.filename.startswith(PACKAGE), stack))
@@ -137,19 +146,19 @@ def main_location() -> str:
 
 
 def pulse_deadline(config: Config) -> float:
-    """Returns how long the driver's event loop may be blocked, in seconds: until rollouts miss their deadline, or as
-    long as a rank may be silent, whichever is longer."""
+    """Returns for how long the driver's event loop may be blocked, in seconds: the shorter deadline of a rollout and of
+    a step, or the time for which a rank may be silent (`trainer.watch_deadline`), whichever is longer."""
     rollouts = min(config.rollout.rollout_deadline, config.schedule.step_deadline)
     return max(rollouts, config.trainer.watch_deadline)
 
 
 class Pulse:
-    """Checks the event loop from a thread while it is entered in the loop. Time in which the process or the thread did
-    not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
+    """Detects from a thread that the event loop in which it is entered is blocked. Time in which the process or the
+    thread did not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
 
     def __init__(self, deadline_s: float, strike: Callable[[DeadlineError], None], time: Callable[[], float]):
-        """Sets the deadline. `strike` is called once, in the thread, if the loop is blocked for `deadline_s` seconds of
-        the clock `time`."""
+        """Sets the deadline. `strike` is called once, in the thread, if the loop is blocked for `deadline_s` seconds,
+        measured by the clock `time`."""
         self._deadline_s = deadline_s
         self._strike = strike
         self._time = time
@@ -158,7 +167,7 @@ class Pulse:
 
     def __enter__(self) -> Pulse:
         loop = asyncio.get_running_loop()
-        self._gil.__enter__()  # in this thread: a hook that holds the GIL from now on would block the other one
+        self._gil.__enter__()  # in this thread: a hook that holds the GIL could block the new one
         self._thread = threading.Thread(target=self._watch, args=(loop,), name="slimx pulse", daemon=True)
         self._thread.start()
         return self
@@ -174,20 +183,22 @@ class Pulse:
             began = self._time()
             try:
                 loop.call_soon_threadsafe(beat.set)
-            except RuntimeError:  # the loop has closed
+            except RuntimeError:  # the loop is closed
                 return
             while not (beat.is_set() or self._over.is_set() or self._time() - began >= self._deadline_s):
                 self._over.wait(LOOK_S)
                 self._gil.put_off()
             if not beat.is_set() and not self._over.is_set():
-                blocked_at = f"{main_location()}, which blocks it; await there, or call it by asyncio.to_thread"
+                blocked_at = (
+                    f"{main_location()}, which blocks it; make that call asynchronous or run it with asyncio.to_thread"
+                )
                 self._gil.put_off(STRIKE_S)
                 self._strike(DeadlineError("the driver's event loop", self._deadline_s, blocked_at))
                 return
 
 
 class _SigEvent(ctypes.Structure):
-    """struct sigevent of 64-bit Linux."""
+    """The C structure `sigevent` of 64-bit Linux, an argument of timer_create."""
 
     _fields_ = (
         ("value", ctypes.c_size_t),
@@ -199,13 +210,12 @@ class _SigEvent(ctypes.Structure):
 
 
 class GilWatch:
-    """Writes the process's stacks to standard error and ends it with status 69 after `seconds` of CPU time without a
-    call of `put_off`, while it is entered.
+    """While entered, writes the stacks of the process to standard error and ends the process with status 69 when it has
+    used `seconds` of CPU time since the last call of `put_off`.
 
-    A single C call may never release the GIL (an expression of `re`, a power of huge numbers): then no thread runs,
-    including the pulse's. Kernel timers still fire; they count the CPU time of the process, which does not advance
-    while it is stopped.
-    """
+    A single C call may never release the GIL, such as matching a regular expression or computing a power of huge
+    numbers. Then no Python thread runs, including the thread of `Pulse`. Kernel timers still expire; they measure the
+    CPU time of the process, which does not advance while the process is stopped."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -221,9 +231,9 @@ class GilWatch:
         return self
 
     def put_off(self, more: float = 0.0) -> None:
-        """Restarts the countdown with `more` additional CPU seconds."""
+        """Restarts the countdown, with `more` CPU seconds added to it."""
         for timer, seconds in zip(self._timers, (self._seconds + more, self._seconds + more + STACKS_S), strict=True):
-            # struct itimerspec: seconds and nanoseconds of the interval, then of the first expiry
+            # struct itimerspec: seconds and nanoseconds of the repetition interval (none), then of the first expiration
             spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
             self._call("timer_settime", timer, 0, spec, None)
 

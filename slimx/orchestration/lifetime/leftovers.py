@@ -1,9 +1,9 @@
-"""Kills what a driver leaves behind, however it ends: `python -m slimx.orchestration.lifetime.leftovers`, a child of
-the driver.
+"""Kills the processes that a driver leaves behind, however the driver ended. Runs as `python -m
+slimx.orchestration.lifetime.leftovers` in a child process of the driver.
 
-Ray's agents outlive a killed raylet by a minute, and a stopped process of Ray lives forever. Servers under a guard are
-left to it: it detects that its owner is gone, ends them cleanly, and removes their files in /dev/shm.
-"""
+Ray's agents outlive a killed raylet by a minute, and a stopped process of Ray never exits. Servers that run under a
+guard process are not killed here: the guard detects that the driver is gone, stops them cleanly, and removes their
+files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from slimx.runtime import process as guarded
 from slimx.runtime.children import child_environment, python_argv
 
 LOOK_S = 2.0
-"""Seconds between two scans of the driver's descendants."""
+"""Interval between two scans of the driver's descendants, in seconds."""
 POLL_S = 0.2
-"""Seconds between two checks whether the driver lives."""
+"""Interval between two checks that the driver is running, in seconds."""
 KILL_S = 10.0
 """Deadline for killed processes to disappear, in seconds."""
 
 
 def watch_over_this_process() -> None:
-    """Starts the process that kills what this one leaves behind."""
+    """Starts a child process that kills what this process leaves behind when it ends."""
     subprocess.Popen(
         python_argv(__name__, str(os.getpid())),
         env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the driver
+        start_new_session=True,  # so that Ctrl-C reaches only the driver
     )
 
 
 def unguarded(root: psutil.Process) -> set[psutil.Process]:
-    """Returns the descendants of `root`, without guards and the processes under them."""
+    """Returns the descendant processes of `root`, except guard processes of servers and everything that runs under a
+    guard."""
     try:
         descendants = {process.pid: process for process in root.children(recursive=True)}
     except psutil.NoSuchProcess:
@@ -72,7 +73,7 @@ def _guards(process: psutil.Process) -> bool:
 
 
 def outlive(owner: int) -> None:
-    """Tracks the descendants of `owner` until it ends, then kills those that are left."""
+    """Tracks the descendants of process `owner` until it ends, then kills those that are still running."""
     driver = psutil.Process(owner)
     known: set[psutil.Process] = set()
     look_at = 0.0

@@ -1,10 +1,10 @@
-"""Runs and ends the parts that a command starts: in order, in bounded time, after any failure.
+"""Starts and stops everything that a command runs on Ray. Stopping is ordered and has a deadline, after any failure.
 
-main thread        start_ray --> event loop: work ........ clean-up --> stop_ray --> the process exits
-signals' thread                       | SIGTERM: cancels `work`, arms the watchdog
-an alarm                              | a part that cannot be replaced was lost: the same
+main thread        start_ray --> event loop: work ......... cleanup --> stop_ray --> the process exits
+signals' thread                       | SIGTERM: cancels `work`, starts the watchdog's deadline
+an alarm                              | a part that cannot be replaced was lost: does the same
 watchdog's thread                     |------- cluster.stop_deadline ------> kills the process if it is still running
-pulse's thread                    checks the event loop; ends the process if it is blocked
+pulse's thread                    checks the event loop; kills the process if the loop is blocked
 """
 
 from __future__ import annotations
@@ -33,33 +33,37 @@ from slimx.runtime.clocks import RunningClock, RunningLoop
 from slimx.runtime.tasks import AnyFuture
 
 SAVING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that announce the loss of a machine or terminal; `checkpoint.grace` applies to them."""
+"""Signals that announce the loss of the machine or the terminal. After one of them a run has `checkpoint.grace` seconds
+to save."""
 START_END_S = 5.0
-"""Deadline after a signal for a process whose Ray is still starting, in seconds: Ray's library may ignore signals."""
+"""Deadline for the process to exit, in seconds, if a signal arrives while Ray is starting, because Ray's library may
+ignore signals then."""
 LINGER_S = 10.0
-"""Deadline for tasks to end when nothing waits for them any more, in seconds."""
+"""Deadline for the remaining tasks to end when the event loop is closed, in seconds; later ones are abandoned."""
 
 
 class Alarm:
-    """Ends a run that cannot go on, and asks it to leave on SIGUSR1. Belongs to the event loop."""
+    """Stops a run that cannot continue, with an error, or asks it to save and stop (SIGUSR1). To be used in the event
+    loop only."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:
-        """Creates an alarm; `ending` is called as soon as it is known how the run ends."""
+        """Creates an alarm. `ending` is called as soon as it is clear how the run ends: with the error, or None."""
         self.ending = ending
         self.leaving = asyncio.Event()
-        """Set when the run must save and end."""
+        """Set when the run must save and stop."""
         self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
-        """Error that ends the run."""
+        """Completes with the error that stops the run."""
 
         self._watches: set[asyncio.Task[SlimxError]] = set()
 
     def ring(self, error: SlimxError) -> None:
-        """Ends the run with `error`; only the first call counts."""
+        """Stops the run with `error`. Later calls have no effect."""
         if not self.rung.done():
             self.rung.set_result(error)
 
     def ring_after(self, watch: Coroutine[object, None, SlimxError]) -> None:
-        """Ends the run with the error that `watch` returns, once it does."""
+        """Runs `watch` in the background, and stops the run with the error that it returns, or that reports its
+        failure."""
 
         def ring(watched: asyncio.Task[SlimxError]) -> None:
             if watched.cancelled():
@@ -67,16 +71,21 @@ class Alarm:
             error = watched.exception()
             if error is None:
                 self.ring(watched.result())
-            else:  # a bug in a watch must not leave a run unwatched
-                self.ring(SlimxError(f"a watch of the run failed: {type(error).__name__}: {error}", code="watch"))
+            else:  # a bug in a watch must not leave the run unwatched
+                self.ring(
+                    SlimxError(
+                        f"a task that watches the run failed, which is a bug: {type(error).__name__}: {error}",
+                        code="watch",
+                    )
+                )
 
-        # `watch` is the task itself: a coroutine around it would never await it if cancelled before it begins.
+        # The task runs `watch` directly: a wrapping coroutine that is cancelled before it starts would never await it.
         task = asyncio.create_task(watch)
         task.add_done_callback(ring)
         self._watches.add(task)
 
     def quiet(self) -> None:
-        """Stops all watches: exits are expected from here on."""
+        """Stops all watches, because the parts of the run exit regularly from now on."""
         for watch in self._watches:
             watch.cancel()
 
@@ -85,10 +94,12 @@ async def _nothing(error: BaseException) -> None: ...
 
 
 class EndingStack(AsyncExitStack):
-    """An exit stack that notifies the alarm first: closing a part may hang, and ends parts that are watched."""
+    """An exit stack that first stops the alarm's watches: closing a part ends other parts, which must not count as
+    lost. Then it reports how the run ends, so that the deadline for stopping starts before any part is closed."""
 
     def __init__(self, alarm: Alarm, failing: Callable[[BaseException], Awaitable[None]] = _nothing):
-        """Creates the stack; `failing` is called with the reason of the end while all parts are still running."""
+        """Creates the stack. If the run ends with an error, `failing` is called with it while all parts are still
+        running."""
         super().__init__()
         self._alarm = alarm
         self._failing = failing
@@ -97,7 +108,7 @@ class EndingStack(AsyncExitStack):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._alarm.quiet()
-        if not isinstance(error, asyncio.CancelledError):  # after a cancellation, `interruptible` reports the reason
+        if not isinstance(error, asyncio.CancelledError):  # `interruptible` reports cancellations
             self._alarm.ending(error)
         reason = self._alarm.rung.result() if self._alarm.rung.done() else error
         if reason is not None:
@@ -106,14 +117,15 @@ class EndingStack(AsyncExitStack):
 
 
 Work = Callable[[Alarm], Coroutine[object, None, None]]
-"""Work of a command in the event loop."""
+"""Main coroutine of a command, to be run in the event loop with Ray started."""
 
 
 def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = True) -> None:
-    """Starts Ray, runs `work` in an event loop, ends everything.
+    """Starts Ray for `device`, runs `work` in an event loop, and stops everything. `trainers`: False for a command
+    without trainer ranks.
 
-    Raises the error of `work`, or Interrupted after SIGINT or SIGTERM. If the end takes longer than
-    `cluster.stop_deadline`, the watchdog ends the process."""
+    Raises the error of `work`, or Interrupted after SIGINT, SIGTERM or SIGHUP. If stopping takes longer than
+    `cluster.stop_deadline`, the watchdog kills the process."""
     bypass_proxies(os.environ)
     watch_over_this_process()
     with Watchdog() as watchdog, Signals() as signals:
@@ -125,7 +137,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             if signum == signal.SIGUSR1:
                 return
             deadline = seconds + grace if signum in SAVING else seconds
-            if starting:  # no part of the run exists yet, and Ray's processes end with this one
+            if starting:  # nothing to stop yet, and Ray's processes exit with this one
                 deadline = START_END_S
             watchdog.arm(deadline, *ending_of(Interrupted(signum)))
 
@@ -135,7 +147,7 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
         signals.subscribe(bound)
         try:
             start_ray(config, device, trainers=trainers)
-            signals.install()  # Ray has installed its own handlers
+            signals.install()  # again, because Ray has installed its own handlers
             starting = False
             if signals.received:
                 raise Interrupted(signals.received[0])
@@ -145,12 +157,12 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             except (Interrupted, Preempted):
                 raise
             except Exception as error:
-                # If Ray is lost, that is the cause of every other error.
+                # If a process of Ray has died, that is the cause of every other error.
                 lost = has_ended(processes)
                 if lost is None:
                     raise
                 raise lost from error
-        except SystemExit:  # raised by Ray's handler of a signal while it starts
+        except SystemExit:  # raised by Ray's signal handler while Ray starts
             if not signals.received:
                 raise
             raise Interrupted(signals.received[0]) from None
@@ -160,7 +172,8 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
 
 
 def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work, watchdog: Watchdog) -> Work:
-    """Returns `work` with watches: it ends when Ray is lost, and with the process when the event loop is blocked."""
+    """Wraps `work` so that it stops when a process of Ray is lost, and so that the process is killed when the event
+    loop is blocked."""
 
     def strike(error: DeadlineError) -> None:
         asyncio.run(keep_stacks(Path(config.run.dir), partial(print, file=sys.stderr), error))
@@ -177,18 +190,19 @@ def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Wor
 async def interruptible(
     work: Work, signals: Signals, ending: Callable[[BaseException | None], None], grace: float = 0.0
 ) -> None:
-    """Runs `work`. SIGINT, SIGTERM and its alarm cancel it and wait for its clean-up; SIGUSR1 asks it to leave.
+    """Runs `work` until it returns. SIGINT, SIGTERM, SIGHUP or its alarm cancel it and wait for its cleanup; SIGUSR1
+    sets the alarm's `leaving`.
 
-    With `grace`, the first SIGTERM asks it to leave and cancels it `grace` seconds later. `ending` is called as soon as
-    it is known how the run ends."""
+    If `grace` is set, the first SIGTERM or SIGHUP sets `leaving` and cancels `work` only `grace` seconds later.
+    `ending` is called as soon as it is clear how the run ends."""
     loop = asyncio.get_running_loop()
     alarm = Alarm(ending)
     task = asyncio.ensure_future(work(alarm))
     stopped = asyncio.Event()
 
     def heard(signum: int) -> None:
-        # A second signal during the stop changes nothing: the stop has its own deadlines.
-        with suppress(RuntimeError):  # the loop has closed
+        # A second signal changes nothing: stopping has its own deadlines.
+        with suppress(RuntimeError):  # the loop is closed
             if signum == signal.SIGUSR1:
                 loop.call_soon_threadsafe(alarm.leaving.set)
             elif grace and len(signals.received) == 1 and signum in SAVING:
@@ -219,8 +233,8 @@ async def interruptible(
 
 
 def run_loop(main: Coroutine[object, None, None]) -> None:
-    """Runs `main` like `asyncio.run`, on a loop whose deadlines pause while the process is stopped, and abandons tasks
-    that resist cancellation and threads of hooks that do not return."""
+    """Runs `main` like `asyncio.run`, with two differences. Deadlines of the loop pause while the process is stopped
+    (SIGSTOP). At the end, tasks that resist cancellation and threads of hooks that do not return are abandoned."""
     clock = RunningClock()
     clock.keep()
     loop = RunningLoop(clock)
@@ -233,14 +247,14 @@ def run_loop(main: Coroutine[object, None, None]) -> None:
                     loop.run_until_complete(task)
                     break
                 except (SystemExit, KeyboardInterrupt):
-                    # The loop re-raises these from any task or callback, such as a hook's, which keeps the error.
+                    # The loop re-raises these errors from any task or callback, such as a hook's; the task keeps them.
                     if task.done():
                         raise
         finally:
             loop.run_until_complete(_end(asyncio.all_tasks(loop)))
     finally:
         asyncio.set_event_loop(None)
-        loop.close()  # which does not wait for the threads of its executor
+        loop.close()  # does not wait for the threads of its executor
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
@@ -257,7 +271,8 @@ async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
 
 
 def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -> Callable[..., Awaitable[None]]:
-    """Returns an exit callback for `stop` whose own failure does not hide the error that ended the run."""
+    """Returns a callback for an exit stack that awaits `stop`. If `stop` fails after another error, its failure is only
+    passed to `note`, so that the first error is raised."""
 
     async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
         try:
@@ -271,7 +286,7 @@ def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -
 
 
 async def together(starting: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """Starts all and waits for them; the first failure ends the wait and cancels the rest."""
+    """Calls all of `starting` concurrently and waits for them. The first failure cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(work()) for work in starting]
     try:
         await asyncio.gather(*tasks)

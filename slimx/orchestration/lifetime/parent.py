@@ -1,9 +1,11 @@
-"""The parent process of a driver. Ray's library ends its process at once with status 1 when it loses its raylet: the
-parent reports that, and exits with the status for which the same command is started again. If a hook ends the driver
-with status 0 by os._exit, the parent exits with 2.
+"""The parent process of a driver, which explains exits that the driver cannot explain itself.
+
+Ray's library ends its process at once with status 1 when its raylet dies. The parent reports that, and exits with the
+status after which a launcher runs the same command again. If a hook ends the driver with status 0 by os._exit, the
+parent exits with status 2.
 
     launcher --signals--> parent --signals--> driver (everything else)
-                          parent <--status, a byte at the end of its work--
+                          parent <--exit status, and a byte on a pipe when its work is done--
 """
 
 from __future__ import annotations
@@ -23,27 +25,29 @@ from slimx.runtime.logs import log_end
 from slimx.runtime.process import end_with_parent
 
 LOOK_S = 2.0
-"""Seconds between two searches for the log of Ray's library."""
+"""Interval between two searches for the log that Ray's library writes in the driver, in seconds."""
 SENT = (0, -1, -6)
-"""Codes of signals sent by a process (SI_USER, SI_QUEUE, SI_TKILL). Signals of a terminal reach the driver directly."""
+"""Values of `si_code` of signals that a process has sent (SI_USER, SI_QUEUE, SI_TKILL), and that are forwarded. Signals
+of a terminal reach the driver directly."""
 ENDED = (1, -signal.SIGABRT)
-"""Exit statuses with which Ray's library ends a process."""
+"""Exit statuses with which Ray's library ends its process."""
 LOG = "/python-core-driver-"
-"""Part of the log's path of Ray's library in a driver."""
+"""Part of the path of the log that Ray's library writes in a driver."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
-"""Last messages of ray 2.60's library in that log."""
+"""Messages in that log with which the library of ray 2.60 ends its process."""
 AGENT = re.compile(r"agent_name = (\w+)")
-"""Name of the agent in a raylet's log whose death ended the raylet."""
+"""Name of the agent whose death ended the raylet, in the raylet's log."""
 RAYLET_LINES = 1000
-"""Lines of a raylet's log that are searched for it, at most: its workers may end after the agent."""
+"""Number of last lines of a raylet's log that are searched for the agent: after the agent, workers may log their ends,
+too."""
 
 
 def supervised() -> Callable[[], object]:
-    """Forks: continues in the child, the driver, and returns the function that it calls when its work is done, whatever
-    its status. The parent exits when the driver does and never returns."""
+    """Forks the process. Returns in the child, the driver, a function that the driver must call when its work is done,
+    successful or not. Never returns in the parent, which exits when the driver does."""
     parent = os.getpid()
     read, write = os.pipe()
-    os.set_blocking(read, False)  # a child of the driver may keep the other end open
+    os.set_blocking(read, False)  # a child of the driver may keep the write end open
     signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, signal.SIGCHLD))
     driver = os.fork()
     if driver == 0:
@@ -54,8 +58,8 @@ def supervised() -> Callable[[], object]:
     status, log = _wait(driver)
     if status == 0 and not _written(read):
         print(
-            "slimx: the driver was ended with status 0 before its work was over; take os._exit out of the hook or "
-            "library that calls it",
+            "slimx: the driver process exited with status 0 before its work was done; remove the call of os._exit "
+            "from the hook or library that makes it",
             file=sys.stderr,
             flush=True,
         )
@@ -64,7 +68,7 @@ def supervised() -> Callable[[], object]:
     if sentence is not None:
         print(f"slimx: {sentence}", file=sys.stderr, flush=True)
         status = LOST
-    if status < 0:  # end in the same way as the driver
+    if status < 0:  # exit by the same signal as the driver
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
@@ -80,7 +84,8 @@ def _written(pipe: int) -> bool:
 
 
 def _wait(driver: int) -> tuple[int, Path | None]:
-    """Forwards signals until the driver ends. Returns its status, and the log of Ray's library in it."""
+    """Forwards signals to the driver until it exits. Returns its exit status and the log of Ray's library in it, if one
+    was found."""
     log: Path | None = None
     while True:
         if log is None:
@@ -96,8 +101,8 @@ def _wait(driver: int) -> tuple[int, Path | None]:
 
 
 def _log_of(driver: int) -> Path | None:
-    """Returns the log that Ray's library has opened in the driver; None before Ray has started."""
-    with contextlib.suppress(OSError):  # files are closed, and the driver may have ended
+    """Returns the log that Ray's library has open in the driver; None before Ray has started."""
+    with contextlib.suppress(OSError):  # files may be closed and the driver may exit meanwhile
         for file in Path(f"/proc/{driver}/fd").iterdir():
             path = os.readlink(file)
             if LOG in path:
@@ -106,14 +111,15 @@ def _log_of(driver: int) -> Path | None:
 
 
 def ended_by_ray(log: Path) -> str | None:
-    """Returns a sentence naming the lost part if the last lines of `log` say that Ray's library ended its process."""
+    """Returns a message naming the lost process of Ray if `log` ends with messages of Ray's library about ending its
+    process; else None."""
     if not WORDS.search(log_end(log)):
         return None
     agents = AGENT.findall(log_end(log.with_name("raylet.out"), RAYLET_LINES))
-    lost = "Ray's raylet is lost"
+    lost = "Ray's raylet died"
     if agents:
-        lost = f"Ray's {agents[-1]} is lost, and Ray's raylet with it"
+        lost = f"Ray's {agents[-1]} died, and Ray's raylet with it"
     return (
-        f"{lost}, so Ray's library has ended this process; the logs in {log.parent} say why, and the same "
-        "command goes on from the newest checkpoint"
+        f"{lost}, so Ray's library ended this process; see the logs in {log.parent} for the cause, and run the "
+        "same command again to continue from the newest checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Signals of a driver, received in a thread: the main thread may be in a call that does not return."""
+"""Signals of a driver, received in a thread, because the main thread may be in a call that does not return."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 TWICE_S = 1.0
-"""Seconds within which a repeated signal counts as the same: if it is sent to all processes of a job, it also arrives
-through the driver's parent."""
+"""Seconds within which a repeated signal counts only once: a signal that is sent to all processes of a job also arrives
+a second time, forwarded by the driver's parent process."""
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Handled signals."""
+"""Signals that the driver handles."""
 
 type Handler = Callable[[int, FrameType | None], object] | int | None
-"""Handler of a signal, as `signal.getsignal` returns it."""
+"""Signal handler, in any form that `signal.getsignal` returns."""
 
 
 class Signals:
-    """Passes signals of HEARD to subscribers, in a thread, while it is entered; they have no other effect. Ignored
-    signals stay ignored: with nohup a run outlives its terminal.
+    """While entered, passes the signals in HEARD to subscribers in a thread; the signals have no other effect. A signal
+    that was ignored before stays ignored, so a run started with nohup outlives its terminal.
 
-    Python runs its handlers in the main thread between two instructions, so not while that thread waits in a library;
-    the interpreter's C handler writes to a pipe at once."""
+    Python would run signal handlers in the main thread between two bytecode instructions, so not while that thread
+    waits in a C library. The interpreter's C handler, however, writes the signal to a pipe at once, and the thread
+    reads the pipe."""
 
     def __init__(self) -> None:
         self._heard: list[int] = []
@@ -35,11 +36,12 @@ class Signals:
 
     @property
     def received(self) -> list[int]:
-        """Signals so far that request the end: all but SIGUSR1."""
+        """Signals received so far that ask the run to stop: all except SIGUSR1."""
         return [signum for signum in self._heard if signum != signal.SIGUSR1]
 
     def subscribe(self, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with every signal from now on and with earlier ones; in another thread."""
+        """Calls `callback` with every signal received so far, and from now on with every signal in the signals'
+        thread."""
         with self._lock:
             self._subscribers.append(callback)
             for signum in self._heard:
@@ -58,7 +60,7 @@ class Signals:
         return self
 
     def install(self) -> None:
-        """Installs the handlers; call it again after a library has installed its own."""
+        """Installs the handlers. To be called again after a library has installed its own handlers."""
         for signum in self._previous:
             signal.signal(signum, _nothing)
 
@@ -66,7 +68,7 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        os.close(self._write)  # which ends the thread
+        os.close(self._write)  # the thread reads the end of the pipe and ends
 
     def _listen(self) -> None:
         last: dict[int, float] = dict.fromkeys(HEARD, -math.inf)

@@ -1,1 +1,1 @@
-"""Groups of trainer ranks over Ray."""
+"""Groups of trainer ranks, the Ray actors of one torch.distributed world each."""

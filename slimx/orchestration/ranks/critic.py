@@ -1,4 +1,4 @@
-"""The critic of a run, on the trainers' ranks or on dedicated ranks."""
+"""The critic of a run: its parts on the trainer ranks, or on dedicated ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 
 
 class CriticGroup:
-    """All ranks that hold a part of the critic. Rows are passed in the caller's order and packed for the critic's
-    layout, which may differ from the policy's."""
+    """All ranks that contain a part of the critic, called as one object. Callers pass rows in any order; they are
+    packed here for the critic's parallel sizes, which may differ from the policy's."""
 
     def __init__(
         self, config: Config, sizes: Sizes, packer: Packer, *, trainers: TrainerGroup, log_dir: Path, device: str
     ):
-        """Sets up the group. `sizes` and `packer`: of the critic."""
+        """Creates the actors of dedicated ranks if `critic.placement` is "own"; else the critic is on the ranks of
+        `trainers`. `sizes` and `packer`: the critic's parallel sizes and the function that packs rows for them."""
         self.sizes = sizes
         self.packer = packer
         self.dedicated: RankGroup | None = None
@@ -34,7 +35,7 @@ class CriticGroup:
         self.ranks: RankGroup = trainers if self.dedicated is None else self.dedicated
 
     async def start(self) -> None:
-        """Starts the critic's dedicated ranks; the trainers' ranks start with a critic in them."""
+        """Starts the dedicated ranks, if any. Trainer ranks that contain the critic start with it."""
         if self.dedicated is not None:
             await self.dedicated.start()
 
@@ -43,7 +44,7 @@ class CriticGroup:
             await self.dedicated.stop()
 
     async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """Returns the value at every position, one [n] per row."""
+        """Returns the critic's value at every position, one array of shape [positions] per row."""
         rows = _bare(rows)
         batch = self.packer(rows)
         shards = await self.ranks.sharded(batch.shards)
@@ -51,22 +52,23 @@ class CriticGroup:
         return batch.unpack(self.ranks.by_shard(results), rows)
 
     async def train_step(self, updates: Sequence[Sequence[TrainingRow]], *, step: int) -> dict[str, float]:
-        """Runs one optimizer step per update on rows with `values` and `returns`; returns the metrics of all."""
+        """Trains the critic on `updates` with one optimizer step each, and returns the metrics of the whole step. The
+        rows must have `values` and `returns`."""
         by_update = []
         for rows in updates:
             by_update.append(self.packer(_bare(rows)).shards)
         shards = [list(shards) for shards in zip(*by_update, strict=True)]
         per_rank = await self.ranks.sharded(shards)
         results = await self.ranks.call(
-            "critic.train_updates", f"step {step} of the critic", per_rank=per_rank, step=step
+            "critic.train_updates", f"training step {step} of the critic", per_rank=per_rank, step=step
         )
         return self.ranks.metrics_of(results)
 
 
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Returns copies without columns that only the policy needs: the teacher's, kept tokens, and the engine's experts
-    (a critic has its own routers)."""
-    emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # `replace` takes fields of several types
+    """Returns copies of `rows` without the columns that only the policy needs: the teacher's, the tokens kept in
+    sampling, and the engine's experts, because a critic has its own routers."""
+    emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # Any: `replace` takes several types
     for name, column in COLUMNS.items():
         if column.needed is not None:
             emptied[name] = None

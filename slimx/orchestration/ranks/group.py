@@ -1,4 +1,4 @@
-"""The ranks of one torch.distributed world as one object, and their GPUs."""
+"""The ranks of one torch.distributed world as one object, and the reservation of their GPUs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from slimx.runtime.tasks import cancelled
 from slimx.trainer.worker import TrainerWorker
 
 PLACED_S = 5.0
-"""Deadline for a rank with a process to respond, in seconds."""
+"""Time in which a rank that has a process must respond, in seconds."""
 DOMAIN = "slimx-domain"
-"""Label of a Ray node: its NVLink domain (scripts/launch/common.sh)."""
+"""Label of a Ray node that contains its NVLink domain (scripts/launch/common.sh)."""
 ORDER = "slimx-order"
-"""Label of a Ray node: its number in the job."""
+"""Label of a Ray node that contains its number in the cluster job."""
 
 
 async def _result[T](reference: Awaitable[T]) -> T:
@@ -39,15 +39,15 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call that ranks are executing."""
+    """A call that some ranks have not finished."""
 
     what: str
     ranks: dict[Awaitable[object], int]
-    """Reference of the result -> rank that computes it."""
+    """Reference of each result -> rank that computes it."""
 
 
 class RankGroup:
-    """Ray actors that are called together; every call has a deadline."""
+    """The Ray actors of one torch.distributed world, which are called together. Every call has a deadline."""
 
     def __init__(
         self,
@@ -59,8 +59,9 @@ class RankGroup:
         roles: Sequence[str],
         worker: type = TrainerWorker,
     ):
-        """Creates the actors. `name`: of the group, in messages and logs. `config`: its `trainer` section is the
-        group's. `roles`: of each rank (`slimx.trainer.rank.TrainerRank`)."""
+        """Creates the actors without starting the ranks, and on CUDA reserves their GPUs. `name`: name of the group in
+        messages and log files. `config`: configuration whose `trainer` section describes this group. `roles`: what each
+        rank contains, such as "model" and "critic" (`slimx.trainer.rank.TrainerRank`)."""
         self.name = name
         self.config = config
         self.sizes = sizes
@@ -74,11 +75,12 @@ class RankGroup:
         self._worker = worker
         self.actors = self._launch()
         self.started: list[Json] = []
-        """Start-up results by rank."""
+        """Information about each rank, merged from the results of `start` and `identify`, such as its process id; []
+        before."""
         self._calls: list[PendingCall] = []
 
     def _launch(self) -> list[Actor]:
-        """Creates actors for all ranks on the group's GPUs."""
+        """Creates the actors of all ranks on the GPUs that the group has reserved."""
         for log in self.logs:
             begin_log(log)
         remote_class: Actor = ray.remote(self._worker)
@@ -91,30 +93,31 @@ class RankGroup:
         return actors
 
     def successor(self) -> Self:
-        """Returns a group of new ranks on the same GPUs, not started yet; the ranks of this group have ended."""
+        """Returns a group with new ranks, not started yet, on the same GPUs. The ranks of this group must have
+        ended."""
         other = copy(self)
         other.actors = self._launch()
         other.started = []
         return other
 
     def adopt(self, successor: RankGroup) -> None:
-        """Continues with the started ranks of `successor`."""
+        """Replaces the ranks of this group by the started ranks of `successor`."""
         self.actors = successor.actors
         self.started = successor.started
 
     async def start(self) -> list[Json]:
-        """Starts all ranks; returns pids and adapters by rank."""
+        """Starts all ranks; returns information about each, such as its process id and machine."""
         limit = self.start_deadline_s
         references = [self.actors[0].rendezvous.remote()]
-        (rendezvous,) = await self.answers(references, [0], f"the start of {self.holder(0)}", limit)
+        (rendezvous,) = await self.answers(references, [0], f"the startup of {self.holder(0)}", limit)
         starts = [actor.start.remote(rendezvous) for actor in self.actors]
-        results = await self.answers(starts, range(self.sizes.world), f"the start of the {self.name} ranks", limit)
+        results = await self.answers(starts, range(self.sizes.world), f"the startup of the {self.name} ranks", limit)
         self._merge_started(results)
         return self.started
 
     async def identify(self, deadline_s: float | None = None) -> None:
-        """Adds process id, machine and Ray's node id to `started`, also for ranks that have not started yet: they have
-        `deadline_s`, or `cluster.start_deadline`, to get a process."""
+        """Adds process id, machine and Ray node id of each rank to `started`, for which ranks need not be started, but
+        must have a process within `deadline_s` (default: the deadline of a start)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
         what = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s
@@ -125,7 +128,7 @@ class RankGroup:
         self.started = [known | result for known, result in zip(previous, results, strict=True)]
 
     async def placed(self) -> int:
-        """Returns the number of ranks that have a process."""
+        """Returns the number of ranks that have a process, for which Ray has found resources."""
         tasks = [asyncio.ensure_future(_result(actor.__ray_call__.remote(identity_of))) for actor in self.actors]
         try:
             done, _ = await asyncio.wait(tasks, timeout=PLACED_S)
@@ -134,14 +137,15 @@ class RankGroup:
             await cancelled(*tasks)
 
     async def stop(self) -> None:
-        """Kills all ranks; does not raise."""
+        """Kills all ranks and releases their GPUs. Does not raise."""
         await kill(self.actors)
         if self._gpus is not None:
             with suppress(DeadlineError, PartLost):
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     def mark(self, text: str) -> None:
-        """Writes a marker into the logs of all ranks, which the following lines belong to; does not wait."""
+        """Writes `text` as a marker into the logs of all ranks, such as the step to which the following lines belong.
+        Returns without waiting for the ranks."""
         for actor in self.actors:
             actor.mark.options(num_returns=0).remote(text)
 
@@ -155,9 +159,9 @@ class RankGroup:
         ranks: Sequence[int] | None = None,
         **arguments: object,
     ) -> list[Any]:
-        """Calls an operation, "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`; returns results in
-        their order. `per_rank`: positional arguments of each rank; `arguments`: keyword arguments of all. `what` names
-        the call in messages."""
+        """Calls an operation, named "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`, and returns
+        their results in the same order. `per_rank`: positional arguments of each rank. `arguments`: keyword arguments,
+        the same for all ranks. `what`: description of the call for messages."""
         ranks = range(self.sizes.world) if ranks is None else ranks
         positional = per_rank or [()] * len(ranks)
         references = []
@@ -168,7 +172,8 @@ class RankGroup:
     async def answers[T](
         self, references: Sequence[Awaitable[T]], ranks: Sequence[int], what: str, deadline_s: float | None = None
     ) -> list[T]:
-        """Returns the results of calls to `ranks`, in their order; the ranks are busy with `what` meanwhile."""
+        """Returns the results of calls that were sent to `ranks`, in the same order. Until then, `what` is reported as
+        the current call. Raises DeadlineError naming the ranks that miss the deadline (default: `trainer.deadline`)."""
         call = PendingCall(what, dict(zip(references, ranks, strict=True)))
         self._calls.append(call)
         try:
@@ -183,14 +188,16 @@ class RankGroup:
             self._calls.remove(call)
 
     async def save(self, path: Path, *, step: int, role: str = "model") -> None:
-        """Makes all ranks copy the state of `role` and start writing it; reports in `path` tell when that is done."""
-        await self.call(f"{role}.save", f"the copy of the state for {path}", path=str(path), step=step)
+        """Makes all ranks copy the state of `role` and start writing it into the checkpoint directory `path`. Returns
+        when the copies are made; each rank writes a report into `path` when its files are complete."""
+        await self.call(f"{role}.save", f"the copying of the state for checkpoint {path}", path=str(path), step=step)
 
     async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool, role: str = "model") -> None:
-        """Restores `role` from the checkpoint in `path`."""
+        """Restores the state of `role` on all ranks from the checkpoint in `path`. `same_layout`: True if it was
+        written by ranks with the same parallel sizes."""
         await self.call(
             f"{role}.restore",
-            f"loading the checkpoint {path}",
+            f"the loading of checkpoint {path}",
             path=str(path),
             same_layout=same_layout,
             load_optimizer=load_optimizer,
@@ -198,12 +205,12 @@ class RankGroup:
 
     @property
     def calling(self) -> str | None:
-        """Name of a call that ranks are executing; None between calls."""
+        """Description of the latest call that ranks are executing; None between calls."""
         return self._calls[-1].what if self._calls else None
 
     def late(self) -> Json | None:
-        """Returns {what: name of the current call, ranks: names of those that have not finished, logs: theirs, of: the
-        number of called ranks}; None between calls."""
+        """Returns the current call for `slimx status`; None between calls. `what`: description of the call. `ranks` and
+        `logs`: names and logs of the ranks that have not finished. `of`: number of ranks called."""
         if not self._calls:
             return None
         call = self._calls[-1]
@@ -218,41 +225,47 @@ class RankGroup:
         }
 
     def holder(self, rank: int) -> str:
-        """Returns the name of a rank in messages."""
+        """Returns the name of `rank` for messages."""
         return f"{self.name} rank {rank}"
 
     async def stored(self, values: Sequence[object]) -> list[ray.ObjectRef]:
-        """Puts each of `values` into Ray's object store once and returns the references. Raises DeadlineError if that
-        takes too long."""
+        """Stores each of `values` once in Ray's object store and returns the references. Raises DeadlineError if Ray
+        has no memory for them within `trainer.deadline`."""
         deadline = self.config.trainer.deadline
-        return await ask_ray("room for a batch", "Ray's raylet", deadline, lambda: [ray.put(value) for value in values])
+        return await ask_ray(
+            "memory for a batch in Ray's object store",
+            "Ray's raylet",
+            deadline,
+            lambda: [ray.put(value) for value in values],
+        )
 
     async def sharded(self, shards: Sequence[Sequence[object]]) -> list[tuple[ray.ObjectRef]]:
-        """Returns the argument of each rank: its data-parallel shard, stored once for the ranks that share it."""
+        """Returns the positional argument of each rank: a reference to its data-parallel shard. Ranks with the same
+        shard share one stored object."""
         stored = await self.stored(shards)
         return [(stored[coordinates(rank, self.sizes).data],) for rank in range(self.sizes.world)]
 
     def metrics_of[T](self, results: Sequence[T]) -> T:
-        """Returns the metrics of the whole batch from those of all ranks: the last pipeline stage's first rank has
-        them."""
+        """Selects the metrics of the whole batch from the results of all ranks: those of the first rank of the last
+        pipeline stage."""
         return results[self.sizes.stage * (self.sizes.pipeline - 1)]
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-        """Returns per-token results by data-parallel shard, each from a rank of the last stage that has all of them."""
+        """Selects per-token results by data-parallel shard: each is the result of a rank of the last pipeline stage
+        that has all tokens of the shard."""
         last = self.sizes.stage * (self.sizes.pipeline - 1)
         return [results[last + data * self.sizes.tensor * self.sizes.context] for data in range(self.sizes.data)]
 
 
 class PackedGpus:
-    """GPUs for `count` ranks on as few machines as possible, reserved until `release`; consecutive ranks are on
-    neighbouring GPUs.
+    """Reservation of GPUs for `count` ranks on as few machines as possible. Consecutive ranks get neighboring GPUs.
 
-    By default Ray spreads actors over machines once each is half full: tensor-parallel ranks would communicate over the
-    network, and no machine would have all GPUs free for an engine."""
+    By default, Ray spreads actors over machines once each machine is half full. Tensor-parallel ranks would then
+    communicate over the network, and no machine would have all GPUs free for an engine."""
 
     def __init__(self, name: str, count: int, *, cpus: float, deadline_s: float):
-        """Reserves the GPUs. `name`: of the group of ranks. Raises DeadlineError if they are not free within
-        `deadline_s` seconds."""
+        """Reserves the GPUs, each with `cpus` CPU cores. `name`: name of the group of ranks, for messages. Raises
+        DeadlineError if they are not free within `deadline_s` seconds."""
         self._group: PlacementGroup = placement_group([{"GPU": 1, "CPU": cpus}] * count, strategy="PACK")
         self._released = False
         try:
@@ -262,23 +275,24 @@ class PackedGpus:
             raise DeadlineError(f"{count} GPUs for {name}", deadline_s, "other users of the Ray cluster") from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         order = {node: index for index, node in enumerate(in_order(ray.nodes()))}
-        # Bundles of a machine need not be consecutive; ranks must be.
+        # Ray may number the bundles of a machine in any order; the ranks of a machine must be consecutive.
         self._bundles = sorted(range(count), key=lambda bundle: (order[nodes[bundle]], bundle))
 
     def options(self, rank: int) -> Json:
-        """Returns options of the Ray actor of `rank`."""
+        """Returns the Ray options that place the actor of `rank` on its GPU."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
         return {"num_gpus": 1, "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Releases the GPUs; actors on them end."""
+        """Ends the reservation; actors that still run on the GPUs are killed."""
         if not self._released:
             remove_placement_group(self._group)
             self._released = True
 
 
 def in_order(nodes: Sequence[Json]) -> list[str]:
-    """Returns ids of `ray.nodes()` with neighbours next to each other: by NVLink domain, number in the job, address."""
+    """Returns the ids of the nodes in `nodes`, a result of `ray.nodes()`, in an order that keeps neighbors together: by
+    NVLink domain, then number in the cluster job, then address."""
 
     def position(node: Json) -> tuple[str, str, str]:
         labels = node.get("Labels") or {}

@@ -1,4 +1,4 @@
-"""All trainer ranks as one object."""
+"""All trainer ranks of one policy as one object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from slimx.trainer.worker import TrainerWorker
 
 
 class TrainerGroup(RankGroup):
-    """The `trainer.world_size` ranks of one policy."""
+    """The `trainer.world_size` trainer ranks of one policy."""
 
     def __init__(
         self,
@@ -49,17 +49,18 @@ class TrainerGroup(RankGroup):
         *,
         name: str = "trainer",
     ):
-        """Creates the actors. `table`: the model's weight table. `plans`: plans of exports ("export") and of
-        publications, by name."""
+        """Creates the actors without starting the ranks. `table`: weight table of the model. `plans`: how weights leave
+        the trainers, by use: "export", "publish" and "adapters"."""
         critic = config.critic is not None and config.critic.placement == "shared"
         roles = ["model", "critic"] if critic else ["model"]
         super().__init__(name, config, sizes, log_dir, device, roles, worker)
         self.table = table
         self.plans: Mapping[str, PlannedBuckets] = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
-        """Number of ranks in whose memory published buckets are: 1 (the publisher) or all."""
+        """Number of ranks whose memory contains published buckets: 1 (only the publisher) or all ranks."""
         self.folds = 1
-        """Batch shards that each data-parallel rank trains: more than one after the number of ranks has shrunk."""
+        """Number of batch shards that each data-parallel rank trains: 1, or more after the number of ranks was reduced.
+        """
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
         """Returns a group with new ranks, not started yet, of the smaller `sizes`; it trains the same batches. The
@@ -86,7 +87,7 @@ class TrainerGroup(RankGroup):
         self.holders = successor.holders
 
     def folded[T](self, shards: Sequence[Sequence[T]]) -> list[list[T]]:
-        """Returns the micro-batches of a batch's shards by the data-parallel rank that trains them."""
+        """Merges the batch's shards into one list of micro-batches for each data-parallel rank."""
         folds = self.folds
         by_rank = []
         for first in range(0, len(shards), folds):
@@ -104,42 +105,46 @@ class TrainerGroup(RankGroup):
         return shards
 
     async def start(self) -> list[Json]:
-        """Starts all ranks with the plans of exports and publications; returns pids and adapters by rank."""
+        """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
+        such as its process id and machine. Raises SlimxError if a rank computes by another numerical contract than
+        this process."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)
         for rank, result in enumerate(started):
-            if result["numerics"] != contract:  # another release of slimx on its machine
+            if result["numerics"] != contract:  # its machine has another release of slimx
                 raise SlimxError(
-                    f"{self.holder(rank)} computes by the contract {result['numerics']}, this process by {contract}; "
-                    "install the same slimx on every machine",
+                    f"{self.holder(rank)} uses numerical contract {result['numerics']}, but this process uses "
+                    f"{contract}; install the same release of slimx on every machine",
                 )
         await self._prepare()
         return started
 
     async def places(self) -> list[Placement]:
-        """Returns machine and GPU by rank, where colocated engines run."""
+        """Returns machine and GPU of each rank, on which colocated engines are placed."""
         references = [actor.__ray_call__.remote(place_of) for actor in self.actors]
-        return await self.answers(references, range(self.sizes.world), "the look for the trainers' machines")
+        return await self.answers(references, range(self.sizes.world), "the lookup of the trainers' machines")
 
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
-        """Runs one optimizer step per update, in order; returns the metrics of all."""
+        """Trains the policy on `updates` with one optimizer step each, and returns the metrics of the whole step.
+        `version`: version of the engines' weights."""
         by_update = []
         for update in updates:
             by_update.append(self.folded(update.shards))
         shards = [list(shards) for shards in zip(*by_update, strict=True)]
         per_rank = await self.sharded(shards)
-        what = f"step {step} of training"
+        what = f"training step {step}"
         results = await self.call("model.train_updates", what, per_rank=per_rank, step=step, version=version)
         return self.metrics_of(results)
 
     async def trained_tokens(
         self, updates: Sequence[TrainBatch], rows: Sequence[Sequence[TrainingRow]]
     ) -> list[TrainedTokens]:
-        """Returns the last step's values for every token, row by row. `updates` and `rows`: those of that step."""
+        """Returns the values that the last training step computed for every token, such as log-probs, row by row.
+        `updates` and `rows` must be those of that step."""
         results = await self.call("model.trained_tokens", "the log-probs of the trained tokens")
         tokens: list[TrainedTokens] = []
         for index, (update, update_rows) in enumerate(zip(updates, rows, strict=True)):
-            # Ranks of earlier stages have none.
+            # Ranks of earlier pipeline stages have no values.
             shards = self.by_shard([result[index] if result else [] for result in results])
             logprobs = update.unpack(_values_of("logprobs", shards), update_rows)
             differs = update.unpack(_values_of("other_experts", shards), update_rows)
@@ -148,32 +153,37 @@ class TrainerGroup(RankGroup):
         return tokens
 
     async def logprobs(self, batch: TrainBatch, *, under: Literal["policy", "reference"]) -> list[list[np.ndarray]]:
-        """Returns the log-prob of every label under the current weights or those of the reference, per data-parallel
-        rank and micro-batch."""
+        """Returns the log-prob of every label in `batch` with the current weights ("policy") or the reference's
+        ("reference"), by data-parallel shard and micro-batch."""
         per_rank = await self.sharded(self.folded(batch.shards))
-        results = await self.call("model.logprobs", f"the log-probs under the {under}", per_rank=per_rank, under=under)
+        results = await self.call("model.logprobs", f"the log-probs of the {under}", per_rank=per_rank, under=under)
         return [list(shard) for shard in self.by_shard(results)]
 
     async def refresh_reference(self, path: Path | None = None) -> None:
-        """Makes the weights in the Hugging Face directory `path`, or the current ones, the reference."""
+        """Replaces the reference by the weights in the Hugging Face directory `path`; by default, by the current
+        weights."""
         directory = None if path is None else str(path)
-        await self.call("model.refresh_reference", "the refresh of the reference", path=directory)
+        await self.call("model.refresh_reference", "the replacement of the reference", path=directory)
 
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
-        """Returns the log-prob gap of `batch` under the current weights, with `mismatch` that of all its tokens,
-        without training."""
+        """Computes the log-probs of `batch` with the current weights, without training, and returns the gap to the
+        engines' log-probs over the tokens that `version` sampled. With `mismatch`, also returns metrics of the mismatch
+        over all tokens."""
         per_rank = await self.sharded(self.folded(batch.shards))
         what = "the measurement of the log-prob gap"
         results = await self.call("model.measure_gap", what, per_rank=per_rank, version=version, mismatch=mismatch)
         return self.metrics_of(results)
 
     async def check_files(self, path: Path, records: Sequence[bytes]) -> None:
-        """Makes every rank compare its part of the files in `path` with their `records`."""
+        """Makes every rank verify a part of the files in checkpoint `path` by size and digest. `records`: encoded sizes
+        and digests of each rank's part."""
         per_rank = [(part,) for part in records]
-        await self.call("model.check_files", f"reading the files of {path}", per_rank=per_rank, path=str(path))
+        await self.call(
+            "model.check_files", f"the verification of the files in {path}", per_rank=per_rank, path=str(path)
+        )
 
     async def export(self, directory: Path) -> None:
-        """Writes the current weights into `directory`, an empty one, as Hugging Face files."""
+        """Writes the current weights as Hugging Face files into the empty directory `directory`."""
         buckets = self.plans["export"]
         shards = []
         learner = learner_of(self.config.algorithm)
@@ -186,29 +196,31 @@ class TrainerGroup(RankGroup):
             await self.release("export", bucket)
         if learner is not None:
             shards.append(await learner.write_head(self, directory / shard_name(count - 1, count)))
-        # Frozen tensors may be gigabytes: a thread keeps the event loop free.
+        # In a thread, because copying frozen tensors, which may have gigabytes, would block the event loop.
         await in_thread(
             finish_directory,
             directory,
             Path(self.config.model.path),
             self.table,
             shards,
-            # A model with a score head shares only the trunk with a policy.
+            # A model with a score head has only the trunk of a policy, so no other tensors are copied.
             weights=self._carried_from() if learner is None else None,
         )
         if learner is not None:
             await in_thread(learner.declare, directory)
 
     async def offload(self, *, weights: bool = True) -> None:
-        """Releases the devices' memory to the engines; `weights=False` keeps the weights, to publish from them."""
-        await self.call("rank.offload", "the offload of the trainers", weights=weights)
+        """Releases the trainers' device memory for colocated engines. `weights=False` keeps the weights on the devices,
+        from where they are published next."""
+        await self.call("rank.offload", "the offloading of the trainers", weights=weights)
 
     async def reload(self) -> None:
-        """Loads back everything that `offload` released."""
-        await self.call("rank.reload", "the reload of the trainers")
+        """Loads everything that `offload` released back onto the devices."""
+        await self.call("rank.reload", "the reloading of the trainers")
 
     async def memory(self) -> dict[str, float]:
-        """Returns `memory/PHASE_peak_mib` since the last call: the maximum over all ranks, in MiB."""
+        """Returns the peak memory of each phase since the last call as `memory/PHASE_peak_mib`: the maximum over all
+        ranks, in MiB."""
         peaks = await self.call("rank.memory", "the trainers' peak memory")
         highest: dict[str, float] = {}
         for rank_peaks in peaks:
@@ -217,7 +229,8 @@ class TrainerGroup(RankGroup):
         return dict(sorted(highest.items()))
 
     async def pack(self, name: str, bucket: int) -> PackedBucket:
-        """Makes all ranks write their parts of a bucket of plan `name` into the memory of the bucket's holders."""
+        """Makes all ranks write their shards of a bucket of plan `name` into the memory of the ranks that contain this
+        plan's buckets."""
         what = f"the packing of bucket {bucket} ({name})"
         opened: dict[int, str] = {}
         for paths_of_rank in await self.call(
@@ -229,16 +242,18 @@ class TrainerGroup(RankGroup):
         return describe(self.plans[name].form(bucket), paths, written)
 
     async def release(self, name: str, bucket: int | None) -> None:
-        """Makes the memory of a bucket of plan `name` reusable; None: a publication has ended, on all ranks."""
+        """Allows the memory of a bucket of plan `name` to be reused; None: the publication has ended, so all ranks
+        release all of their buckets."""
         ranks = None if bucket is None else self._holders_of(name)
         await self.call("weights.release", f"the release of buckets ({name})", ranks=ranks, name=name, bucket=bucket)
 
     def _holders_of(self, name: str) -> range:
-        """Returns the ranks in whose memory the buckets of plan `name` are."""
+        """Returns the ranks whose memory contains the buckets of plan `name`."""
         return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
-        """Sends the plans to all ranks, and determines in whose memory buckets can be."""
+        """Sends the plans to all ranks. Before, determines for each plan if all ranks can write into each other's
+        memory, or only into the publisher's."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
             if publish is not None and not transport_of(publish).gathers:
@@ -258,7 +273,7 @@ class TrainerGroup(RankGroup):
             (stored,) = await self.stored([buckets.plan.to_bytes()])
             await self.call(
                 "weights.prepare",
-                f"the plan of the {name}",
+                f"the distribution of plan {name}",
                 name=name,
                 plan=stored,
                 remote=remote,
@@ -267,14 +282,14 @@ class TrainerGroup(RankGroup):
             )
 
     async def _reach(self, rank: int, on_device: bool) -> list[bool]:
-        """Returns, by rank, if it can write into the memory of `rank`."""
-        what = f"the look for the memory of rank {rank}"
+        """Returns, for each rank, True if it can write into the memory of `rank`."""
+        what = f"the check of access to the memory of rank {rank}"
         ((path, content),) = await self.call("weights.probe", what, ranks=[rank], on_device=on_device)
         return await self.call("weights.reaches", what, path=path, content=content)
 
     async def sharded(self, shards: Sequence[Sequence[object]]) -> list[tuple[ray.ObjectRef]]:
-        """Returns the argument of each rank: its data-parallel shard with the routes of its pipeline stage, stored once
-        for the ranks that share both."""
+        """Returns the positional argument of each rank: a reference to its data-parallel shard with the expert routes
+        of its pipeline stage. Ranks that share both share one stored object."""
         sizes = self.sizes
         if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
             return await super().sharded(shards)
@@ -290,7 +305,8 @@ class TrainerGroup(RankGroup):
         return arguments
 
     def _carried_from(self) -> Path | None:
-        """Returns the directory of tensors that trainers do not hold; None if no Hugging Face directory has them."""
+        """Returns the Hugging Face directory from which an export copies tensors that trainers do not contain; None if
+        there is none."""
         weights = Path(self.config.initial_weights)
         if format_of(weights) is None:
             return weights
@@ -299,7 +315,7 @@ class TrainerGroup(RankGroup):
 
 
 def _values_of(name: str, shards: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> list[list[np.ndarray]]:
-    """Returns one of the values computed for every micro-batch, by shard."""
+    """Selects the value called `name` from the results of each micro-batch, by shard."""
     values = []
     for shard in shards:
         values.append([batch[name] for batch in shard])

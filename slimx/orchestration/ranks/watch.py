@@ -1,7 +1,7 @@
-"""Watches idle ranks: one that dies or stops responding is named alone, and soon.
+"""Watches ranks, so that one that dies or stops responding is reported soon, and only that one.
 
-Inside a call all ranks wait for the missing one, so the call's deadline names all of them; outside of calls each rank
-responds by itself. On this machine a stopped process is visible in its state, even during a call.
+During a call, all ranks wait for the missing one, so the call's deadline names all of them. Between calls, each rank is
+pinged separately. A stopped process (SIGSTOP) on this machine is detected by its state, even during a call.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slimx.runtime.ports import machine
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 0.5
-"""Seconds between two checks of a rank that has not responded."""
+"""Interval between two checks of a rank that has not responded, in seconds."""
 PING_S = 1.0
-"""Seconds between two pings of a rank; in large groups longer, 100 ranks per second."""
+"""Minimum interval between two pings of a rank, in seconds; large groups have a longer one, at which 100 ranks are
+pinged per second."""
 
 
 async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
-    """Watches the started ranks of `group`; returns why one of them is lost, as soon as that is detected.
-
-    `deadline_s`: seconds that a rank may be silent outside of calls, or stopped."""
+    """Watches the started ranks of `group`. Returns, as soon as a rank is lost, the error that names it. `deadline_s`:
+    seconds for which a rank may not respond between calls, or may be stopped."""
     watches = [_answers(group, rank, deadline_s) for rank in range(group.sizes.world)]
     for rank, pid in local_pids(group).items():
         watches.append(_runs(group, rank, pid, deadline_s))
@@ -34,7 +34,7 @@ async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:
 
 
 def local_pids(group: RankGroup) -> dict[int, int]:
-    """Returns the process ids of ranks on this machine, by rank."""
+    """Returns the process id of each rank that runs on this machine, by rank."""
     this_machine = machine()
     pids = {}
     for rank, process in enumerate(group.started):
@@ -53,7 +53,9 @@ async def _answers(group: RankGroup, rank: int, deadline_s: float) -> SlimxError
                 if group.calling is not None:
                     silent_since = time()
                 elif time() - silent_since > deadline_s:
-                    return _lost(group, rank, f"has not answered for {deadline_s:g} s, and no call keeps it busy")
+                    return _lost(
+                        group, rank, (f"has not responded for {deadline_s:g} s although no call keeps it busy")
+                    )
             answer.result()
         except Exception as error:
             what = group.calling or "a pause between two calls"
@@ -71,11 +73,11 @@ async def _runs(group: RankGroup, rank: int, pid: int, deadline_s: float) -> Sli
         try:
             stopped = psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.NoSuchProcess:
-            return await asyncio.Future()  # `_answers` reports its end
+            return await asyncio.Future()  # `_answers` reports that it ended
         if not stopped:
             ran = time()
         elif time() - ran > deadline_s:
-            return _lost(group, rank, f"(process {pid}) has been stopped for {deadline_s:g} s, as by SIGSTOP")
+            return _lost(group, rank, f"(process {pid}) has been stopped for {deadline_s:g} s, probably by SIGSTOP")
 
 
 async def _result(reference: Awaitable[object]) -> object:
@@ -85,7 +87,8 @@ async def _result(reference: Awaitable[object]) -> object:
 def _lost(group: RankGroup, rank: int, reason: str) -> PartLost:
     name = group.holder(rank)
     return PartLost(
-        f"{name} {reason}; its log is {group.logs[rank]}, and the same command goes on from the newest checkpoint",
+        f"{name} {reason}; see its log {group.logs[rank]}, and run the same command again to continue from the "
+        "newest checkpoint",
         code="rank.silent",
         about=name,
     )

@@ -1,1 +1,1 @@
-"""Checks of a run, and reading of its inputs, before any part of it starts."""
+"""Checks of a run before any part of it starts, and reading of the inputs of its rollouts."""

@@ -1,7 +1,5 @@
-"""Checks that need neither torch nor a model: a wrong path is refused before a run's slow imports.
-
-They change nothing; the start of a run repeats them with all other checks.
-"""
+"""Checks that need neither torch nor a model, so that a wrong path is reported before slow imports. They change
+nothing; the start of a run repeats them together with all other checks."""
 
 from __future__ import annotations
 
@@ -33,17 +31,18 @@ from slimx.trainer.checkpoint.files import Damaged
 
 
 def without_trainers(config: Config, checkpoint: Path | None) -> Config:
-    """Returns `config` with engines that start from `checkpoint`, a Hugging Face directory, or from the weights that
-    training would start from. Raises SlimxError for weights that engines cannot load."""
+    """Returns a copy of `config` for a command without trainers: its engines load the Hugging Face directory
+    `checkpoint`; if None, the weights that training would start from. Raises SlimxError for weights that engines cannot
+    load."""
     if any(policy.shares is None for policy in config.policies.values()):
         raise SlimxError(
-            "slimx generate and slimx eval were never proven with several trained policies; use the held-out prompts "
-            "of training (eval.prompts), or take the further ones out of policies",
+            "slimx generate and slimx eval do not support several trained policies (section policies); evaluate "
+            "during training (eval.prompts), or remove the additional policies from section policies",
         )
     if not config.rollout.policy_engines:
-        remedy = "rollout.engines is empty; add one"
+        remedy = "rollout.engines is empty; add an engine group to it"
         if config.rollout.replay:
-            remedy = "rollout.replay is set; leave it out"
+            remedy = "rollout.replay is set; remove it"
         raise SlimxError(
             f"there is no engine to generate with: {remedy}",
             code="engines.none",
@@ -58,13 +57,13 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
-                f"rollout.engines group {group.name} has urls, and slimx does not know the weights of those "
-                "servers; set count instead of urls, so that slimx starts the engines",
+                f"rollout.engines group {group.name} has urls, but slimx cannot tell which weights those servers "
+                "have; set count instead of urls, so that slimx starts the engines",
                 code="engines.urls",
                 about=group.name,
             )
         if weights is not None and not group.frozen and (checkpoint is not None or group.model is None):
-            # An export may lack its tokenizer.
+            # because an export may contain no tokenizer
             sglang = {"tokenizer_path": config.model.path} | group.sglang
             group = group.model_copy(update={"model": str(weights), "sglang": sglang})
         groups.append(group)
@@ -77,24 +76,25 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
 
 
 def _check_loadable(weights: Path, key: str) -> None:
-    """Raises SlimxError if engines cannot load the directory `weights`, the value of `key`."""
+    """Raises SlimxError if engines cannot load the directory `weights`. `key`: configuration key that names the
+    directory, for messages."""
     if format_of(weights) is not None:
         raise SlimxError(
-            f"{key}: engines load Hugging Face directories, and {weights} is not one; convert it (slimx convert), or "
-            "export one while training (checkpoint.export_every)",
+            f"{key}: {weights} is not in Hugging Face's format, the only one that engines load; convert it (slimx "
+            "convert), or export weights during training (checkpoint.export_every)",
             code="engines.weights",
             about=key,
         )
     if not (weights / "config.json").is_file():
         raise SlimxError(
-            f"{key}: {weights} has no config.json; name a Hugging Face directory with weights",
+            f"{key}: {weights} has no config.json; set it to a Hugging Face directory with weights",
             code="engines.weights",
             about=key,
         )
 
 
 PACKAGES = ("torch", "ray", "sglang", "transformers", "pydantic", "numpy")
-"""Packages that a file of the same name would shadow."""
+"""Packages that must not be shadowed by a file of the same name in the working directory."""
 
 LOADED = {
     "weights": "trainer.load",
@@ -102,11 +102,11 @@ LOADED = {
     "critic_weights": "critic.load",
     "teacher_weights": "algorithm.teacher",
 }
-"""Keys of the directories in `weight_facts`."""
+"""Name in `weight_facts` -> configuration key of the directory."""
 
 
 def check_training(config: Config) -> None:
-    """Raises SlimxError for anything that keeps a run from starting, or from resuming from its checkpoint."""
+    """Raises SlimxError if a training run of `config` cannot start, or cannot resume from its checkpoint."""
     directory = Path(config.run.dir)
     saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
     point = resume_point(config, directory, saves)
@@ -128,8 +128,8 @@ def check_training(config: Config) -> None:
 
 
 def generation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of a generation whose engines start from `checkpoint`. Raises SlimxError for anything
-    that keeps it from starting, or from resuming from its position."""
+    """Returns the configuration of `slimx generate` with engines that load `checkpoint`. Raises SlimxError if it cannot
+    start, or cannot resume where an earlier `slimx generate` stopped in the same directory."""
     config = without_trainers(config, checkpoint)
     directory = Path(config.run.dir)
     saves = Saves(directory / CURSOR, keep=1)
@@ -146,13 +146,13 @@ def generation_config(config: Config, checkpoint: Path | None) -> Config:
 
 
 def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration of an evaluation whose engines start from `checkpoint`. Raises SlimxError for anything
-    that keeps it from starting."""
-    options = config.eval.model_copy(update={"every": None})  # also for runs whose training does not evaluate
+    """Returns the configuration of `slimx eval` with engines that load `checkpoint`. Raises SlimxError if it cannot
+    start."""
+    options = config.eval.model_copy(update={"every": None})  # as a run need not evaluate in training
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:
         raise SlimxError(
-            "eval.prompts is null: there is nothing to evaluate; name a file of prompts",
+            "eval.prompts is null, so there is nothing to evaluate; set it to a file of prompts",
             code="eval.prompts",
             about="eval.prompts",
         )
@@ -162,14 +162,15 @@ def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
 
 
 def check_parts(config: Config) -> None:
-    """Raises SlimxError for the first of a run's packages, paths, hooks, prompts and addresses that is unusable."""
+    """Raises SlimxError for the first of the run's packages, addresses, settings, paths, prompts and hooks that cannot
+    be used."""
     for name in PACKAGES:
         _check_package(name)
     check_reachable(config.cluster.ray_address)
     if config.cluster.ray_address is None:
         check_token()
         private_directory()
-    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch, and the CPU has fewer refusals
+    device = "cuda" if config.cluster.device == "cuda" else "cpu"  # "auto" needs torch; the CPU accepts more
     facts = config.sections
     refuse(broken(all_rules(), facts | {"local_device": device}, before=facts))
     for policy in config.by_policy.values():
@@ -188,7 +189,8 @@ def check_parts(config: Config) -> None:
 
 
 def _check_state(point: Path | None, check: Callable[[RunState], None]) -> None:
-    """Calls `check` with the state at `point`, if there is one; the start of the run handles a damaged checkpoint."""
+    """Calls `check` with the state saved at `point`, if there is one. A damaged checkpoint is ignored here, because the
+    start of the run handles it."""
     if point is not None:
         with suppress(Damaged):
             check(read_state(point))
@@ -202,22 +204,22 @@ def _check_order(config: Config, state: RunState, *, forked: bool) -> None:
 def _check_directory(key: str, directory: Path) -> None:
     check_downloaded(directory)
     if not directory.is_dir():
-        base = "" if directory.is_absolute() else f", which is relative to {Path.cwd()}"
+        base = "" if directory.is_absolute() else f", which is relative to the working directory {Path.cwd()}"
         raise SlimxError(
-            f"{key}: {directory} is not a directory; correct the path{base}",
+            f"{key}: there is no directory {directory}; correct the path{base}",
             code="weights.directory",
             about=key,
         )
 
 
 def _check_package(name: str) -> None:
-    """Raises SlimxError for a single file that shadows a package."""
+    """Raises SlimxError if a single file shadows package `name`."""
     spec = importlib.util.find_spec(name)
     origin = None if spec is None else spec.origin
     if origin is None or Path(origin).name == "__init__.py":
-        return  # missing, which other checks report, or a package
+        return  # either missing, which other checks report, or a package
     raise SlimxError(
-        f"{origin} takes the place of the package {name}; rename it, or take its folder off PYTHONPATH",
+        f"{origin} is imported instead of the package {name}; rename the file, or remove its folder from PYTHONPATH",
         code="environment.shadowed",
         about=name,
     )

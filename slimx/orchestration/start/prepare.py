@@ -1,4 +1,4 @@
-"""All checks of a run that are possible before Ray, trainers or engines start."""
+"""All checks of a run that are possible before Ray, trainers or engines start, and what they determine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """A policy that engines serve."""
+    """A policy that engines serve: its configuration, its model and its tokenizer."""
 
     config: Config
     spec: ModelSpec
@@ -48,48 +48,51 @@ class ServedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPolicy(ServedPolicy):
-    """Results of the checks of one trained policy; its `config` (`Config.by_policy`) has the chosen transport."""
+    """Everything that the checks determine about a trained policy. Its `config` is its value of `Config.by_policy`,
+    with `publish.transport` set to the chosen transport."""
 
     sizes: Sizes
     plans: dict[str, Plan]
-    """Plans by use of the weights: "export", with engines "publish", and "adapters" if those are published alone."""
+    """How weights leave the trainers, by use: "export"; "publish" if there are engines; "adapters" if adapters are
+    published without the base weights."""
     backends: Backends
-    """The trainers' kernels, with the reason for each."""
+    """Kernels that the trainers use, with the reason for each choice."""
     encoding: Encoding
-    """Encoding in which the engines receive the weights."""
+    """Encoding of the weights that the engines receive."""
     transport: ChosenTransport
-    """`publish.transport`, with the reason for it."""
+    """Transport of publications, with the reason for the choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources[P: ServedPolicy]:
-    """Inputs of rollouts."""
+    """Inputs of rollouts: the policies that sample, the hooks and the prompts."""
 
     policies: Mapping[str, P]
-    """Policies by name, `actor` first."""
+    """Policies by name, the actor first."""
     hooks: Hooks
     by_source: dict[str, list[Prompt]]
-    """Prompts of each of `rollout.sources`, or all under ""; like `eval_prompts`, empty if rollouts are replayed."""
+    """Prompts of each of `rollout.sources` by its name, or those of `rollout.prompts` under ""; empty, like
+    `eval_prompts`, if rollouts are replayed."""
     eval_prompts: dict[str, list[Prompt]]
-    """Held-out prompts by name, as in `eval.files`."""
+    """Prompts of each evaluation file by its name in `eval.files`."""
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Prompts of all sources."""
+        """Prompts of all sources in one list."""
         return list(chain.from_iterable(self.by_source.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Sources[PreparedPolicy]):
-    """Results of the checks of a whole run, and the inputs that they read."""
+    """Everything that the checks of a run determine, and the inputs that they read."""
 
     critic: Sizes | None
-    """Parallel sizes of the critic, if there is one; the trainers' if it shares their ranks."""
+    """Parallel sizes of the critic, which are those of the trainers if it shares their ranks; None without a critic."""
 
 
 def check_run(config: Config) -> Prepared:
-    """Checks the configuration against checkpoint, prompts and hooks. Raises SlimxError at the first stage that fails,
-    with all of its problems."""
+    """Checks `config` against its model, weights, prompts and hooks. The checks run in stages: the first stage with
+    problems raises SlimxError with all of that stage's problems."""
     check_reachable(config.cluster.ray_address)
     device = device_of(config)
     checked = {}
@@ -112,7 +115,8 @@ def check_run(config: Config) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A policy whose model, layout and weights are consistent."""
+    """A policy whose model, parallel sizes and weights fit together, and the facts that the rules of its configuration
+    were checked with."""
 
     config: Config
     transport: ChosenTransport
@@ -121,12 +125,13 @@ class _Checked:
 
 
 def _check_model(config: Config, device: str, policies: Mapping[str, Policy]) -> _Checked:
-    """Checks one policy's configuration against its model and its weights. `policies`: the policies of the run."""
+    """Checks the configuration of one policy against its model and its weights. `policies`: section policies of the
+    run."""
     transport = choose_transport(config, device)
     config = transport.applied(config)
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
-    facts["policies"] = policies  # the configuration of a further policy has none
+    facts["policies"] = policies  # because section policies is empty in the configuration of a single policy
     refuse(broken(all_rules(), facts, before=config.sections))
     backends = choose_backends(
         config.trainer,
@@ -162,7 +167,7 @@ def _policy(checked: _Checked, device: str, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a further policy, and checks the arguments of its engines."""
+    """Returns the tokenizer of a policy other than the actor, and checks the arguments of its engines."""
     config = checked.config
     facts = checked.facts
     _check_engines(config, facts["spec"], device)
@@ -172,7 +177,8 @@ def _tokenizer(checked: _Checked, device: str) -> PreTrainedTokenizerBase:
 
 
 def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tuple[dict[str, Plan], Encoding]:
-    """Returns the plans by which weights leave trainers of `sizes`, and the encoding in which engines get them."""
+    """Returns the plans of exports and publications for trainers of parallel sizes `sizes`, and the encoding of the
+    weights that engines receive."""
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is None:
@@ -184,7 +190,7 @@ def make_plans(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> tu
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """Checks and reads the inputs of rollouts for a command without trainers. Raises SlimxError as `check_run` does."""
+    """Checks and reads the inputs of rollouts for a command without trainers. Raises the errors of `check_run`."""
     check_reachable(config.cluster.ray_address)
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(all_rules(), facts, before=config.sections))
@@ -192,7 +198,8 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
 
 
 def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sources:
-    """Reads hooks, tokenizer and prompts, and checks the engines' arguments; `facts` have passed the rules already."""
+    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts with which the rules
+    have been checked already."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     load_credit(config.algorithm.credit)
     _check_engines(config, spec, device)
@@ -206,7 +213,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
         known = facts | {"tokenizer": tokenizer}
         prompts = list(chain.from_iterable(by_source.values()))
         refuse(broken(all_rules(), known | {"prompts": prompts}, before=known))
-        make_source(config, by_source)  # refuses a user's source that cannot be created
+        make_source(config, by_source)  # raises SlimxError if a user's source cannot be created
         for name, path in config.eval.files.items():
             eval_prompts[name] = heldout_prompts(config, name, path, tokenizer, spec)
     for by_name in (by_source, eval_prompts):
@@ -222,6 +229,6 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sourc
 
 
 def _check_engines(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raises SlimxError for a server argument that SGLang refuses."""
+    """Raises SlimxError if SGLang does not accept a server argument of `rollout.engines`."""
     for group in config.rollout.served:
         server_args(engine_spec(config, group, group.name, device=device, moe=spec.experts > 0))

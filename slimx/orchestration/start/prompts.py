@@ -1,4 +1,4 @@
-"""A run's prompts: reading by section rollout, checks, and the order in which rollouts take them."""
+"""Prompts of a run: reads and checks the files named in section rollout, and creates the source that orders them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES = "slimx.prompt_sources"
-"""Entry points: classes of `DataSource`."""
+"""Entry-point group of the classes of `DataSource`."""
 
 
 def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Returns the model's tokenizer, whose chat template gets the arguments `rollout.template`. Raises SlimxError for
-    an argument that the template never reads, and for a template that does not terminate."""
+    """Returns the model's tokenizer with a chat template that receives the arguments in `rollout.template`. Raises
+    SlimxError for an argument that the template never reads, and for a template that does not terminate."""
     tokenizer = load_tokenizer(config.model.path)
     check_ends(tokenizer)
     check_arguments(tokenizer, config.rollout.template, "rollout.template")
@@ -35,7 +35,8 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> dict[str, list[Prompt]]:
-    """Returns the checked prompts by the name of their source; those of `rollout.prompts` have the name ""."""
+    """Reads and checks the prompts of training. Returns them by the name of their source; those of `rollout.prompts`
+    have the name ""."""
     rollout = config.rollout
     prompts = source_prompts(rollout)
     paths = {source.name: source.path for source in rollout.sources}
@@ -46,8 +47,7 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, spec: M
 
 
 def first_prompt(config: Config) -> Prompt:
-    """Returns the first prompt of the first file without reading the rest. Raises SlimxError if it is missing or
-    invalid."""
+    """Reads only the first prompt of the first prompt file. Raises SlimxError if it is missing or invalid."""
     rollout = config.rollout
     if rollout.prompts is not None:
         mapping = make_mapping(rollout.fields, rollout.map, rollout.system)
@@ -58,8 +58,8 @@ def first_prompt(config: Config) -> Prompt:
 
 
 def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSource:
-    """Returns the order in which rollouts take `prompts`, those of `training_prompts`. Raises SlimxError if a user's
-    source cannot be created."""
+    """Creates the source from which rollouts take `prompts`, a result of `training_prompts`, in a reproducible order.
+    Raises SlimxError if a user's source (`rollout.source`) cannot be created."""
     rollout = config.rollout
     seed = config.run.seed
     if rollout.sources:
@@ -73,7 +73,9 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
         source = make(rows, seed)
     except Exception as error:
         raise SlimxError(
-            f"rollout.source: {rollout.source} raised {raised(error)}", code="sources.raised", about="rollout.source"
+            f"rollout.source: {rollout.source} raised {raised(error)}; correct the function",
+            code="sources.raised",
+            about="rollout.source",
         ) from error
     missing = []
     for name in ("next", "state", "restore"):
@@ -81,8 +83,8 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
             missing.append(name)
     if missing:
         raise SlimxError(
-            f"rollout.source: {rollout.source} returned a {type(source).__name__} without {', '.join(missing)}; write "
-            "the methods of slimx.data.prompts.read.DataSource",
+            f"rollout.source: {rollout.source} returned a {type(source).__name__} without {', '.join(missing)}; "
+            "define all methods of slimx.data.prompts.read.DataSource",
             code="sources.methods",
             about="rollout.source",
         )
@@ -90,16 +92,16 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
 
 
 def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: Json, *, forked: bool) -> None:
-    """Raises SlimxError, before any file of the run changes, if `prompts` or their seed are not those of the position
-    in a checkpoint's `rollouts`. `forked`: the checkpoint is another run's."""
+    """Raises SlimxError if the run cannot continue with `prompts` where `rollouts`, a part of a checkpoint, stopped:
+    the prompts or their seed differ. Changes no files. `forked`: True if the checkpoint is another run's."""
     if config.rollout.replay or (config.run.fork_prompts == "anew" and forked):
         return
     make_source(config, prompts).restore(rollouts["source"])
 
 
 def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
-    """Returns the prompts of each entry of `rollout.sources` by its name, or of `rollout.prompts` under "". Raises
-    SlimxError for an id that occurs in two of them."""
+    """Reads the prompts of each of `rollout.sources`, and returns them by the source's name; those of `rollout.prompts`
+    have the name "". Raises SlimxError for an id that occurs in two sources."""
     if rollout.prompts is not None:
         return {"": read_prompts(rollout.prompts, make_mapping(rollout.fields, rollout.map, rollout.system))}
     prompts: dict[str, list[Prompt]] = {}
@@ -111,8 +113,8 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
             other = seen.setdefault(prompt.id, source.name)
             if other != source.name:
                 raise SlimxError(
-                    f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; rename "
-                    "the files, or give their rows ids",
+                    f"rollout.sources: {source.name!r} and {other!r} both have a prompt with id {prompt.id!r}; "
+                    "rename the files, or give their rows different ids",
                     code="prompts.id",
                     about=prompt.id,
                 )
@@ -123,7 +125,8 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
 def heldout_prompts(
     config: Config, name: str, path: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
 ) -> list[Prompt]:
-    """Returns the checked prompts of one file of `eval.prompts`; `name`: the file's, "" if it has none."""
+    """Reads and checks the prompts of the evaluation file `path`. `name`: its name in `eval.prompts`, "" if it has
+    none."""
     mapping = make_mapping(config.eval.fields, config.eval.map, config.rollout.system, section="eval")
     prompts = read_prompts(path, mapping, dataset=name or None)
     check_prompts(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)

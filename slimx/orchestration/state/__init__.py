@@ -1,1 +1,1 @@
-"""Persistent state of a run: checkpoints and records."""
+"""State of a run that outlives its processes: checkpoints, and the records in the run's directory."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a running run: asynchronous saves, loading, export."""
+"""Checkpoints and exports of a running run, which its ranks write and load; saves may be asynchronous."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
-"""Deadline for an unfinished save to complete when the run is stopped, in seconds."""
+"""Deadline for an unfinished save to complete when the run stops, in seconds."""
 CRITIC = "critic"
-"""Path of the critic's part in a checkpoint."""
+"""Folder of the critic's files in a checkpoint."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
-"""Bytes that a rank verifies between two progress notes."""
+"""Approximate number of bytes that a rank verifies in one call, after which progress is reported."""
 
 
 class Checkpointer:
-    """Saves, loads and exports through the ranks of a running run; `Saves` manages the directories. At most one save is
-    being written: the next one waits for it."""
+    """Saves, loads and exports the state of a running run through its ranks; `Saves` manages the directories. At most
+    one save is in progress: the next save waits for it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Checkpointer:
         self.config = policies[ACTOR].config
         self.sizes = {name: trainers.sizes for name, trainers in policies.items()}
         self._parts = {part_of(name): (trainers.name, trainers.sizes.world) for name, trainers in policies.items()}
-        """Name and number of the ranks that write each part, by the part's path in the checkpoint."""
+        """Folder of each part in the checkpoint -> name of the rank group that writes it and number of its ranks."""
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline = timeline
@@ -56,25 +56,28 @@ class Checkpointer:
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
         """Called with the error as soon as an asynchronous save fails."""
         self.on_saved: Callable[[int, Path], None] = lambda step, path: None
-        """Called with step and directory of every complete checkpoint."""
+        """Called with step and directory of each checkpoint when it is complete."""
         self._writing: asyncio.Task[None] | None = None
         self._unwritten: tuple[int, dict[str, bytes]] | None = None
-        """Step and the driver's files of a save that is not complete, while its ranks may be replaced."""
+        """Step and the driver's files of a save that is in progress or interrupted, so that replaced ranks can write it
+        again; None if there is none."""
         self._committing = False
         self.saved_step = -1
-        """Step of the newest checkpoint that this run wrote or resumed from; -1: none."""
+        """Step of the newest checkpoint that this process wrote or resumed from; -1 if there is none."""
         self._saved_at = time.monotonic()
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Returns True if a checkpoint is due after `step` steps, by the steps or the time in `checkpoint`."""
+        """Returns True if a checkpoint is due after `step` steps: every `checkpoint.every` steps, or every
+        `checkpoint.every_seconds` seconds."""
         options = self.config.checkpoint
         late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
         return late or (options.every > 0 and step > 0 and step % options.every == 0)
 
     def state(self, step: int, version: int, rollouts: Json) -> RunState:
-        """Returns the state of a run after `step` steps; `rollouts`: state of its rollout manager."""
+        """Returns the state of the run after `step` steps. `version`: version of the engines' weights. `rollouts`:
+        state of the rollout manager or the replay."""
         return RunState(
             step=step,
             version=version,
@@ -84,12 +87,13 @@ class Checkpointer:
         )
 
     async def save(self, state: RunState) -> None:
-        """Writes a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
+        """Writes a checkpoint of `state` and of the trainers' current state. Returns when both may change again.
 
-        With `checkpoint.asynchronous` the files are written in the background; `check` and `settle` raise errors."""
+        With `checkpoint.asynchronous` the files are written in the background, and `check` and `settle` raise the error
+        of a failed save."""
         await self.settle()
         partial = await self._begin(state.step)
-        # Serialized now: groups keep arriving while the files are written.
+        # Serialized first, because groups continue to arrive while the files are written.
         driver_files = await in_thread(state.files)
         for name, trainers in self.policies.items():
             await trainers.save(partial / part_of(name), step=state.step)
@@ -114,11 +118,11 @@ class Checkpointer:
 
     @property
     def unwritten_step(self) -> int | None:
-        """Step of a save that is not complete."""
+        """Step of the save that is in progress or interrupted; None if there is none."""
         return None if self._unwritten is None else self._unwritten[0]
 
     def resize(self, sizes: Sizes) -> None:
-        """Continues with actor ranks of other parallel sizes, which will also write an interrupted save."""
+        """Changes the parallel sizes of the actor's ranks to `sizes`, for later saves and for an interrupted one."""
         self.sizes[ACTOR] = sizes
         self._parts["."] = self.policies[ACTOR].name, sizes.world
         if self._unwritten is not None:
@@ -126,8 +130,8 @@ class Checkpointer:
             self._unwritten = step, relaid(driver_files, ACTOR, layout_of(sizes))
 
     async def interrupt(self) -> None:
-        """Stops waiting for files of ranks that have ended; `write_again` makes other ranks write them. If all files of
-        a checkpoint exist, it becomes complete."""
+        """Stops waiting for the files of ranks that have ended; `write_again` makes new ranks write them. If all files
+        exist already and the checkpoint is being completed, waits for that."""
         writing = self._writing
         if writing is None:
             return
@@ -138,7 +142,7 @@ class Checkpointer:
             await cancelled(writing)
 
     async def write_again(self, trainers: TrainerGroup, step: int) -> None:
-        """Writes the interrupted save by `trainers`, which are in the state after `step` steps, if it is of that
+        """Makes `trainers`, which have the state after `step` steps, write the interrupted save, if it was of that
         step."""
         if self._writing is None and self._unwritten is not None and self._unwritten[0] == step:
             partial = await self._begin(step)
@@ -151,7 +155,7 @@ class Checkpointer:
             self.on_failure(error)
 
     def check(self) -> None:
-        """Raises the error of a finished asynchronous save, if there was one."""
+        """Raises the error of an asynchronous save that has failed. Does not wait for a save in progress."""
         if self._writing is not None and self._writing.done():
             done = self._writing
             self._writing = None
@@ -159,16 +163,16 @@ class Checkpointer:
             done.result()
 
     async def settle(self) -> None:
-        """Waits until no save is being written. Raises its error."""
+        """Waits until no save is in progress. Raises the error of a failed save."""
         while self._unwritten is not None:
-            if self._writing is None:  # other ranks will write it; replacing ranks has its own deadlines
+            if self._writing is None:  # new ranks will write it; their replacement has deadlines
                 await asyncio.sleep(_POLL_S)
             else:
                 await asyncio.wait([self._writing])
                 self.check()
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Ends a save: it is dropped if it is not complete within `grace_s`. Does not raise."""
+        """Waits `grace_s` seconds for a save in progress, and then drops it. Does not raise."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=grace_s)
             self._writing.cancel()
@@ -193,7 +197,8 @@ class Checkpointer:
         self.note(f"checkpoint {path}")
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
-        """Waits until all ranks have reported in `directory`, until `end` by the loop's clock."""
+        """Waits until all `world` ranks of the group `holder` have written their reports in `directory`. Raises
+        DeadlineError at time `end` of the event loop's clock."""
         while missing := await in_thread(files.unreported, directory, range(world), holder):
             if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)
@@ -212,7 +217,7 @@ class Checkpointer:
     # Loading ----------------------------------------------------------------------------------------------------------
 
     async def restore(self, path: Path, state: RunState) -> None:
-        """Restores the trainers from the checkpoint `path`, which `check_resume` has accepted."""
+        """Loads the trainers' state from the checkpoint `path`, which `check_resume` has accepted."""
         options = self.config.checkpoint
         if options.verify == "full":
             await self._verify(path)
@@ -225,11 +230,15 @@ class Checkpointer:
             ranks = self.critic.ranks
             await ranks.restore(path / CRITIC, same_layout=same, load_optimizer=moments, role="critic")
         if not options.load_optimizer:
-            self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
+            self.note(
+                f"checkpoint.load_optimizer is false, so only weights are loaded from {path}, and the optimizer's "
+                "moments start at zero"
+            )
         self.saved_step = state.step
 
     async def _verify(self, path: Path) -> None:
-        """Compares every byte with the digests of the save; the ranks read their parts in parallel."""
+        """Compares all bytes of the checkpoint with the digests that the save recorded. The ranks read different files
+        in parallel."""
         records = files.read_manifest(path)
         total = sum(record.size for record in records.values())
         done = 0
@@ -244,8 +253,8 @@ class Checkpointer:
     # Exports ----------------------------------------------------------------------------------------------------------
 
     async def export(self, target: Path) -> None:
-        """Exports the current weights as the Hugging Face directory `target`, further policies below it
-        (policies/NAME). `target` is either complete or missing."""
+        """Exports the current weights of the actor as the Hugging Face directory `target`, and those of other policies
+        into its folders policies/NAME. `target` is either complete or missing, even after a crash."""
         partial = self.saves.begin_export(target)
         for name, trainers in self.policies.items():
             directory = partial / part_of(name)
@@ -256,8 +265,8 @@ class Checkpointer:
 
 
 def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[str, FileRecord]]]:
-    """Yields rounds with one portion per rank of about `_PORTION` bytes. Assigns the largest files first, each to the
-    rank with the smallest load."""
+    """Yields rounds of file lists, in each round one list of about `_PORTION` bytes for each of `ranks` ranks. All
+    files are assigned to ranks first, in decreasing size, each to the rank with the fewest bytes."""
     remaining: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
@@ -278,5 +287,5 @@ def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[
 
 
 def part_of(policy: str) -> str:
-    """Returns the path of a policy's part in a checkpoint and in an export."""
+    """Returns the folder of a policy's files in a checkpoint and in an export: "." for the actor."""
     return "." if policy == ACTOR else f"policies/{policy}"

@@ -1,4 +1,5 @@
-"""Checks of a run's directory before the run starts or resumes in it."""
+"""Checks of a run's directory before a run starts or resumes in it, and restoration of its contents if the start is
+refused."""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ from slimx.orchestration.state.saves import CURSOR, RunState, Saves
 from slimx.trainer.checkpoint.files import MANIFEST
 
 EVALUATIONS = "eval"
-"""Folder of a run directory with the engines' logs of `slimx eval` and a line per evaluation in `results.jsonl`."""
+"""Folder of a run's directory in which `slimx eval` writes the engines' logs, and a line per evaluation in
+`results.jsonl`."""
 
 NAMED = 4
-"""Keys listed in a sentence, at most."""
+"""Maximum number of configuration keys that a message lists."""
 
 
 def check_start(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `run.resume` forbids starting in the directory or finds nothing there to resume from, if
-    `slimx generate` has written into it, or if `run.fork` is not a checkpoint."""
+    """Raises SlimxError if a training run must not start in `directory`: `run.resume` forbids it or there is nothing to
+    resume from, `slimx generate` has written into it, or `run.fork` is not a checkpoint."""
     if (directory / CURSOR).exists():
         raise SlimxError(
-            f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "
-            f"rollout.replay={directory} to train on them",
+            f"{directory} contains rollouts of slimx generate, which training would replace; choose another "
+            f"run.dir, and set rollout.replay={directory} to train on these rollouts",
             code="run.dir",
             about=str(directory),
         )
@@ -40,56 +42,60 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
     fork = config.run.fork
     if config.run.resume == "must" and newest is None and fork is None:
         raise SlimxError(
-            f"run.resume is must, but {saves.directory} holds no complete checkpoint; set it to auto to begin",
+            f"run.resume is must, but {saves.directory} contains no complete checkpoint; set run.resume to auto to "
+            "start a new run",
             code="run.resume",
             about="run.resume",
         )
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
-            f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it",
+            f"run.resume is never, but {directory} already contains a run; choose another run.dir or remove the "
+            "directory",
             code="run.resume",
             about="run.resume",
         )
     begins = newest is None or config.run.resume == "never"
     if begins and fork is not None and not (Path(fork) / MANIFEST).is_file():
         checkpoint = Saves(Path(fork) / "checkpoints", keep=1).newest()
-        hint = "name a RUN/checkpoints/iter_NNNNNNN"
+        hint = "set it to a RUN/checkpoints/iter_NNNNNNN"
         if checkpoint is not None:
-            hint = f"its newest is {checkpoint}"
+            hint = f"set it to the newest one in there, {checkpoint}"
         raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
 def check_generation(config: Config, directory: Path, saves: Saves) -> None:
-    """Raises SlimxError if `slimx generate` cannot start in a directory, or resume from its position, the newest of
+    """Raises SlimxError if `slimx generate` cannot start in `directory`, or cannot resume at the newest position in
     `saves`."""
     if config.run.fork:
         raise SlimxError(
-            "run.fork continues training, and slimx generate trains nothing; leave it out",
+            "run.fork is set, but it continues training and slimx generate does not train; remove run.fork",
             code="run.fork",
             about="run.fork",
         )
     if (directory / "checkpoints").exists():
         raise SlimxError(
-            f"{directory} holds a training run; slimx generate needs another run.dir",
+            f"{directory} contains a training run; choose another run.dir for slimx generate",
             code="run.dir",
             about=str(directory),
         )
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
-            f"run.resume is never, but {directory} already holds rollouts; choose another run.dir",
+            f"run.resume is never, but {directory} already contains rollouts; choose another run.dir",
             code="run.resume",
             about="run.resume",
         )
     if config.run.resume == "must" and saves.newest() is None:
         raise SlimxError(
-            f"run.resume is must, but {saves.directory} holds no position",
+            f"run.resume is must, but {saves.directory} contains no position to resume from; set run.resume to "
+            "auto to start from the first prompt",
             code="run.resume",
             about="run.resume",
         )
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """Returns the checkpoint that a run resumes from; None for a new run. Raises SlimxError as `check_start` does."""
+    """Returns the checkpoint from which a run starts: its newest one, else `run.fork`; None for a new run. Raises the
+    errors of `check_start`."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":
@@ -98,16 +104,16 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 
 def finished(config: Config, directory: Path, state: RunState) -> bool:
-    """Returns True if nothing remains to be done after `state`."""
+    """Returns True if a run in `state` has done all its steps and written its final export."""
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
 
 
 def unused(config: Config) -> str:
-    """Returns the end of a sentence about a finished run: keys of `config` that differ from the run's configuration and
-    have no effect now; "" if there are none."""
+    """Returns a suffix for the message that a run is finished: the keys of `config` that differ from the configuration
+    of that run and have no effect, because nothing was trained; "" if no key differs."""
     directory = Path(config.run.dir)
-    if not (directory / "config.yaml").is_file():  # a fork of a run that is already further
+    if not (directory / "config.yaml").is_file():  # a new run that forks a run with more steps
         return ""
     before = dict(_leaves(read_config(directory)))
     now = dict(_leaves(config.model_dump(mode="json")))
@@ -120,11 +126,11 @@ def unused(config: Config) -> str:
     listed = ", ".join(keys[:NAMED])
     if len(keys) > NAMED:
         listed += f" and {len(keys) - NAMED} more"
-    return f" (not used, as nothing was trained: the new {listed})"
+    return f" (the changed values of {listed} were not used, because nothing was trained)"
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yields dotted key and value of every leaf of a nested dict."""
+    """Yields the dotted key and the value of every leaf of the nested dict `value`. `key`: key of `value` itself."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
@@ -133,8 +139,8 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def write_config(config: Config, directory: Path) -> None:
-    """Writes the configuration and the tokenizer into a run's directory; the tokenizer decodes the rollouts after the
-    model's directory is gone. Raises SlimxError if that fails."""
+    """Writes the configuration into the run's directory, and copies the tokenizer, which decodes the rollouts even if
+    the model's directory is removed. Raises SlimxError if that fails."""
     replace_synced(directory / "config.yaml", config.to_text().encode())
     if config.rollout.policy_engines:
         copy_tokenizer(config.model.path, directory / TOKENIZER)
@@ -142,8 +148,8 @@ def write_config(config: Config, directory: Path) -> None:
 
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
-    """Locks the directory of a starting run. If the start is refused before any part has logged, restores the previous
-    contents. Raises SlimxError as `locked` does."""
+    """Locks the directory of a run that is starting. If the start is refused before any part of the run has written a
+    log, restores the directory's previous contents. Raises the errors of `locked`."""
     before = _DirectoryContents.of(directory)
     with locked(directory):
         try:
@@ -156,13 +162,13 @@ def begun(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryContents:
-    """Contents of a run's directory before a start."""
+    """Contents of a run's directory before a start, as far as they are needed to restore them."""
 
     missing: list[Path]
-    """The directory and its parents that did not exist, innermost first."""
+    """The directory and those of its parents that did not exist, innermost first."""
     names: set[str]
     written: dict[str, bytes]
-    """Contents of the files that every start overwrites."""
+    """Contents of the files that every start overwrites, by name."""
     logs: dict[Path, int]
 
     @classmethod
@@ -188,11 +194,11 @@ class _DirectoryContents:
                 path.unlink()
         for name, content in self.written.items():
             (directory / name).write_bytes(content)
-        with suppress(OSError):  # another process has created a file there
+        with suppress(OSError):  # fails if another process has created a file there
             for path in self.missing:
                 path.rmdir()
 
 
 def _logs(directory: Path) -> dict[Path, int]:
-    """Returns the size of each log of the run's parts, in bytes."""
+    """Returns the size in bytes of each log file of the run's parts."""
     return {path: path.stat().st_size for path in (directory / "logs").glob("*")}

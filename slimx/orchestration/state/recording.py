@@ -1,4 +1,4 @@
-"""Records of a run: the files of its directory that grow with every step, and the summary of a finished run."""
+"""Records of a run: the files in its directory that grow with every step, and the summary of a finished run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Files of a run directory that grow with every step, and the live table on the terminal."""
+    """Writers of the files in a run's directory that grow with every step, and of the live table on the terminal."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Records:
         *,
         resume_step: int = 0,
     ):
-        """Opens the files of `config.run.dir` without their entries of `resume_step` and later steps; 0 keeps all.
-        `events` gets restarts, lost engines and skipped steps."""
+        """Opens the files in `config.run.dir` and removes their entries of `resume_step` and later steps; 0 keeps all
+        entries. `events` is notified of restarts, lost engines and skipped steps."""
         directory = Path(config.run.dir)
         self.config = config
         self.table = table
         self.tokenizer = tokenizer
         self.rollouts: StepFiles | None = None
-        """Files with the groups of each step; None: groups are not saved."""
+        """Files with the groups of each step; None if groups are not saved."""
         self.events = events
         self.tracker = open_tracker(config, resume_step, table.note)
         self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
@@ -67,7 +67,7 @@ class Records:
         self._signal = Signal(compares)
         self._saving: asyncio.Task[Path] | None = None
         self.entered: Callable[[str, int], None] = lambda name, step: None
-        """Called at the start of every phase of a step."""
+        """Called with name and step at the start of every phase of a step."""
         self._phase = "start"
         self._phases = 0
         self._began = time.monotonic()
@@ -79,19 +79,19 @@ class Records:
         self.drops.close()
 
     def engine_lost(self, name: str, error: SlimxError) -> None:
-        """Reports an engine that is taken out of service."""
+        """Reports that engine `name` was taken out of service because of `error`."""
         self.events.tell("engine_lost", f"engine {name} is lost: {first_line(error)}", about=name)
 
     def restarted(self, restart: Restart) -> None:
-        """Reports a restart, and adds it to the timeline on a track of the restarted part."""
+        """Reports the restart of a part of the run, and records it in the timeline on the part's own track."""
         self._tell_restart("restart_failed" if restart.error else "restarted", restart)
 
     def trainers_replaced(self, restart: Restart) -> None:
-        """Reports trainer ranks that were all restarted, as `restarted` does."""
+        """Reports the restart of all trainer ranks, as `restarted` does for other parts."""
         self._tell_restart("restart_failed" if restart.error else "trainers_replaced", restart)
 
     def trainers_shrunk(self, reason: str) -> None:
-        """Reports that the run continues with fewer trainer ranks."""
+        """Reports that the run continues with fewer trainer ranks. `reason`: the message."""
         self.table.note(reason)
         self.events.tell("trainers_shrunk", reason, about="trainers")
 
@@ -108,7 +108,8 @@ class Records:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Marks a phase of `step` in the timeline, the live table and the status."""
+        """Marks what the `with` block does as phase `name` of step `step`, in the timeline, the live table and `slimx
+        status`."""
         self.table.phase(name)
         self._phase = name
         self._phases += 1
@@ -127,16 +128,17 @@ class Records:
         self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> Json:
-        """Returns the current phase, its number in this process, and its start by the current wall clock, which may
-        have been set meanwhile."""
+        """Returns for `slimx status`: name of the current phase, number of phases so far in this process, and start of
+        the phase in Unix time by the current system clock, which may have been set since."""
         since = time.time() - (time.monotonic() - self._began)
         return {"phase": self._phase, "number": self._phases, "since": since}
 
     def step(
         self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
     ) -> None:
-        """Logs a finished step with the seconds of its phases, shows it, and saves some of its samples. `version`: of
-        the engines; None without engines."""
+        """Logs the metrics of a finished step and the seconds of its phases, updates the live table, and saves some of
+        its samples. `version`: version of the engines' weights; None without engines. `seconds`: duration of the step.
+        """
         phases = self.timeline.take(step)
         times = {}
         for name, duration in phases.items():
@@ -151,12 +153,14 @@ class Records:
             self._write_samples(groups, step=step, version=version, evaluation=False)
 
     def start(self, metrics: dict[str, float], version: int) -> None:
-        """Logs measurements taken before the first step as step 0."""
+        """Logs metrics measured before the first step as those of step 0. `version`: version of the engines'
+        weights."""
         if metrics:
             self.tracker.log(0, metrics, version=version)
 
     def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Saves samples of an evaluation and prints its result."""
+        """Saves samples of an evaluation and prints its result. `version`: version of the weights that were
+        evaluated."""
         rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
         binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
         metric = "accuracy" if binary else "reward"
@@ -164,12 +168,12 @@ class Records:
         self._write_samples(groups, step=step, version=version, evaluation=True)
 
     def drop(self, dropped: Dropped, step: int) -> None:
-        """Records a group that is not trained, with its reason. `step`: the one whose metrics count it."""
+        """Records a group that is not trained, with the reason. `step`: the step whose metrics count the group."""
         self.drops.write({"step": step, **asdict(dropped)})
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
-        """Starts saving the groups of `step` before they are trained, so that they can be inspected and replayed if
-        that fails. `version`: of the trainers that train them."""
+        """Starts to save the groups of `step` before they are trained, so that they can be inspected and replayed if
+        training fails. `version`: version of the weights with which the trainers start the step."""
         if self.rollouts is not None and self.rollouts.due(step):
             self._save(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
 
@@ -178,24 +182,27 @@ class Records:
         return self.rollouts is not None and self.rollouts.due(step)
 
     async def keep_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> None:
-        """Saves the values computed for every token of `step`, once its groups are on disk."""
+        """Waits until the groups of `step` are saved, and then starts to save the values that the trainers computed for
+        each of their tokens."""
         await self.kept()
         if self.rollouts is not None:
             self._save(in_thread(self.rollouts.write_trained, step, tokens))
 
     def _save(self, work: Coroutine[object, None, Path]) -> None:
         self._saving = asyncio.create_task(work)
-        # Retrieves the error of a run that ends for another reason: a second report of a full disk is not needed.
+        # Retrieves the error, so that asyncio does not report it again if the run ends before `kept` is called.
         self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def kept(self) -> None:
-        """Waits until the groups and the values of their tokens are on disk. Raises SlimxError if that fails."""
+        """Waits until everything is saved that `keep` and `keep_trained` have started to save. Raises SlimxError if
+        that fails."""
         if self._saving is not None:
             await self._saving
             self._saving = None
 
     def _write_samples(self, groups: Sequence[Group], *, step: int, version: int, evaluation: bool) -> None:
-        """Saves the first rollout of a few groups as text."""
+        """Saves the first trajectory of a few groups as text. `version`: version of the weights that the step or
+        evaluation used."""
         written = []
         for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
@@ -214,7 +221,8 @@ class Records:
 
 
 def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) -> Tracker:
-    """Opens the metrics' files in `run.dir` and the services in section `track`."""
+    """Opens the metrics files in `run.dir` and the tracking services that section `track` names. `resume_step`: step
+    whose entries, and those of later steps, are removed. `warn` receives messages."""
     track = config.track
     return make_tracker(
         Path(config.run.dir),
@@ -234,7 +242,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Returns the summary of a finished run, computed from its metrics.jsonl."""
+    """Computes the summary of a finished run from its metrics.jsonl: a value by description."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

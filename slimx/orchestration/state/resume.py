@@ -1,4 +1,4 @@
-"""Decides if a checkpoint can be resumed: compares its trainers with those of this run."""
+"""Decides whether a run can resume from a checkpoint, by comparing the trainers that wrote it with those of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimx.trainer.checkpoint import files
 
 
 class SavedPolicy(Protocol):
-    """A trained policy that is compared with a checkpoint."""
+    """A trained policy as far as `check_resume` needs it: its configuration and its parallel sizes."""
 
     @property
     def config(self) -> Config: ...
@@ -29,14 +29,14 @@ class SavedPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComparedPolicy:
-    """A `SavedPolicy` without anything else."""
+    """A `SavedPolicy` for checks before a run is prepared."""
 
     config: Config
     sizes: Sizes
 
 
 def trainer_state(config: Config, sizes: Sizes) -> Json:
-    """Returns the checkpoint fields that describe one policy's trainers."""
+    """Returns the fields of run.json in a checkpoint that describe the trainers of one policy."""
     trainer = config.trainer
     return {
         "layout": layout_of(sizes),
@@ -48,26 +48,25 @@ def trainer_state(config: Config, sizes: Sizes) -> Json:
 
 
 def _adapters(config: Config) -> Json | None:
-    """Returns `trainer.lora` as stored in a checkpoint, without the initial adapters."""
+    """Returns section `trainer.lora` as a checkpoint stores it: without `load`, the path of the initial adapters."""
     return None if config.trainer.lora is None else config.trainer.lora.model_dump(mode="json", exclude={"load"})
 
 
 def layout_of(sizes: Sizes) -> Json:
-    """Returns parallel sizes as stored in a checkpoint."""
-    return json.loads(json.dumps(asdict(sizes)))  # lists instead of tuples, as run.json is read
+    """Returns parallel sizes as a checkpoint stores them."""
+    return json.loads(json.dumps(asdict(sizes)))  # with lists instead of tuples, like the contents of run.json
 
 
 def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy], critic: Sizes | None = None) -> None:
-    """Checks that a run of `policies` can resume checkpoint `path`, before anything is started.
-
-    `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
-    another size."""
+    """Checks, before anything is started, that a run that trains `policies` can resume from checkpoint `path`, whose
+    run state is `state`. `critic`: parallel sizes of the run's critic, if any. Raises SlimxError naming what differs,
+    or the file that is missing or has another size."""
     config = policies[ACTOR].config
     files.check_sizes(path, files.read_manifest(path))
     if "replay" in state.rollouts and not config.rollout.replay:
         raise SlimxError(
-            f"{path} was written by a replay of {state.rollouts['replay']}, which has no position in the prompts; set "
-            "rollout.replay, or begin a new run from its weights (trainer.load)",
+            f"{path} was written by a run that replayed {state.rollouts['replay']}, so it contains no position in "
+            "the prompts; set rollout.replay, or start a new run from its weights (trainer.load)",
             code="resume.replay",
             about=str(path),
         )
@@ -76,15 +75,16 @@ def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy
         if state.critic is None:
             holds, has, code = "no critic", "one", "resume.no_critic"
         raise SlimxError(
-            f"{path} holds {holds}, but this run has {has} (algorithm.name={config.algorithm.name}); choose another "
-            "run.dir, with trainer.load to start from weights",
+            f"{path} contains {holds}, but this run has {has} (algorithm.name={config.algorithm.name}); choose "
+            "another run.dir, and set trainer.load to start from its weights",
             code=code,
             about=str(path),
         )
     if set(state.policies) != set(policies):
         raise SlimxError(
-            f"{path} holds {_listed(state.policies)}, and this run trains {_listed(policies)}; keep the names in "
-            "policies, or choose another run.dir, with trainer.load to start from weights",
+            f"{path} contains the policies {_listed(state.policies)}, but this run trains {_listed(policies)}; use "
+            "the same names in section policies, or choose another run.dir and set trainer.load to start from its "
+            "weights",
             code="resume.policies",
             about="policies",
         )
@@ -101,12 +101,13 @@ def _listed(policies: Collection[str]) -> str:
 
 
 def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Sizes) -> None:
-    """Checks that the saved fields of the policy whose section trainer is at `keys` fit this run. Raises SlimxError."""
+    """Checks that the trainers of one policy in this run fit `saved`, its fields in the checkpoint `path`. `keys`:
+    configuration key of the policy's section trainer, for messages. Raises SlimxError."""
     if saved["lora"] != _adapters(config):
         raise SlimxError(
-            f"{path} was written with {keys}.lora={saved['lora']}, this run has {_adapters(config)}: adapters are part "
-            "of the saved weights; keep them, or begin a new run from its export (checkpoint.export_hf) with "
-            "trainer.load",
+            f"{path} was written with {keys}.lora={saved['lora']}, but this run has {_adapters(config)}, and "
+            f"adapters are part of the saved weights; set {keys}.lora to the former value, or start a new run from "
+            "an export (checkpoint.export_hf) with trainer.load",
             code="resume.lora",
             about=str(path),
         )
@@ -114,15 +115,16 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
         return
     if saved["freeze"] != list(config.trainer.freeze):
         raise SlimxError(
-            f"{path} was written with {keys}.freeze={saved['freeze']}, this run has {list(config.trainer.freeze)}: "
-            "frozen weights have no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go "
-            "on with new moments",
+            f"{path} was written with {keys}.freeze={saved['freeze']}, but this run has "
+            f"{list(config.trainer.freeze)}, and frozen weights have no optimizer state; set {keys}.freeze to the "
+            "former value, or set checkpoint.load_optimizer=false to start with new moments",
         )
     kind = config.trainer.optimizer.kind
     if saved["optimizer"] != kind:
         raise SlimxError(
-            f"{path} holds the state of {keys}.optimizer.kind={saved['optimizer']}, this run has {kind}; keep the "
-            "kind, or set checkpoint.load_optimizer=false to go on with new moments",
+            f"{path} contains the state of {keys}.optimizer.kind={saved['optimizer']}, but this run has {kind}; "
+            f"set {keys}.optimizer.kind to the former value, or set checkpoint.load_optimizer=false to start with "
+            "new moments",
             code="resume.optimizer",
             about=f"{keys}.optimizer.kind",
         )
@@ -130,21 +132,24 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
 
 
 def _check_move(path: Path, keys: str, saved: Json, sizes: Sizes, distributed: bool, config: Config) -> None:
-    """Checks that the optimizer state of the model configured at `keys` can be resharded. Raises SlimxError."""
+    """Checks that the saved optimizer state of a model can be resharded from the parallel sizes `saved` to `sizes`.
+    `distributed`: True if it was written by a distributed optimizer. `keys`: configuration key of the model's parallel
+    sizes, for messages. Raises SlimxError."""
     current = layout_of(sizes)
     about = ""
     refused = ""
     if (saved["expert"] > 1) != (current["expert"] > 1):
         about = f"{keys}.expert"
-        refused = f"between {keys}.expert=1 and larger sizes (only among the larger ones)"
+        refused = f"between {keys}.expert=1 and larger sizes, only among larger sizes"
     elif distributed != config.trainer.distributed_optimizer:
         about = "trainer.distributed_optimizer"
         refused = f"between {about}=true and false"
     if refused:
         raise SlimxError(
-            f"{path} was written with {_words(saved, distributed)}, this run has "
-            f"{_words(current, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
-            f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments",
+            f"{path} was written with {_words(saved, distributed)}, but this run has "
+            f"{_words(current, config.trainer.distributed_optimizer)}, and megatron-core cannot move optimizer "
+            f"state {refused}; use the former setting, or set checkpoint.load_optimizer=false to start with new "
+            "moments",
             code="resume.layout",
             about=about,
         )

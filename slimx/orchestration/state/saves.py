@@ -1,17 +1,17 @@
-"""Checkpoints of a run: a directory is complete, or it does not exist.
+"""Directories of a run's checkpoints: each is complete, or it does not exist under its final name.
 
     RUN/checkpoints/
-        latest_checkpointed_iteration.txt    the newest complete one, for Megatron-LM
+        latest_checkpointed_iteration.txt    step of the newest complete checkpoint, for Megatron-LM
         iter_0000040/
             .metadata  common.pt  *.distcp   model, optimizer and random state (torch_dist, in Megatron-LM's layout)
-            critic/                          the critic of a PPO run, in the same form
-            policies/NAME/                   each further policy of a run that trains several, in the same form
+            critic/                          the critic of a PPO run, in the same format
+            policies/NAME/                   each policy other than the actor, in the same format
             slimx/run.json                   step, version, layouts, position in the prompts
-            slimx/tickets.bin                admitted prompts and the groups that are generated but not trained
-            slimx/manifest.json              size and digest of every file; written last, before the rename
+            slimx/tickets.bin                prompts in progress, and groups that are generated but not trained
+            slimx/manifest.json              size and digest of every file; written last
 
-A save writes into `iter_0000040.partial` and renames it when everything is on disk: a kill in between leaves the last
-complete one.
+A save writes into `iter_0000040.partial` and renames this directory when everything is on disk. If the run is killed
+before, the last complete checkpoint is still the newest.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ _RUN = "slimx/run.json"
 _TICKETS = "slimx/tickets.bin"
 
 CURSOR = "cursor"
-"""Folder of a run directory with the position of `slimx generate`."""
+"""Folder of a run's directory in which `slimx generate` saves its position in the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """State that a run needs to resume, in addition to the trainers' state."""
+    """State that a run needs to resume, apart from the state of its trainers."""
 
     step: int
-    """Completed steps."""
+    """Number of completed steps."""
     version: int
-    """Weight version of the engines."""
+    """Version of the engines' weights."""
     policies: dict[str, Json]
-    """Fields of each policy's trainers by name (`slimx.orchestration.state.resume.trainer_state`)."""
+    """Fields that describe the trainers of each policy, by the policy's name
+    (`slimx.orchestration.state.resume.trainer_state`)."""
     rollouts: Json
-    """`RolloutManager.state()`."""
+    """Result of `RolloutManager.state()` or `Replay.state()`: position in the prompts and groups that are not trained
+    yet."""
     critic: Json | None = None
-    """Parallel sizes of the critic in the checkpoint; None without a critic."""
+    """Parallel sizes of the critic that the checkpoint contains; None without a critic."""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the contents of the state's files by path in the checkpoint."""
+        """Returns the contents of the files that store this state, by path in the checkpoint."""
         rollouts = dict(self.rollouts)
         tickets = rollouts.pop("tickets", [])
         fields = {**asdict(self), "rollouts": rollouts}
@@ -63,30 +65,32 @@ class RunState:
 
 
 def relaid(files: dict[str, bytes], policy: str, layout: Json) -> dict[str, bytes]:
-    """Returns the files of a state after the ranks of `policy` have changed to the parallel sizes `layout`."""
+    """Returns copies of `files`, a result of `RunState.files`, in which the ranks of `policy` have the parallel sizes
+    `layout`."""
     fields = json.loads(files[_RUN])
     fields["policies"][policy]["layout"] = layout
     return files | {_RUN: json.dumps(fields, indent=1).encode()}
 
 
 class Saves:
-    """Saved checkpoints of one run: which are complete, which are kept, and how one is committed."""
+    """Directories of one run's checkpoints and exports: finds complete checkpoints, creates and completes new ones, and
+    removes old ones."""
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
-        """Sets the policy. `keep`: number of newest ones to keep. `keep_every`: multiples of this step are kept
-        forever; 0: none."""
+        """Sets which checkpoints in `directory` are kept: the newest `keep`, and forever those whose step is a multiple
+        of `keep_every` (0: none)."""
         self.directory = directory
         self.keep = keep
         self.keep_every = keep_every
 
     def newest(self) -> Path | None:
-        """Returns the newest complete checkpoint."""
+        """Returns the newest complete checkpoint; None if there is none."""
         done = sorted(self._complete())
         return done[-1][1] if done else None
 
     def set_aside(self, damaged: Path) -> Path | None:
-        """Renames the damaged checkpoint, so that it is never read again; returns its new path. Returns None without
-        renaming it if no other complete one is left."""
+        """Renames the checkpoint `damaged`, so that it is never loaded again, and returns its new path. If no other
+        complete checkpoint exists, returns None without renaming it."""
         if len(self._complete()) < 2:
             return None
         aside = damaged.with_name(f"{damaged.name}.damaged")
@@ -94,8 +98,8 @@ class Saves:
         return damaged.rename(aside)
 
     def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
-        """Returns an empty directory for the save of step `step`, with folders for the reports of each part (a path in
-        it). Removes interrupted saves."""
+        """Creates an empty directory for the save of step `step` and returns it. Each of `parts`, paths in this
+        directory, gets a folder for the reports of its ranks. Removes directories of interrupted saves."""
         for interrupted in self.directory.glob("iter_*.partial"):
             shutil.rmtree(interrupted)
         partial = self.directory / f"{iteration_name(step)}.partial"
@@ -104,8 +108,8 @@ class Saves:
         return partial
 
     def commit(self, partial: Path, driver_files: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
-        """Adds `driver_files` to the files that trainers have `written`, renames the complete directory, and removes
-        checkpoints that are not kept."""
+        """Completes a save: adds `driver_files`, contents by path, to the files that ranks have `written`, renames the
+        directory to its final name, which it returns, and removes checkpoints that are not kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = dict(written)
@@ -128,21 +132,22 @@ class Saves:
         return final
 
     def begin_export(self, target: Path) -> Path:
-        """Returns an empty directory next to `target` for an export."""
+        """Creates an empty directory next to `target` for an export and returns it."""
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
     def commit_export(self, partial: Path, target: Path) -> None:
-        """Renames a finished export to `target`, which it replaces."""
+        """Renames the directory of a finished export to `target`, and removes the previous directory of that name."""
         sync_directory(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync_directory(target.parent)
 
     def _track(self, newest: Path) -> None:
-        """Records the newest one for Megatron-LM; after a kill before that, the record names the previous one."""
+        """Records checkpoint `newest` in the file from which Megatron-LM reads the step to load. If the run is killed
+        before that, the file still names the previous checkpoint."""
         match = re.fullmatch(_NAME, newest.name)
         assert match is not None
         write_atomic(self.directory / TRACKER, str(int(match[1])).encode())
@@ -166,8 +171,8 @@ def saved_step(directory: Path) -> int:
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run's state from checkpoint `path`. Raises Damaged naming the damaged file, SlimxError for the state
-    of another release of slimx."""
+    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if another
+    release of slimx wrote other fields."""
     fields = _read(path, _RUN, json.loads)
     tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:
@@ -175,8 +180,8 @@ def read_state(path: Path) -> RunState:
         return RunState(**fields)
     except (TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path / _RUN} has other fields than this slimx writes ({error}); go on with the release that wrote it, "
-            "or begin a new run from its weights (trainer.load)",
+            f"{path / _RUN} has other fields than this release of slimx expects ({error}); use the release that "
+            "wrote it, or start a new run from its weights (trainer.load)",
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Parts of a training step: updates, evaluation, measurements, reference."""
+"""Parts of a training step: optimizer steps, evaluation, measurements, and replacement of the reference."""

@@ -1,4 +1,4 @@
-"""Evaluation: the engines' current weights answer the held-out prompts."""
+"""Evaluation of the engines' current weights on held-out prompts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from slimx.orchestration.step.measure import hook_metrics, part_metrics
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
-"""Number of an evaluation's first group: its seeds never occur in training, and are the same in every evaluation."""
+"""Number of the first group of an evaluation. Sampling seeds derive from the numbers of groups: those of evaluations
+never occur in training and are the same in every evaluation."""
 
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Evaluates `eval.samples` answers to every held-out prompt and returns `score`; {} without such prompts.
-
-    A failed prompt scores 0 and is counted in `eval/failed`; if all fail, the run stops."""
+    """Generates `eval.samples` answers to every held-out prompt, and returns metrics of their rewards (`score`); {} if
+    there are no held-out prompts. The answers to a prompt that failed score 0, and `eval/failed` counts it. Raises
+    SlimxError if all prompts failed."""
     if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
@@ -46,19 +47,20 @@ async def evaluate(run: Run) -> dict[str, float]:
 
 
 async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[GroupOutcome]:
-    """Generates `eval.samples` answers to each prompt, in the order of the sets."""
+    """Generates `eval.samples` answers to each prompt; returns one outcome per prompt, in the order of the prompt
+    sets."""
     rows = chain.from_iterable(prompts.values())
     return await asyncio.gather(*(_answer(maker, index, prompt) for index, prompt in enumerate(rows)))
 
 
 def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-    """Returns `score` of the outcomes of `answer_all`, their reward parts and logged metrics, and `eval/failed`.
-
-    Raises SlimxError if every prompt failed."""
+    """Returns the metrics of `outcomes`, a result of `answer_all` for `prompts`: those of `score`, those of reward
+    parts and those that hooks logged, and `eval/failed`. Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(
-            f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}",
+            f"all {len(failed)} evaluation prompts failed, the last one with: {failed[-1].detail}; correct that "
+            "and run the same command again",
         )
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     names = chain.from_iterable([name] * len(rows) for name, rows in prompts.items())
@@ -73,12 +75,12 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
 
 
 def answered_groups(outcomes: Sequence[GroupOutcome]) -> list[Group]:
-    """Returns the groups of the prompts that did not fail."""
+    """Returns the groups of the outcomes that have not failed."""
     return [outcome.group for outcome in outcomes if not outcome.failed]
 
 
 def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
-    """Returns the part of an outcome that is one policy's trajectories."""
+    """Returns a copy of `outcome` with only the trajectories of `policy`; a failed one if there are none."""
     groups = policy.select(answered_groups([outcome]))
     if not groups:
         return GroupOutcome(outcome.group, outcome.reason or "no answer", outcome.detail or f"none of {policy.name}")
@@ -86,7 +88,7 @@ def _of(outcome: GroupOutcome, policy: TrainedPolicy) -> GroupOutcome:
 
 
 def answers(group: Group) -> list[float]:
-    """Returns the reward of each rollout; the mean if it has several trajectories."""
+    """Returns the reward of each rollout in `group`; for a rollout with several trajectories, their mean reward."""
     by_rollout: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         by_rollout.setdefault(trajectory.rollout_id, []).append(reward_of(trajectory))
@@ -94,11 +96,12 @@ def answers(group: Group) -> list[float]:
 
 
 def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: Sequence[int]) -> dict[str, float]:
-    """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each of `ks`; also per set
-    if sets have names. A k larger than the number of answers to some prompt of a set is left out.
+    """Returns `eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each k in `ks`, over all
+    prompts and for each set that has a name. A k larger than the number of answers to some prompt of a set is left out.
 
-    `rewards`: set -> prompt -> answers. pass@k is the unbiased estimate of the probability that one of k answers is
-    right, 1 - C(n - c, k) / C(n, k) with c of n right (2107.03374)."""
+    `rewards`: rewards of the answers by set and prompt. `passing`: minimum reward of a correct answer. pass@k is the
+    unbiased estimate of the probability that at least one of k answers is correct, 1 - C(n - c, k) / C(n, k) if c of n
+    answers are correct (arXiv 2107.03374)."""
     all_prompts = list(chain.from_iterable(rewards.values()))
     out = _score(all_prompts, passing, ks, "eval/")
     for name, prompts in rewards.items():

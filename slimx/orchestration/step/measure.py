@@ -1,4 +1,5 @@
-"""Metrics of a step's groups: rewards, lengths, drops, staleness; and the log-prob gap if no trained token shows it."""
+"""Metrics of a step's groups: rewards, lengths, dropped groups and staleness. Also measures the log-prob gap in steps
+whose trained tokens cannot show it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from slimx.rollout.flow.tickets import Batch
 
 
 def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
-    """Returns counts of a batch and metrics of its groups."""
+    """Returns the counts of `batch` and metrics of its trajectories. `passing`: minimum reward of a correct answer
+    (`eval.passing`)."""
     return batch_counts(batch) | trajectory_metrics(batch.groups, passing)
 
 
 def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Returns counts of a step's batch and, by policy, metrics and staleness of its trajectories."""
+    """Returns the counts of a step's batch, and for each policy metrics and staleness of its trajectories."""
     metrics = batch_counts(batch)
     for policy in run.policies.values():
         groups = policy.select(batch.groups)
@@ -34,7 +36,8 @@ def sample_metrics(run: Run, batch: Batch) -> dict[str, float]:
 
 
 def batch_counts(batch: Batch) -> dict[str, float]:
-    """Returns the number of dropped groups by reason, and of regenerated ones."""
+    """Returns the number of dropped groups, in total and by reason, and of groups that were generated again because
+    they were too stale."""
     metrics = {}
     for reason, count in batch.dropped.items():
         metrics[f"dropped/{reason.replace(' ', '_')}"] = float(count)
@@ -44,9 +47,8 @@ def batch_counts(batch: Batch) -> dict[str, float]:
 
 
 def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, float]:
-    """Returns rewards, response lengths (tokens), turns, and metrics that hooks logged.
-
-    `passing`: minimum reward of a right answer (`eval.passing`)."""
+    """Returns metrics of the trajectories in `groups`: rewards, response lengths in tokens, turns, and the metrics that
+    hooks logged. `passing`: minimum reward of a correct answer (`eval.passing`)."""
     trajectories = trajectories_of(groups)
     metrics: dict[str, float] = {}
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -66,7 +68,8 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
 
 
 def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") -> dict[str, float]:
-    """Returns mean, standard deviation and count of each part of the rewards, over the trajectories that have it."""
+    """Returns mean, standard deviation and count of each named part of the rewards, over the trajectories that have
+    this part. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.reward_parts for trajectory in trajectories).items():
         prefix = f"{section}/part/{name}"
@@ -76,7 +79,8 @@ def part_metrics(trajectories: Sequence[Trajectory], section: str = "reward") ->
 
 
 def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> dict[str, float]:
-    """Returns mean, extremes and count of each metric that hooks logged (`ctx.log`); non-finite values only count."""
+    """Returns mean, extremes and count of each metric that hooks logged (`ctx.log`). Values that are not finite are
+    only counted. `section`: first component of the metrics' names."""
     out: dict[str, float] = {}
     for name, values in _by_name(trajectory.metrics for trajectory in trajectories).items():
         prefix = f"{section}/{name}"
@@ -94,7 +98,8 @@ def hook_metrics(trajectories: Sequence[Trajectory], section: str = "hook") -> d
 
 
 def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns reward and length by the prompts' data set; {} if prompts name none."""
+    """Returns count, mean reward and response length of the trajectories of each data set that prompts name as their
+    source; {} if no prompt names one."""
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
         if group.prompt.source is not None:
@@ -114,8 +119,9 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], passing: float) -> dict[str, float]:
-    """Returns the mean response length by outcome; outcomes without trajectories are left out. `lengths`: sampled
-    tokens of each trajectory; `passing`: minimum reward of a right answer."""
+    """Returns the mean response length of the trajectories that passed, failed and were completed; a metric without
+    trajectories is left out. `lengths`: number of sampled tokens of each trajectory. `passing`: minimum reward of a
+    correct answer."""
     outcomes = {
         "passed": [t.reward is not None and t.reward >= passing for t in trajectories],
         "failed": [t.reward is not None and t.reward < passing for t in trajectories],
@@ -130,7 +136,7 @@ def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], p
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns mean and maximum number of model turns, over the sampled trajectories."""
+    """Returns mean and maximum number of model turns of the trajectories that contain sampled tokens."""
     turns = []
     for trajectory in trajectories:
         sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
@@ -142,7 +148,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Returns all values of each name, in alphabetical order of the names."""
+    """Collects the values of each name from all of `metrics`; the names are in alphabetical order."""
     out: dict[str, list[float]] = defaultdict(list)
     for values in metrics:
         for name, value in values.items():
@@ -151,8 +157,9 @@ def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Returns the trainers' version minus each trajectory's oldest sampled version, and the fraction of trajectories
-    sampled by several versions."""
+    """Returns mean and maximum staleness of the trajectories, and the fraction of them that several versions sampled.
+    Staleness: `version`, the version that the trainers start from, minus the oldest version that sampled a token of the
+    trajectory."""
     ages = []
     mixed = []
     for trajectory in trajectories_of(groups):
@@ -171,8 +178,8 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 
 async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the log-prob gap, probed after a step in whose `metrics` no trained token shows it. Raises SlimxError for
-    a gap in exact mode."""
+    """Measures the log-prob gap after a step in whose `metrics` no trained token shows it, and returns the gap metrics;
+    {} after other steps. Raises SlimxError if exact mode has a gap."""
     if not run.sampled:
         return {}
     probed: dict[str, float] = {}
@@ -184,10 +191,11 @@ async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, f
 
 
 async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Scores a few of the step's rollouts on an engine under the current version, and compares with the trainers.
+    """Lets an engine compute log-probs for a few of the step's rollouts with the current version, and returns their gap
+    to the trainers' log-probs.
 
-    For steps whose trained tokens were all sampled by an older version: trainers and engines have equal weights again
-    only after the publication."""
+    For steps whose trained tokens were all sampled by an older version: trainers and engines have the same weights only
+    after the next publication."""
     actor = run.policies[ACTOR]
     options = run.config.rollout
     count = max(options.gap_probe, actor.sizes.data)
@@ -202,7 +210,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
         row.rollout_logprobs = scores.logprobs
         row.routed_experts = scores.routed_experts
         row.temperature = np.ones_like(row.temperature)
-        row.support = None  # an engine scores over the whole vocabulary
+        row.support = None  # an engine computes log-probs over the whole vocabulary
         row.versions = np.where(row.weight > 0, scores.version, -1).astype(np.int64)
     version = run.version
     async with run.trainers_turn():
@@ -211,12 +219,12 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:
-    """Raises SlimxError if a gap was measured although numerics.mode excludes one."""
+    """Raises SlimxError if `metrics` contain a log-prob gap although `numerics.mode` is exact."""
     if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
         raise SlimxError(
-            f"step {step}: numerics.mode is exact, but log-probs of trainer and engines differ by up to "
-            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version; weights or "
-            "operations are not the same on both sides, and `slimx doctor --gap --layers` says where",
+            f"step {step}: numerics.mode is exact, but the log-probs of trainer and engines differ by up to "
+            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version, so weights or "
+            "operations differ; run `slimx doctor --gap --layers` to find the layer",
             code="numerics.gap",
             about=f"step {step}",
         )

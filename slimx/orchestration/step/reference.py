@@ -1,7 +1,8 @@
-"""A reference that follows the policy (`algorithm.reference_refresh`): the current weights replace it periodically.
+"""Periodic replacement of the reference by the policy's current weights (`algorithm.reference_refresh`).
 
-A checkpoint holds only the policy, so each new reference is also written as RUN/reference-NNNNNN for resumed runs; a
-run that forks a checkpoint copies the other run's. References that no checkpoint needs are removed."""
+A checkpoint contains only the policy, so each new reference is also written as RUN/reference-NNNNNN for runs that
+resume. A run that forks a checkpoint copies the reference of the other run. References that no checkpoint needs are
+removed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
 
 
 async def refresh_reference(run: Run) -> None:
-    """Makes the current weights the reference if that is due after a step, and removes unneeded ones."""
+    """Makes the current weights the reference and saves them, if that is due after the current step, and removes
+    references that are no longer needed."""
     if not run.due(run.config.algorithm.reference_refresh):
         return
     async with run.trainers_turn():
@@ -42,8 +44,9 @@ async def refresh_reference(run: Run) -> None:
 
 
 async def restore_reference(run: Run, checkpoint: Path) -> None:
-    """Loads the reference that belongs to `checkpoint`, from which `run` was resumed; before the first refresh it is
-    the initial weights, with which trainers start. Raises SlimxError if it is missing."""
+    """Loads the reference that belongs to `checkpoint`, from which `run` has resumed. Before the first replacement, the
+    reference is the initial weights, with which trainers start anyway. Raises SlimxError if the reference is missing.
+    """
     every = run.config.algorithm.reference_refresh
     last = reference_step(run.step, every)
     if not last:
@@ -54,8 +57,9 @@ async def restore_reference(run: Run, checkpoint: Path) -> None:
         await asyncio.to_thread(_copy, origin, path)
     if not path.is_dir():
         raise SlimxError(
-            f"{path} does not exist: it is the reference of the checkpoint of step {run.step} "
-            f"(algorithm.reference_refresh={every}); bring it back, or begin a new run from this checkpoint's weights",
+            f"{path} does not exist, but the checkpoint of step {run.step} needs this reference "
+            f"(algorithm.reference_refresh={every}); restore the directory, or start a new run from the "
+            "checkpoint's weights",
             code="reference.lost",
             about=str(path),
         )
@@ -63,8 +67,8 @@ async def restore_reference(run: Run, checkpoint: Path) -> None:
 
 
 def _copy(origin: Path, path: Path) -> None:
-    """Copies a directory, so that neither run depends on the other. Uses hard links if the file system has them: the
-    files never change."""
+    """Copies a directory of another run, so that neither run depends on the other. Uses hard links if the file system
+    supports them, because the files never change."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(origin, partial, copy_function=_link)
@@ -83,10 +87,11 @@ def _names(directory: Path) -> list[str]:
 
 
 def reference_path(directory: Path, step: int) -> Path:
-    """Returns the directory of the weights that became the reference after `step` steps of the run in `directory`."""
+    """Returns the directory that contains the reference since step `step` of the run in `directory`."""
     return directory / f"reference-{step:06d}"
 
 
 def reference_step(step: int, every: int) -> int:
-    """Returns the step whose weights are the reference after `step` steps; 0: the initial weights."""
+    """Returns the step after which the current reference was made, at `step` completed steps; 0 if it is still the
+    initial weights. `every`: value of `algorithm.reference_refresh`."""
     return step - step % every if every else 0

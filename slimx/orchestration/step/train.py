@@ -1,4 +1,4 @@
-"""The updates of a step: those of every policy and, concurrently, the critic's."""
+"""Optimizer steps of a training step: those of all policies and, concurrently, the critic's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Batches = Mapping[str, list[TrainBatch]]
 
 
 async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
-    """Finishes the advantages of a step's `rows`, packs the rows, and trains on them; returns all metrics."""
+    """Completes the advantages in `rows`, packs the rows into batches, and trains on them. Returns all metrics.
+    `groups`: groups from which the rows were made."""
     algorithm = run.config.algorithm
     metrics: dict[str, float] = {}
     if algorithm.needs_whole_step:
@@ -41,11 +42,11 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
 
 
 async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
-    """Runs one step of every policy concurrently, and of the critic if there is one, concurrently if it has dedicated
-    ranks.
+    """Trains all policies concurrently, and the critic: also concurrently if it has dedicated ranks, else after the
+    policy. Returns the metrics.
 
-    `rows` and `batches` are the same updates of `groups`, by policy. While the critic warms up, the policy is only
-    measured."""
+    `rows` and `batches`: the updates of `groups` for each policy, before and after packing. While the critic warms up,
+    the policy is not trained, and only its log-prob gap is measured."""
     critic = run.critic
     if critic is None:
         step = run.step
@@ -86,7 +87,8 @@ async def _updates(run: Run, groups: Sequence[Group], rows: StepRows, batches: B
 async def estimate_advantages(
     run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
 ) -> dict[str, float]:
-    """Scores a step's rows on trainers and critic, and finishes their advantages (`finish_advantages`)."""
+    """Computes the values and log-probs that the advantages of `updates` need, on the critic and the trainers, and
+    completes the advantages (`finish_advantages`). Returns its metrics."""
     algorithm = run.config.algorithm
     rows = list(chain.from_iterable(updates))
     pairs = algorithm.advantages.demonstrated
@@ -105,12 +107,12 @@ async def estimate_advantages(
         values=values,
         seed=(run.config.run.seed, run.step),
     )
-    # In a thread, as the event loop watches engines: it takes a second for a million tokens.
+    # In a thread, because it takes a second for a million tokens, and the event loop watches the engines meanwhile.
     return await in_thread(finish_advantages, algorithm, step)
 
 
 async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
-    """Returns the log-probs of a step's rows under the policy or the reference."""
+    """Returns the log-probs of `rows` with the policy's weights or the reference's."""
     actor = run.policies[ACTOR]
     batch = actor.packer(rows)
     logprobs = await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under))
