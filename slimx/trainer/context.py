@@ -1,4 +1,5 @@
-"""A rank's part of packed micro-batches under context parallelism, and transfer of arrays to its device."""
+"""Splitting of packed micro-batches over context-parallel ranks, joining of their results, and transfer of arrays to
+the device."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from slimx.data.packing import zigzag
 
 
 class ContextShard:
-    """One context-parallel rank's part of packed micro-batches, and the reassembly of per-token tensors."""
+    """Splits packed micro-batches for one of `size` context-parallel ranks, and joins the ranks' per-token tensors. T
+    is the number of tokens of a packed micro-batch."""
 
     def __init__(self, size: int, rank: int, group: dist.ProcessGroup):
         self.size = size
@@ -22,7 +24,8 @@ class ContextShard:
         self._group = group
 
     def take(self, batch: MicroBatch) -> MicroBatch:
-        """Returns this rank's tokens of `batch`: all arrays are cut, `lengths` still gives the full sequences."""
+        """Returns `batch` with only this rank's tokens. All arrays are cut; `lengths` still contains the lengths of the
+        full sequences."""
         if self.size == 1:
             return batch
         index = zigzag(batch.lengths, self.size, self.rank)
@@ -34,9 +37,8 @@ class ContextShard:
         return replace(batch, **cut, support=None if batch.support is None else batch.support.take(index))
 
     def gather(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Joins all ranks' parts of a per-token tensor in the order of the pack: [T / size, ...] -> [T, ...].
-
-        Collective, no gradient."""
+        """Joins the parts of a per-token tensor that context-parallel ranks have, in the order of the packed tokens: [T
+        / size, ...] -> [T, ...]. `lengths`: lengths of the packed sequences. Collective; not differentiable."""
         if self.size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -47,9 +49,9 @@ class ContextShard:
         return out
 
     def sequence_sum(self, values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Sums `values` over the sequence of each token of this rank: [T / size] -> [T / size].
-
-        Collective, no gradient; added in fp64, so the result does not depend on which rank has which tokens."""
+        """Returns, for each of this rank's tokens, the sum of `values` over the token's whole sequence: [T / size] ->
+        [T / size]. Collective; not differentiable. Sums are computed in fp64, so that they do not depend on how tokens
+        are split."""
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         if self.size > 1:
             sequence = sequence[zigzag(lengths, self.size, self.rank)]
@@ -60,18 +62,17 @@ class ContextShard:
         return sums[index].to(values.dtype)
 
     def local(self, full: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Returns this rank's tokens of a tensor over the pack: [T, ...] -> [T / size, ...]."""
+        """Selects this rank's tokens from a per-token tensor of the packed sequences: [T, ...] -> [T / size, ...]."""
         if self.size == 1:
             return full
         return full[torch.from_numpy(zigzag(lengths, self.size, self.rank)).to(full.device)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Moves `array` to `device` as a tensor; on the CPU it shares the array's memory.
+    """Copies `array` to `device` as a tensor; on the CPU, the tensor shares the array's memory.
 
-    A copy from pageable memory would wait for all work queued on the GPU, once per array of a micro-batch. A copy from
-    pinned memory is only queued; torch keeps the pinned block until the copy is done.
-    """
+    A copy from pageable memory would wait for all work that is queued on the GPU, once per array of a micro-batch. A
+    copy from pinned memory is only queued, and torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(array)
     if device.type == "cpu":
         return host

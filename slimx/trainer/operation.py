@@ -1,4 +1,4 @@
-"""Operations: methods of a rank's roles that the driver calls on all ranks together."""
+"""Operations: methods of a rank's roles that the driver calls on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ class Operation:
     """Conditions under which an operation runs."""
 
     phase: str | None
-    """The phase to which its peak memory counts."""
+    """Phase in which its peak memory is counted; None: the phase in which it is called."""
     needs: Residency | None
-    """Parts of the model that must be on the device; "training": also gradients and optimizer state."""
+    """Parts of the model that must be on the device: "weights", or "training" to include gradients and optimizer state;
+    None for no part."""
 
 
 def operation[F: Callable[..., object]](
     phase: str | None = None, *, needs: Residency | None = None
 ) -> Callable[[F], F]:
-    """Marks a method as an operation with these conditions (`Operation`)."""
+    """Returns a decorator that marks a method as an operation with these conditions (`Operation`)."""
 
     def mark(method: F) -> F:
         method.__dict__["operation"] = Operation(phase, needs)

@@ -1,4 +1,4 @@
-"""A trainer rank's coordinate in every parallel dimension, and its process groups."""
+"""Coordinates of a trainer rank in all parallel dimensions, and its process groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from slimx.runtime.ports import meet
 
 
 class ParallelState:
-    """This rank's coordinate in every parallel dimension, and its process groups, created and destroyed here."""
+    """Coordinates of this rank in all parallel dimensions, and its process groups, which are created on
+    construction."""
 
     def __init__(
         self, sizes: Sizes, *, rank: int, init_method: str, device: torch.device, deadline_s: float, seed: int
@@ -30,7 +31,7 @@ class ParallelState:
         url = urlsplit(init_method)
         store = meet(url.hostname or "", url.port or 0, rank=rank, size=sizes.world, timeout=timeout)
         dist.init_process_group(backend, store=store, world_size=sizes.world, rank=rank, timeout=timeout)
-        # Weights that leave through host memory are gathered by gloo on every device.
+        # gloo gathers weights that are exported through host memory, also on CUDA.
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(host_group, dist.ProcessGroup)
         self.host_group = host_group
@@ -48,20 +49,21 @@ class ParallelState:
         model_parallel_cuda_manual_seed(seed)
 
     def _check_devices(self) -> None:
-        """Refuses two ranks on one GPU before NCCL's first collective, which would fail without naming them."""
+        """Raises SlimxError if two ranks have the same GPU, before the first collective of NCCL, which would fail
+        without naming the ranks."""
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         devices: list[str] = [""] * self.sizes.world
         dist.all_gather_object(devices, uuid, group=self.host_group)
         first = devices.index(uuid)
         if first != self.rank:
             raise SlimxError(
-                f"trainer ranks {first} and {self.rank} have the same GPU ({uuid}), and NCCL requires one per rank; "
-                "lower trainer.world_size to the number of GPUs",
+                f"trainer ranks {first} and {self.rank} have the same GPU ({uuid}), but NCCL requires one GPU per "
+                "rank; lower trainer.world_size to the number of GPUs",
             )
 
     @property
     def last_stage(self) -> bool:
-        """True on the ranks of the last pipeline stage, which compute logits."""
+        """True on ranks of the last pipeline stage, which compute logits."""
         return self.coordinates.pipeline == self.sizes.pipeline - 1
 
     @property
@@ -78,11 +80,11 @@ class ParallelState:
 
     @property
     def token_group(self) -> dist.ProcessGroup:
-        """The ranks among which the tokens of a step are divided: data parallel times context parallel."""
+        """Ranks among which the tokens of a step are divided: data parallel times context parallel."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def destroy(self) -> None:
-        """Leaves every group, without waiting for other ranks."""
+        """Leaves all process groups, without waiting for other ranks."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

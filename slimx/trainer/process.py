@@ -1,4 +1,5 @@
-"""The process of a trainer rank before the import of torch and megatron-core: its environment, adapters and log."""
+"""Preparation of a trainer rank's process before torch and megatron-core are imported: environment variables,
+adaptations of megatron-core, log file."""
 
 from __future__ import annotations
 
@@ -22,19 +23,21 @@ def prepare_process(
     deep_ep: bool = False,
     waiting: bool = False,
 ) -> None:
-    """Sets the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
-    several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback;
-    `variables`: additional ones, for a GPU; `deep_ep`: for a flex dispatcher; `waiting`: for
-    trainer.offload_activations."""
+    """Sets the environment variables of gloo and CUDA that a rank needs. Must be called before torch is imported.
+
+    `shares_layers`: True if several ranks compute one layer together (tensor or context parallelism). `local`: True if
+    ranks connect over the loopback interface. `variables`: additional variables for ranks with a GPU. `deep_ep`: True
+    for the flex dispatcher. `waiting`: True for trainer.offload_activations, with which the sizes of pinned memory
+    blocks are not set."""
     clean_environment(os.environ)
     if local:
-        # gloo would resolve the host name, which may be impossible, and listen at an address that other hosts reach.
+        # By default, gloo resolves the host name, which may fail, and listens at an address that other hosts can reach.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        # The adapters depend on what torch sees: a rank configured for the CPU must not see the host's GPUs.
+        # The adaptations depend on the devices that torch finds, so a rank on the CPU must not find the host's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    # Packs of many lengths would fragment the GPU's memory: reserved, but unusable for the next allocation.
+    # Micro-batches of many lengths would otherwise fragment the GPU's memory.
     set_expandable_segments(os.environ)
     if not waiting:
         set_pinned_sizes(os.environ)
@@ -44,15 +47,15 @@ def prepare_process(
         for name, value in NVSHMEM.items():
             os.environ.setdefault(name, value)
     if shares_layers:
-        # One hardware queue: a layer's collective is then launched before the product that should hide it, which
-        # megatron-core's overlap of the two requires (it warns otherwise).
+        # With one hardware queue, a layer's collective starts before the matrix product that overlaps with it, as
+        # megatron-core requires (it warns otherwise).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]:
-    """Prepares this process for megatron.core, before its first import; returns the names of the active adapters.
-
-    `plain`: use plain torch layers on a GPU too; `deep_ep`: for a flex dispatcher."""
+    """Adapts megatron-core to this process and device; must be called before its first import. Returns the names of the
+    active adaptations. `plain`: True to use plain torch layers even on a GPU. `deep_ep`: True for the flex dispatcher.
+    """
     import torch
 
     device = device_named("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,7 +72,8 @@ def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]
 
 
 def redirect_output(path: str) -> None:
-    """Redirects all output of this process and its children to the end of the file `path`."""
+    """Redirects standard output and standard error of this process and its children to the file `path`, appending to
+    it."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

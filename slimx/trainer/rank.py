@@ -1,11 +1,11 @@
-"""One trainer rank: its process groups, its GPU, and its roles in training.
+"""One trainer rank: its process groups, its GPU, and its roles, the objects whose operations the driver calls.
 
 worker.call("model.train_updates", ...) --> TrainerRank.perform --> PolicyTrainer.train_updates
-                                                                    (phase "train", everything on the device)
+                                                                    (phase "train", with everything on the device)
 
-model     PolicyTrainer, or a learner's trainer
-weights   WeightExport: the model's, to engines and files
-rank      the methods below
+model     PolicyTrainer, or the trainer of another kind of learner
+weights   WeightExport, which exports the model's weights to engines and files
+rank      operations of TrainerRank itself
 others    entry points of `slimx.roles`
 """
 
@@ -34,20 +34,21 @@ from slimx.trainer.weight_export import WeightExport
 
 
 class Role(Protocol):
-    """A part of a rank that has operations."""
+    """An object on a rank whose operations the driver calls."""
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the model to the device: its weights, and with `training` gradients and optimizer state."""
+        """Moves the role's weights to the device, and with `training` also gradients and optimizer state."""
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases device memory, that of the weights only if `weights`."""
+        """Releases the role's device memory; that of weights only if `weights` is True."""
 
 
 class TrainerRank:
-    """The roles of one rank. Every operation is called on all ranks together."""
+    """Roles of one rank, and what they share. Every operation is called on all ranks at the same time."""
 
     def __init__(self, config: Config, number: int, device: str):
-        """Sets up the device: on CUDA refuses a broken GPU, uses only the CPUs near it, and guards its memory."""
+        """Sets up the device. On CUDA, raises SlimxError for a defective GPU, restricts the process to the CPUs near
+        the GPU, and creates the guard of its memory. `number`: global rank."""
         torch.set_num_threads(config.trainer.threads)
         self.config = config
         self.number = number
@@ -56,14 +57,14 @@ class TrainerRank:
         self._parallel: ParallelState | None = None
         self.guard: MemoryGuard | None = None
         self.hardware: dict[str, str | int] = {}
-        """UUID of the GPU and number of CPUs, on CUDA."""
+        """UUID of the GPU and number of usable CPUs, on CUDA; {} on the CPU."""
         if self.device.type == "cuda":
             self._inspect_gpu()
         self._memory = PhasePeaks(meter_of(self.device), "generate" if config.rollout.policy_engines else "wait")
 
     @property
     def parallel(self) -> ParallelState:
-        """This rank's parallel coordinates and process groups, after `meet`."""
+        """Parallel coordinates and process groups of this rank; available after `meet`."""
         assert self._parallel is not None
         return self._parallel
 
@@ -78,7 +79,7 @@ class TrainerRank:
         self.hardware = {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def meet(self, init_method: str) -> None:
-        """Joins the other ranks."""
+        """Creates the process groups together with all other ranks. `init_method`: as for torch.distributed."""
         self._parallel = ParallelState(
             sizes_of(self.config.trainer),
             rank=self.number,
@@ -89,19 +90,19 @@ class TrainerRank:
         )
 
     def build(self, roles: Collection[str]) -> None:
-        """Builds `roles`; "model" includes its "weights"."""
+        """Builds the roles named in `roles`; "model" includes the role "weights"."""
         if "model" in roles:
             learner = learner_of(self.config.algorithm)
             trainer = PolicyTrainer if learner is None else learner.trainer()
             model = trainer(self.config, configured_model(self.config), self.parallel)
-            # First, so that its buffers are released before the weights that filled them.
+            # Added first, so that `offload` releases its buffers before the weights.
             self.roles["weights"] = WeightExport(model, self._memory)
             self.roles["model"] = model
         for name in roles:
             self._role(name)
 
     def perform(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name`, "role.method", under its conditions."""
+        """Runs the operation `name` ("role.method") after fulfilling its conditions, and returns its result."""
         role_name, _, method = name.partition(".")
         role = None if role_name == "rank" else self._role(role_name)
         function = getattr(self if role is None else role, method)
@@ -114,11 +115,13 @@ class TrainerRank:
             return function(*arguments, **named)
 
     def _role(self, name: str) -> Role:
-        """Returns the role `name`; a role that this rank was not built with is an entry point of `slimx.roles`."""
+        """Returns the role `name`. If this rank was not built with it, creates it from the entry point of `slimx.roles`
+        with this name."""
         if name not in self.roles:
             if name not in entry_points.find("slimx.roles"):
                 raise SlimxError(
-                    f"rank {self.number} has no role {name}; it has {', '.join(self.roles)}",
+                    f"trainer rank {self.number} has no role {name}, only {', '.join(self.roles)}; install an "
+                    "extra that provides it as an entry point of slimx.roles",
                 )
             self.roles[name] = entry_points.load("slimx.roles", name)(self)
         return self.roles[name]
@@ -131,19 +134,19 @@ class TrainerRank:
 
     @operation()
     def offload(self, *, weights: bool = True) -> None:
-        """Releases device memory for engines on it; `weights`: also the model's."""
+        """Releases the device memory of all roles for colocated engines; that of weights only if `weights` is True."""
         for role in self.roles.values():
             role.offload(weights=weights)
 
     @operation()
     def reload(self) -> None:
-        """Reverts `offload`."""
+        """Moves everything that `offload` released back to the device."""
         for role in self.roles.values():
             role.reload()
 
     @operation()
     def memory(self) -> dict[str, float]:
-        """Returns `memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
+        """Returns this rank's peak memory in each phase since the last call as `memory/PHASE_peak_mib`, in MiB."""
         return self._memory.take()
 
     def leave(self) -> None:

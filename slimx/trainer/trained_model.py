@@ -1,4 +1,4 @@
-"""A trained model on one rank: the common part of policy and critic, without their passes."""
+"""A trained model on one rank: what policy and critic have in common, without their forward and backward passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slimx.trainer.step.forward_backward import sum_gradients
 
 
 class TrainedModel:
-    """Chunks, weights and optimizer of one rank, their checkpoints, and their transfer to the host and back."""
+    """Modules, weights and optimizer of one rank, with their checkpoints and their offloading to the host."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class TrainedModel:
         optimizer: ChainedOptimizer,
         holder: str,
     ):
-        """Takes `config`: its `trainer` section is this model's. `holder`: name of the ranks in messages."""
+        """Takes the parts of the model. `config`: configuration whose `trainer` section describes this model. `holder`:
+        name of its rank group in messages."""
         self.config = config
         self.parallel = parallel
         self.chunks = chunks
@@ -53,18 +54,19 @@ class TrainedModel:
             holder=holder,
         )
         self.on_moved: list[Callable[[], None]] = []
-        """Callbacks for changed addresses of parameters."""
+        """Called when parameters may have new addresses in memory."""
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = optimizer.scale_loss
         if chunks[0].ddp_config.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in chunks]
             settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
-        self._gather()  # the first pass may run under other weights
+        self._gather()  # before a pass may use other weights
 
     @operation("save", needs="training")
     def save(self, path: str, *, step: int) -> None:
-        """Copies the state after step `step` and starts writing this rank's part of it to `path`."""
+        """Copies the state after `step` steps, and starts writing this rank's part of it into the checkpoint directory
+        `path`."""
         frozen = bool(self.config.trainer.frozen)
         data_size = self.parallel.sizes.data
         state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
@@ -72,7 +74,7 @@ class TrainedModel:
 
     @operation("restore", needs="training")
     def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
-        """Restores the checkpoint in `path`."""
+        """Restores the state from the checkpoint in `path`; see `slimx.trainer.checkpoint.load.restore`."""
         restore(
             Path(path),
             self.chunks,
@@ -85,38 +87,40 @@ class TrainedModel:
 
     @operation()
     def check_files(self, records: bytes, *, path: str) -> None:
-        """Compares files of the checkpoint `path` with their records, by name. Raises SlimxError naming a file."""
+        """Compares files of the checkpoint in `path` with `records`, their encoded sizes and digests. Raises SlimxError
+        naming a file that differs."""
         check_digests(Path(path), decode_records(records))
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases device memory while engines generate: gradients and optimizer state, and the weights unless they are
-        yet to be published. `reload` brings them back."""
+        """Moves gradients and optimizer state to the host while engines use the device, and the weights, too, unless
+        they must still be published (`weights=False`). `reload` reverts this."""
         if self.config.trainer.offload:
             freed = self.offloading.offload(weights=weights)
             print(
-                f"slimx: offloaded {freed / 2**20:.1f} MiB, on the host: {' and '.join(self.offloading.away)}",
+                f"slimx: offloaded {freed / 2**20:.1f} MiB; now on the host: {' and '.join(self.offloading.away)}",
                 flush=True,
             )
 
     def reload(self, *, training: bool = True) -> None:
-        """Reverts `offload`: moves the weights back, and with `training` all other parts."""
+        """Moves the weights back to the device, and with `training` also gradients and optimizer state."""
         if self.offloading.away:
             self.offloading.reload(training=training)
             for notify in self.on_moved:
                 notify()
 
     def device_bytes(self) -> dict[str, int]:
-        """Returns bytes on the device by kind, and the largest parameters by name."""
+        """Returns the bytes on the device of weights, gradients and optimizer state, and of the largest parameters by
+        name."""
         named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
         return self.offloading.sizes() | largest(named)
 
     def _gather(self) -> None:
-        """Ends a step: completes the weights on every rank, for publications, checkpoints and all other readers.
-        Collective."""
+        """Completes the weights on every rank after a step (with `overlap_param_gather` they are incomplete before the
+        next forward pass), so that publications, checkpoints and others can read them. Collective."""
         gather(self.chunks)
 
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Returns this context-parallel rank's tokens of each micro-batch."""
+        """Returns each micro-batch with only the tokens of this context-parallel rank."""
         return [self.context.take(batch) for batch in batches]
 
     def _zero_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""The policy's model on one trainer rank, and its operations. Every method is called on all ranks together."""
+"""The policy's model on one trainer rank, and its operations, which are called on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slimx.trainer.trained_model import TrainedModel
 
 
 class PolicyTrainer(TrainedModel):
-    """Megatron model, optimizer and pipeline of one rank."""
+    """Trains the policy on one rank: model, optimizer, pipeline, and passes of reference and teacher."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         mode = mode_of(config)
@@ -75,15 +75,15 @@ class PolicyTrainer(TrainedModel):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
-        """Runs all updates of step `step` (from 0), one optimizer step per list of this data-parallel rank's
-        micro-batches; returns the metrics of all updates on the ranks of the last pipeline stage, elsewhere only the
-        optimizer's.
+        """Performs all updates of training step `step`, counted from 0: one optimizer step for each list of this
+        data-parallel rank's micro-batches. Returns the metrics of the step; except on ranks of the last pipeline stage,
+        only the optimizer's.
 
-        `version` is the weight version of the engines. The log-prob gap is measured on its tokens in the first update:
-        in later ones the weights differ from the engines'."""
+        `version`: version of the engines' weights. The log-prob gap is measured in the first update, on tokens that
+        this version sampled, because in later updates trainers and engines have different weights."""
         totals = [self.routing.totals(batches) for batches in updates]
         local = [self._local(batches) for batches in updates]
-        # All of them before the first update: weights are switched once, and recomputed log-probs are the old policy's.
+        # All updates together, so that weights are exchanged once and recomputed log-probs are those of the old policy.
         prior = self.passes.before_updates(list(chain(*local)))
         others = iter(prior.fields)
         routes = iter(prior.routes or ())
@@ -107,9 +107,10 @@ class PolicyTrainer(TrainedModel):
 
     @operation()
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
-        """Returns by update and micro-batch of the last step `logprobs` float32 [T], each label's under the weights
-        that it was trained with, and `other_experts` bool [T], true where a router chose other experts than the
-        engine's (last stage only). Each result is returned once. Collective over context-parallel ranks."""
+        """Returns values of the last training step, by update and micro-batch: `logprobs` float32 [T], the log-prob of
+        each label with the weights with which it was trained; and `other_experts` bool [T], True where a router chose
+        other experts than the engine's. [] except on the last pipeline stage, and when called again. Collective over
+        context-parallel ranks."""
         trained = self._trained
         self._trained = []
         out = []
@@ -125,7 +126,7 @@ class PolicyTrainer(TrainedModel):
         return out
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
-        """Runs a step of one update."""
+        """Performs a training step with a single update; see `train_updates`."""
         return self.train_updates([batches], step=step, version=version)
 
     def _update(
@@ -139,12 +140,12 @@ class PolicyTrainer(TrainedModel):
         step: int,
         version: int | None,
     ) -> dict[str, float]:
-        """Runs forward, backward and one optimizer step.
+        """Runs forward and backward passes and one optimizer step, and returns their metrics.
 
-        `batches`: this rank's tokens; `others`: results of other forward passes. `replay`: experts to use, None for
-        each router's choice; `packings`: choices of other layers, likewise. `totals`: denominators of the routers'
-        terms. `step`: number of earlier optimizer steps, for the learning rate. `version` None: no engine has these
-        weights."""
+        `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on them. `replay`:
+        experts to use; None if each router chooses. `packings`: choices of other layers to repeat, or None. `totals`:
+        denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one. `version`:
+        version of the engines with the same weights; None if there is none."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)
@@ -166,8 +167,8 @@ class PolicyTrainer(TrainedModel):
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
-        """Scores every label under the current weights, or those of the reference or the teacher: `logprobs` and
-        `entropy`, one dictionary of arrays [T] per micro-batch (last stage only)."""
+        """Computes `logprobs` and `entropy` of every label with the current weights, the reference's or the teacher's.
+        Returns one dict of arrays [T] per micro-batch; [] except on the last pipeline stage."""
         values = self.passes.scores(self._local(batches), under=under)
         if not self.parallel.last_stage:
             return []
@@ -179,13 +180,15 @@ class PolicyTrainer(TrainedModel):
 
     @operation("logprobs", needs="weights")
     def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
-        """Returns the log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
+        """Returns the log-prob of every label, one array [T] per micro-batch; [] except on the last pipeline stage.
+        `under`: whose weights to use."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     @operation("probe", needs="weights")
     def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
-        """Returns the gap metrics of `batches` under the current weights, without training on them; with `mismatch`
-        also those of all their trained tokens, of any version."""
+        """Returns metrics of the log-prob gap over the tokens of `batches` that `version` sampled, with the current
+        weights and without training. With `mismatch`, also compares the log-probs of all trained tokens, whatever
+        version sampled them (`mismatch_metrics`)."""
         batches = self._local(batches)
         replay = self.routing.from_engine(batches) if self.config.trainer.moe.routing_replay == "R3" else None
         with self.routing.forward(batches, replay=replay):
@@ -195,20 +198,22 @@ class PolicyTrainer(TrainedModel):
 
     @operation(needs="weights")
     def refresh_reference(self, *, path: str | None = None) -> None:
-        """Makes the weights in the Hugging Face directory `path`, or the current ones, the reference."""
+        """Replaces the reference by the weights in the Hugging Face directory `path`; by default, by the current
+        weights."""
         if path is None:
             self.passes.refresh_reference()
         else:
             self.passes.load_reference(path)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Marks this rank's tokens that differ, or follow a differing one in their sequence."""
+        """Extends the marks in `differs`, for this rank's tokens of one micro-batch, to all later tokens of the same
+        sequence."""
         full = self.context.gather(differs.to(torch.uint8), lengths)
         return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Marks this rank's tokens, bool [sum of T], for which a layer of any pipeline stage used other experts than
-        the engine. Collective over tensor-parallel ranks and stages."""
+        """Returns True for this rank's tokens, bool [sum of T], for which a layer on any pipeline stage used other
+        experts than the engine. Collective over tensor-parallel ranks and pipeline stages."""
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
             marks = differs.to(torch.uint8)
@@ -225,8 +230,9 @@ class PolicyTrainer(TrainedModel):
         *,
         mismatch: bool = True,
     ) -> dict[str, float]:
-        """Sums metrics over micro-batches and ranks. `differs`: see `_differing`. `mismatch`: false if only the gap is
-        measured, on other tokens than a step's."""
+        """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: version
+        whose tokens show the log-prob gap; None for no gap. `differs`: result of `_differing`. `mismatch`: False if
+        only the gap is measured, on other tokens than those of a training step."""
         if not self.parallel.last_stage:
             return {}
         values = summed([metrics for metrics, _ in results])
@@ -255,12 +261,12 @@ class PolicyTrainer(TrainedModel):
 
 
 def _by_batch(values: torch.Tensor, batches: list[MicroBatch]) -> Sequence[torch.Tensor]:
-    """Splits `values` [sum of T] by micro-batch."""
+    """Splits `values` [sum of T] into one tensor [T] per micro-batch."""
     return values.split([len(batch.tokens) for batch in batches])
 
 
 def _load(weights: Weights, path: Path, chunks: list[DistributedDataParallel]) -> None:
-    """Fills the model from a Hugging Face directory, or from a checkpoint of another format."""
+    """Loads the model's weights from a Hugging Face directory, or from a checkpoint of another format."""
     checkpoint_format = format_of(path)
     if checkpoint_format is not None:
         checkpoint_format.load(path, weights.spec, chunks)

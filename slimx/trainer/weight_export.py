@@ -1,7 +1,8 @@
-"""Export of one rank's weights to engines and files: by a plan ("publish", "adapters" or "export"), bucket by bucket.
+"""Packing of one rank's weights into buckets for engines and files, as a plan ("publish", "adapters" or "export")
+defines.
 
-Operations of a rank run sequentially: once all ranks have answered `release` of a complete publication, none is still
-filling a bucket.
+A rank runs its operations one after the other. So once all ranks have returned from the `release` that ends a
+publication, no rank is still writing into a bucket.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from slimx.trainer.operation import operation
 from slimx.trainer.trained_model import TrainedModel
 
 PROBE_BYTES = 16
-"""Size of the memory that ranks open to test whether they reach each other."""
+"""Size of the memory with which ranks test if they can write into each other's memory, in bytes."""
 
 
 class WeightExport:
-    """Packs this rank's part of the weights for publications and exports."""
+    """Writes this rank's part of the weights into the buckets of publications and exports."""
 
     def __init__(self, model: TrainedModel, memory: PhasePeaks):
         self.model = model
@@ -45,11 +46,11 @@ class WeightExport:
             gatherer.packer.refresh_addresses()
 
     def reload(self, *, training: bool = True) -> None:
-        """Moves the model to the device."""
+        """Moves the model's weights to the device, and with `training` also gradients and optimizer state."""
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases the buckets' memory."""
+        """Releases the memory of all buckets."""
         for gatherer in self._gatherers.values():
             gatherer.close()
 
@@ -57,19 +58,21 @@ class WeightExport:
 
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
-        """Allocates memory, of this rank's GPU or the host's, for other ranks to open; returns its path and content."""
+        """Allocates memory on this rank's GPU or on the host, writes random bytes into it, and returns its path and
+        these bytes. `reaches` tests on other ranks if they can open it."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
-        # Random: on another host the same path may be another rank's memory.
+        # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)
         self._probe.bytes.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if on_device:
-            torch.cuda.current_stream().synchronize()  # other processes do not wait for this process's streams
+            torch.cuda.current_stream().synchronize()  # because other processes do not wait for this stream
         return self._probe.path, content
 
     @operation()
     def reaches(self, *, path: str, content: bytes) -> bool:
-        """Returns True if this rank can write to the memory of another rank's probe: on the same host, in the same
-        namespace, and for GPU memory within reach of this rank's GPU."""
+        """Returns True if this rank can open the memory of another rank's probe. For this, both must be on the same
+        host and in the same namespace, and for GPU memory their GPUs must be able to access each other. `path` and
+        `content`: result of `probe`."""
         try:
             if path.startswith(ON_DEVICE):
                 memory = fetch(path, 0, PROBE_BYTES, self.device)
@@ -81,16 +84,16 @@ class WeightExport:
 
     @operation()
     def prepare(self, *, name: str, plan: bytes, remote: Sequence[int], on_device: bool, holders: int = 1) -> None:
-        """Prepares for the buckets of a plan.
+        """Prepares buckets by `plan`, an encoded `Plan`, under the name `name`.
 
-        `remote`: ranks that cannot reach the publisher's memory. `on_device`: whether that is GPU memory. `holders`:
-        ranks in whose memory buckets are stored; if there are several, each engine rank's part of a bucket has its
-        separate memory."""
+        `remote`: ranks that cannot open the publisher's memory. `on_device`: True if buckets are in GPU memory.
+        `holders`: number of ranks whose memory contains buckets; if there are several, the part of a bucket for each
+        engine rank has separate memory."""
         weights = self.model.weights
         copy_plan = Plan.from_bytes(plan)
         parameters, made = weights.attached.leaving(name, copy_plan, self.rank, weights.parameters)
         packer = Packer(copy_plan, self.rank, parameters, made=made, apart=holders > 1)
-        if on_device:  # the default group: NCCL over all ranks
+        if on_device:  # None: NCCL's default group of all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:
             group = self.model.parallel.host_group
@@ -98,22 +101,24 @@ class WeightExport:
 
     @operation()
     def open(self, *, name: str, bucket: int) -> dict[int, str]:
-        """Returns the paths of this rank's memory for a bucket, by part of it."""
+        """Allocates this rank's memory for a bucket, and returns the path of each part of the bucket by the part's
+        number."""
         return self._gatherers[name].open(bucket)
 
     @operation()
     def fill(self, *, name: str, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's part of a bucket to each memory region in `paths`."""
+        """Writes this rank's part of a bucket into the memory at `paths`, one path for each part of the bucket."""
         with self._memory.phase("export" if name == "export" else "publish"):
             self.reload(training=False)
             return self._gatherers[name].fill(bucket, paths)
 
     @operation()
     def release(self, *, name: str, bucket: int | None) -> None:
-        """Makes this rank's memory of one bucket reusable; None, on all ranks: a publication has ended."""
+        """Allows this rank's memory of a bucket to be reused. None ends the publication, and must be called on all
+        ranks."""
         self._gatherers[name].release(bucket)
 
     @operation()
     def write_bucket(self, *, packed: PackedBucket, path: str) -> list[str]:
-        """Writes a packed bucket as a safetensors file; returns its tensors' names."""
+        """Writes a packed bucket into the safetensors file `path`, and returns the names of its tensors."""
         return write_bucket(packed, path, self.model.weights.spec.table)

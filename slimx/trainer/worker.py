@@ -1,6 +1,7 @@
-"""The process entry of one trainer rank: adapters first, then torch.distributed, then the rank's roles.
+"""Ray actor of one trainer rank: adapts megatron-core, joins torch.distributed, and builds the rank's roles.
 
-Imported by Ray's worker process and by the driver; only `start` imports torch and megatron-core, after the adapters.
+Both Ray's worker process and the driver import this module. Only `start` imports torch and megatron-core, after the
+process is prepared for them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class TrainerWorker:
-    """One rank as a Ray actor."""
+    """One trainer rank as a Ray actor."""
 
     def __init__(self, number: int, config: Json, log_path: str, device: str, roles: Sequence[str]):
-        """Takes `number`: of the rank. `config`: a dumped `Config`. `roles`: see `TrainerRank.build`. All output of the
-        process goes to `log_path`."""
+        """Redirects all output of the process to `log_path`; `start` does the rest. `number`: number of the rank.
+        `config`: a `Config` dumped to JSON values. `roles`: names of the roles to build, see `TrainerRank.build`."""
         redirect_output(log_path)
         self.number = number
         self.device = device
@@ -39,24 +40,26 @@ class TrainerWorker:
         self.rank: TrainerRank | None = None
 
     def ping(self) -> None:
-        """Returns when all earlier calls are done. Raises the error of a background save."""
+        """Returns when all earlier calls are complete. Raises the error of a background save that could not be reported
+        otherwise."""
         if self.rank is not None:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes a separator to the log that names the following lines."""
+        """Writes `text` as a marker into the log, such as the step to which the following lines belong."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:
-        """Returns an address on this rank's node for all ranks to meet: an init_method for torch.distributed."""
+        """Returns an address on this rank's node at which all ranks meet: the init_method for torch.distributed."""
         host = local_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> Json:
-        """Joins the other ranks, builds the model, loads the weights.
+        """Joins the other ranks, builds the roles, and loads the weights.
 
-        Returns this rank's pid, its host, active adapters, `NumericsMode.contract`, seconds of imports, rendezvous and
-        model; on CUDA the UUID of its GPU and the number of its CPUs."""
+        Returns this rank's process id, its machine, the active adaptations of megatron-core, `NumericsMode.contract`,
+        and the seconds that imports, the rendezvous and building the model took; on CUDA also the UUID of the GPU and
+        the number of usable CPUs."""
         clock = [time.perf_counter()]
         config = Config.model_validate(self._values, context=CHECKED)
         deep_ep = config.trainer.moe.dispatcher == "flex"
@@ -90,11 +93,11 @@ class TrainerWorker:
         }
 
     def call(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name`, "role.method", of the started rank."""
+        """Runs the operation `name` ("role.method") on the started rank, and returns its result."""
         assert self.rank is not None
         return self.rank.perform(name, *arguments, **named)
 
     def stop(self) -> None:
-        """Leaves the process groups."""
+        """Leaves the rank's process groups."""
         if self.rank is not None:
             self.rank.leave()

@@ -1,9 +1,10 @@
-"""The files of a checkpoint: each rank's report of the files it wrote, and the manifest that readers verify against.
+"""Files that slimx adds to a checkpoint: a report by each rank of the files that it wrote, and the manifest of all
+files, against which readers verify them.
 
 iter_0000012/
-    .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist, as Megatron-LM names them
-    slimx/manifest.json                                      size and xxHash of every file, written last
-    slimx/reports/rank-00000.json or .failed                 while it is being written, removed at the commit
+    .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist files, named as by Megatron-LM
+    slimx/manifest.json                                      size and xxHash of every file; written last
+    slimx/reports/rank-00000.json or .failed                 only while the checkpoint is being written
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from slimx.errors import SlimxError
 MANIFEST = "slimx/manifest.json"
 REPORTS = "slimx/reports"
 ROOM = 1024
-"""Bytes reserved for the report of a failure."""
+"""Number of bytes reserved on disk for the report of a failed rank."""
 
 
 class Damaged(SlimxError):
-    """Error for a damaged checkpoint file. `checkpoint`: its directory, `about`: the file."""
+    """Error for a damaged file in a checkpoint. `checkpoint`: directory of the checkpoint. `about`: path of the file.
+    `problem`: what is wrong with the file."""
 
     def __init__(self, checkpoint: Path, file: Path, problem: str):
         super().__init__(
-            f"{file}: {problem}; remove {checkpoint} to continue from the checkpoint before",
+            f"{file} {problem}; remove {checkpoint} to resume from the checkpoint before it",
             code="checkpoint.damaged",
             about=str(file),
         )
@@ -39,25 +41,26 @@ class Damaged(SlimxError):
         self.problem = problem
 
     def __reduce__(self) -> tuple[type, tuple[Path, Path, str]]:
-        """Pickles the arguments of `__init__`, as DeadlineError does: by default only the message would be passed."""
+        """Pickles the arguments of `__init__`. By default, only the message would be passed to it when the error is
+        unpickled."""
         return type(self), (self.checkpoint, Path(self.about), self.problem)
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Location on disk of one shard or object."""
+    """Where a shard of a tensor, or a serialized object, is stored in the files of a checkpoint."""
 
     key: str
     offset: list[int] | None
-    """First element of the shard in its tensor; None for an object."""
+    """Index of the shard's first element in the tensor, by dimension; None for an object."""
     file: str
     position: int
-    """First byte in the file."""
+    """Offset in the file, in bytes."""
     length: int
-    """Bytes of the shard or object in the file."""
+    """Length in the file, in bytes."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The files that one rank has written to disk, and the shards in them."""
+    """Report of a rank that has written all of its files of a checkpoint, with the shards in them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""
@@ -65,23 +68,24 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, data: bytes) -> FileRecord:
-    """Writes `data` and syncs it to disk."""
+    """Writes `data` to the file `path` and syncs it to disk. Returns its size and digest."""
     write_synced(path, data)
     return record_bytes(data)
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
-    """Writes the report that marks this rank as done."""
+    """Writes the report of a rank's files, which marks the rank as done."""
     replace_synced(_report(directory, rank), msgspec.json.encode(report))
 
 
 def reserve_failure(directory: Path, rank: int) -> None:
-    """Reserves the disk space that `write_failure` needs, since a full disk is the most common failure."""
+    """Reserves the disk space that `write_failure` needs, because a full disk is the most common cause of failures."""
     write(_reserved(directory, rank), bytes(ROOM))
 
 
 def write_failure(directory: Path, rank: int, reason: str) -> None:
-    """Reports to the other ranks that this rank could not write its part, and why; uses the reserved space if any."""
+    """Writes the reason why this rank could not write its files, for the other ranks and the driver. Uses the reserved
+    disk space if there is any."""
     text = reason.encode()[:ROOM]
     reserved = _reserved(directory, rank)
     with reserved.open("r+b" if reserved.exists() else "wb") as file:
@@ -92,10 +96,9 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
-    """Lists those of `ranks` that are still writing; messages call them `holder` ranks.
-
-    Raises SlimxError with the reason of a rank that failed."""
-    # One directory listing: a network file system may cache for a while that a single file did not exist.
+    """Returns those of `ranks` that have not written their report yet. Raises SlimxError with the reason of a rank that
+    failed. `holder`: name of the rank group in messages."""
+    # One directory listing, because a network file system may cache the absence of a single file for a while.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
         if name.endswith(".failed"):
@@ -106,17 +109,18 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def write_error(directory: Path, holder: str, reason: str) -> SlimxError:
-    """Builds the error that ends a run when `holder` could not write its part of a checkpoint."""
+    """Returns the error with which a run ends if `holder`, the name of a rank or of the driver, could not write its
+    files of a checkpoint."""
     return SlimxError(
-        f"{directory}: {holder} could not write its part of the checkpoint ({reason}); free space or fix the disk, "
-        "then start again: the run resumes from the newest complete checkpoint",
+        f"{directory}: {holder} could not write its files of the checkpoint ({reason}); free disk space or repair "
+        "the disk, and run the same command again to resume from the newest complete checkpoint",
         code="checkpoint.write",
         about=str(directory),
     )
 
 
 def read_report(directory: Path, rank: int) -> Report:
-    """Reads the report of `rank`."""
+    """Reads the report of rank `rank` from checkpoint `directory`."""
     return msgspec.json.decode(_report(directory, rank).read_bytes(), type=Report)
 
 
@@ -129,22 +133,24 @@ def _reserved(directory: Path, rank: int) -> Path:
 
 
 def encode_records(files: dict[str, FileRecord]) -> bytes:
-    """Encodes records by name as JSON text."""
+    """Encodes size and digest of files, by path, as JSON."""
     return msgspec.json.format(msgspec.json.encode(files), indent=1)
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """Decodes the output of `encode_records`. Raises msgspec.DecodeError."""
+    """Decodes a result of `encode_records`. Raises msgspec.DecodeError if it is malformed."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 
 def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Writes the manifest, which marks a checkpoint as complete; `files` by path relative to `directory`."""
+    """Writes the manifest into checkpoint `directory`, which marks the checkpoint as complete. `files`: size and digest
+    of each file, by path relative to `directory`."""
     write(directory / MANIFEST, encode_records(files))
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """Returns the files of a checkpoint. Raises Damaged if the manifest cannot be read."""
+    """Returns size and digest of each file of a checkpoint from its manifest. Raises Damaged if the manifest cannot be
+    read."""
     path = directory / MANIFEST
     try:
         return decode_records(path.read_bytes())
@@ -153,22 +159,24 @@ def read_manifest(directory: Path) -> dict[str, FileRecord]:
 
 
 def check_sizes(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Raises Damaged naming the first file that is missing or whose size has changed since it was written."""
+    """Raises Damaged naming the first file that is missing or does not have the size in `files`, which the manifest
+    recorded."""
     for name, expected in sorted(files.items()):
         try:
             size = (directory / name).stat().st_size
         except OSError:
             raise Damaged(directory, directory / name, "is missing") from None
         if size != expected.size:
-            raise Damaged(directory, directory / name, f"has {size} bytes, {expected.size} were written")
+            raise Damaged(directory, directory / name, f"has {size} bytes instead of {expected.size}")
 
 
 def check_digests(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Reads all files completely. Raises Damaged naming the first whose content differs from what was written."""
+    """Reads all `files` of a checkpoint completely. Raises Damaged naming the first file whose content differs from the
+    recorded digest."""
     for name, expected in sorted(files.items()):
         try:
             actual = record(directory / name)
         except OSError as error:
             raise Damaged(directory, directory / name, f"cannot be read ({error.strerror})") from error
         if actual != expected:
-            raise Damaged(directory, directory / name, "has other bytes than were written")
+            raise Damaged(directory, directory / name, "has changed since it was written")

@@ -1,8 +1,8 @@
-"""Loads torch_dist checkpoints under any layout, without executing code from them.
+"""Loads torch_dist checkpoints under any parallel sizes, without executing code that they contain.
 
-torch reads tensors with `weights_only`, and likewise `common.pt` and per-rank objects, which consist of numbers,
-strings, tensors and `argparse.Namespace`. `.metadata` is read by `slimx.models.files.safe_pickle`. From checkpoints of
-other runs only tensors are read.
+torch loads tensors, `common.pt` and the objects of single ranks with `weights_only`: they consist of numbers, strings,
+tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From checkpoints that are not
+resumed, such as those of other programs, only tensors are read.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Keys of a parameter group for megatron-core's scheduler; slimx itself sets rate and decay before every step."""
+"""Keys of a parameter group that only megatron-core's scheduler uses. slimx sets learning rate and weight decay itself
+before every step."""
 _EXTRA = "_extra_state"
-"""Key part of the fp8 scales of Transformer Engine's layers; missing if the model has no such layers."""
+"""Part of the keys of the fp8 scales of Transformer Engine's layers. Checkpoints of models without such layers have no
+such keys."""
 
 
 def restore(
@@ -67,11 +69,12 @@ def restore(
     load_optimizer: bool = True,
     frozen: bool = False,
 ) -> None:
-    """Reads this rank's shards from `path`; collective. Random state is per rank, so it is read under the same layout
-    only. Without `load_optimizer` the moments start anew from the weights.
+    """Loads this rank's shards of model, optimizer and random state from checkpoint `path`. Collective.
 
-    Raises SlimxError naming the directory if the checkpoint does not fit or is damaged.
-    """
+    `same_layout`: True if the checkpoint was written under the current parallel sizes; otherwise random state, which
+    each rank has separately, is not loaded. `load_optimizer`: False to derive the main weights from the loaded weights
+    and start with new moments. `frozen`: True if parameters of any rank are frozen. Raises SlimxError naming the
+    directory if the checkpoint does not fit or is damaged."""
     state: ShardedStateDict = states.model_state(chunks)
     models = [state[key] for key in states.chunk_keys(chunks)]
     if load_optimizer:
@@ -86,7 +89,7 @@ def restore(
             _fill_optimizer(optimizer, loaded["optimizer"])
         else:
             optimizer.reload_model_params()
-    # torch's reader raises many types, all of which mean that this checkpoint is unusable; one is a BaseException.
+    # torch's reader raises errors of many types, one of them a BaseException; all mean that the checkpoint is unusable.
     except (Exception, CheckpointException) as error:
         raise unusable(path, error) from error
     if same_layout:
@@ -94,8 +97,9 @@ def restore(
 
 
 def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
-    """Redirects norms to slimx's own keys (`factor_key`) if the checkpoint in `path` has them; older checkpoints store
-    norms under the parameters' keys. Must follow `optimizer_state`, which uses the parameters' keys."""
+    """Redirects norms to the keys under which slimx stores them (`factor_key`), if the checkpoint in `path` has these
+    keys; older checkpoints store norms under the keys of their parameters. Must be called after `optimizer_state`,
+    which needs the latter keys."""
     stored = read_metadata(path / ".metadata").state_dict_metadata
     for model in models:
         for name, tensor in model.items():
@@ -105,14 +109,15 @@ def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
 
 
 def take_state(loaded: StateDict, chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer) -> None:
-    """Restores a rank from the result of `local_state` under the same layout, whose tensors were read in place."""
+    """Restores a rank's state from `loaded`, which was read into the tensors of `local_state` under the same parallel
+    sizes."""
     fill(chunks, loaded)
     _fill_optimizer(optimizer, loaded["optimizer"])
     states.set_random_state(loaded[states.RANDOM])
 
 
 def _fill_optimizer(optimizer: ChainedOptimizer, loaded: StateDict) -> None:
-    _take_rates(loaded, next(iter(optimizer.param_groups), {}))  # a frozen stage may have no group
+    _take_rates(loaded, next(iter(optimizer.param_groups), {}))  # a stage with only frozen parameters has no group
     if in_pieces(optimizer):
         load_groups(optimizer, loaded)  # the tensors were read in place
     else:
@@ -120,8 +125,8 @@ def _fill_optimizer(optimizer: ChainedOptimizer, loaded: StateDict) -> None:
 
 
 def _take_rates(saved: StateDict, current: StateDict) -> None:
-    """Copies the rate bounds of `current`, a parameter group of this run, into all groups of the optimizer state
-    `saved`: megatron-core matches groups by them, and a resumed run may use another learning rate."""
+    """Copies the values at `_RATES` from `current`, a parameter group of this run, into all groups of the optimizer
+    state `saved`: megatron-core matches groups by these values, but a resumed run may use another learning rate."""
     rates = {name: current[name] for name in _RATES if name in current}
     for key, value in saved.items():
         if key == "param_groups":
@@ -132,29 +137,32 @@ def _take_rates(saved: StateDict, current: StateDict) -> None:
 
 
 def unusable(path: Path, error: BaseException) -> SlimxError:
-    """Returns the error for a checkpoint in `path` that `error` makes unusable."""
+    """Returns the SlimxError for checkpoint `path`, whose loading failed with `error`."""
     if isinstance(error, SlimxError):
         return error
     return SlimxError(
-        f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})",
+        f"{path}: this checkpoint cannot be loaded ({' '.join(str(error).split())[:300]}); use another one, or the "
+        "parallel sizes with which it was written",
         code="checkpoint.load",
         about=str(path),
     )
 
 
 def fill(chunks: Sequence[torch.nn.Module], loaded: StateDict) -> None:
-    """Takes the model's weights from `loaded`. Raises SlimxError for a tensor that only one side has."""
+    """Loads the model's weights from `loaded` into `chunks`. Raises SlimxError for a tensor that only the model or only
+    the checkpoint has."""
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
-        # A stage without layers (trainer.layers_per_stage) may have no tensor at all, and then it has no key.
+        # A stage without layers (trainer.layers_per_stage) may have no tensors, and then `loaded` has no key for it.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
         for name in (*odd.missing_keys, *odd.unexpected_keys):
             if _EXTRA not in name:
-                raise SlimxError(f"{name} is in the model or in the checkpoint, but not in both")
+                raise SlimxError(f"{name} is in only one of model and checkpoint; load a checkpoint of the same model")
 
 
 def load_sharded(state: ShardedStateDict, path: Path, *, tensors_only: bool) -> StateDict:
-    """Reads the tensors and objects that the sharded `state` describes, like megatron-core's `dist_checkpointing.load`,
-    whose reader and planner would execute code."""
+    """Reads the tensors and objects that the sharded `state` describes. Does the same as megatron-core's
+    `dist_checkpointing.load`, whose reader and planner would execute code from the checkpoint. `tensors_only`: True to
+    skip objects and `common.pt`."""
     metadata = read_metadata(path / ".metadata")
     dict_list_map_inplace(_in_place, state)
     sharded, loaded, factories = load_preprocess(state)
@@ -167,8 +175,9 @@ def load_sharded(state: ShardedStateDict, path: Path, *, tensors_only: bool) -> 
 
 
 def _in_place(value: object) -> object:
-    """Returns a factory that skips merging if its parts were read directly into the parameter; other values unchanged.
-    Merged copies of all joined projections would need most of the weights' memory again."""
+    """Returns `value` unchanged unless it is a sharded tensor factory. For a factory, returns one that skips merging if
+    the parts were read directly into the parameter: merged copies of all joined projections would need about as much
+    memory as the weights."""
 
     if not isinstance(value, ShardedTensorFactory):
         return value
@@ -184,7 +193,7 @@ def _in_place(value: object) -> object:
 
 
 def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_only: bool) -> StateDict:
-    """Reads the tensors and objects of `sharded`, without extra state that the checkpoint lacks."""
+    """Reads the tensors and objects that `sharded` describes, except fp8 scales that the checkpoint does not have."""
 
     def readable(value: object) -> bool:
         if not isinstance(value, ShardedObject):
@@ -218,7 +227,7 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """Reader of files whose metadata has been read already."""
+    """Reader of checkpoint files that uses metadata which has been read already."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)
@@ -229,7 +238,8 @@ class _Reader(torch_checkpoint.FileSystemReader):
 
 
 class _Planner(MCoreLoadPlanner):
-    """Planner that reads objects of plain values, tensors and, in extra state of Transformer Engine, byte streams."""
+    """Planner that loads objects without executing code: they may consist of plain values, tensors and, for Transformer
+    Engine's extra state, byte streams."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with safe_classes(io.BytesIO):

@@ -1,14 +1,15 @@
-"""The distributed optimizer's state as pieces of the parameters, in the memory where it already is.
+"""The state of megatron-core's distributed optimizer as sharded tensors that need no copies.
 
-    parameter [rows, cols]   ...#    a rank's shard of the buffer starts and ends anywhere within a parameter: its part
-                             ####    is the end of a row, complete rows, and the beginning of a row
+    parameter [rows, cols]   ...#    a rank's shard of a buffer may start and end anywhere within a parameter: its part
+                             ####    of the parameter is the end of a row, complete rows, and the start of a row
                              ##..
 
 On disk this is megatron-core's fully_reshardable format: one tensor per parameter and kind of state, with the
-parameter's name and shape, which any layout can read. To write it, megatron-core gathers every buffer on all
-data-parallel ranks, with two copies on the device and several on the host. But torch's format accepts any boxes that
-cover a tensor, so each rank writes its own pieces and reads them back into the state in place: no gathering, no copies,
-no additional memory.
+parameter's name and shape, which can be loaded under any parallel sizes. To write it, megatron-core gathers every
+buffer on all data-parallel ranks, with two copies on the device and several on the host. However, torch's format
+accepts a tensor in any boxes (sub-arrays) that cover it. So each rank writes the boxes that its shard consists of, as
+views of the optimizer's memory, and loads them back into the same memory, without gathering and without additional
+memory.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes by dimension."""
+"""A sub-array of a tensor: its offsets and its sizes, by dimension."""
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Splits the flat range [start, end) of a row-major d-dimensional tensor into at most 2d - 1 boxes, in order."""
+    """Splits elements [start, end) of a row-major tensor with d dimensions into at most 2d - 1 boxes, in order."""
     if start >= end:
         return
     if not shape:
@@ -66,14 +67,15 @@ _PREFIX = "optimizer.state"
 
 
 def in_pieces(optimizer: ChainedOptimizer) -> bool:
-    """Returns True if all parts are distributed optimizers, the only ones that split state within parameters."""
+    """Returns True if all parts of `optimizer` are distributed optimizers, whose shards start and end within
+    parameters."""
     return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
 def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> StateDict:
-    """Returns the state of a chained `optimizer` with existing moments, structured as megatron-core's
-    `sharded_state_dict`. `model`: the sharded state of its chunks. The tensors are views: reading into them restores
-    the state."""
+    """Returns the sharded state of `optimizer`, whose moments must exist, in the structure of megatron-core's
+    `sharded_state_dict`. `model`: sharded state of the optimizer's model. The tensors are views of the optimizer's
+    state, so reading into them restores it."""
     parts = optimizer.chained_optimizers
     if len(parts) > 1:
         optimizer._synchronize_steps()
@@ -86,8 +88,8 @@ def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> S
 
 
 def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
-    """Restores steps and rates from the non-tensor values of a checkpoint, structured as by `sharded_optimizer`. Both
-    must have the same parts and groups."""
+    """Restores the step counts and rates of the parameter groups from `saved`, a loaded result of `sharded_optimizer`
+    with the same parts and groups."""
     parts = optimizer.chained_optimizers
     for index, part in enumerate(parts):
         saved_part = saved if len(parts) == 1 else saved[index]
@@ -105,7 +107,7 @@ def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parame
     for parameter, start, end in _local_ranges(part):
         flat_states = {}
         for kind, tensor in part._get_main_param_and_optimizer_states(parameter).items():
-            if tensor.dim():  # a step is kept with its group
+            if tensor.dim():  # step counts, which are scalars, are saved with their group
                 flat_states[kind] = tensor.detach()
         for sharded, region in _regions(by_parameter[parameter], parameter):
             pieces += _pieces(sharded, region, tuple(parameter.shape), start, end, flat_states)
@@ -117,7 +119,8 @@ def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parame
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Yields each parameter with state on this rank, and the first and last (exclusive) element of that state."""
+    """Yields each parameter of which this rank has optimizer state, with the first and the last (exclusive) element
+    that the state is for."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -126,8 +129,8 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 
 def _regions(sharded: Sharded, parameter: torch.Tensor) -> Iterator[tuple[ShardedTensor, Box]]:
-    """Yields the checkpoint tensors of a parameter, each with its box in the parameter: usually one, two for the joined
-    gate and up projections."""
+    """Yields the tensors as which a checkpoint stores a parameter, each with its box in the parameter: usually one, but
+    two for joined gate and up projections."""
     if isinstance(sharded, ShardedTensor):
         yield sharded, ((0,) * parameter.dim(), tuple(parameter.shape))
         return
@@ -152,8 +155,9 @@ def _pieces(
     end: int,
     states: dict[str, torch.Tensor],
 ) -> Iterator[ShardedStateDict]:
-    """Yields the pieces of elements `start` to `end` of a parameter of `shape` within `region`, which the checkpoint
-    stores as `sharded`. `states`: the state of these elements by kind, flat."""
+    """Yields, as sharded tensors, the optimizer state of elements `start` to `end` of a parameter with shape `shape`,
+    as far as they are in the box `region`, which the checkpoint stores as `sharded`. `states`: flat state of these
+    elements by kind, such as exp_avg."""
     first = start
     region_start, region_sizes = region
     for offsets, sizes in boxes(shape, start, end):
@@ -174,7 +178,8 @@ def _pieces(
 
 
 def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[int]) -> ShardedTensor:
-    """Returns the part `data` of the state of `sharded` that begins at offsets `local` of its local shard."""
+    """Returns `data`, a part of the optimizer state of `sharded`, as a sharded tensor. `local`: offsets of the part
+    within the local shard."""
     axes = sharded.prepend_axis_num
     data = data[(None,) * axes]
     inner = [start + offset for start, offset in zip(sharded.global_offset[axes:], local, strict=True)]
@@ -187,11 +192,11 @@ def _piece(sharded: ShardedTensor, kind: str, data: torch.Tensor, local: Sequenc
         global_offset=(*sharded.global_offset[:axes], *inner),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        # Replicas on other pipeline or tensor-parallel ranks stay replicas; data-parallel ranks share nothing.
+        # Pipeline and tensor-parallel ranks may have replicas of this state; data-parallel ranks have different parts.
         replica_id=(*sharded.replica_id[:2], 0),
     )
 
 
 def _identity(group: dict[str, object]) -> tuple[object, ...]:
-    """Returns the values that distinguish a parameter group from the others, as megatron-core compares them."""
+    """Returns the values by which megatron-core distinguishes the parameter group `group` from others."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

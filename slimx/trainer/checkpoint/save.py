@@ -1,12 +1,14 @@
-"""Saves without stopping training: all ranks copy their state to host memory together, each writes its copy alone.
+"""Saves checkpoints during training: all ranks copy their state to host memory together, and then each rank writes its
+copy in a background thread.
 
     all ranks together                 each rank's background thread                   driver
     ------------------                 -----------------------------                   ------
     state -> plan -> host copies  -->  write files -> digests -> report
-    (training goes on)                 rank 0: all reports -> .metadata -> its report  all reports -> commit
+    (training continues)               rank 0: all reports -> .metadata -> its report  all reports -> commit
 
-The steps after the copy use no collective, so they cannot interleave with those of training; ranks synchronize through
-the reports in the checkpoint directory. Ranks compare the plan once and reuse it while it stays the same.
+After the copy, ranks use no collectives, which could interleave with those of training: they synchronize through the
+reports in the checkpoint directory. The plan, which tells where each shard is stored, is gathered once and reused until
+it changes.
 
 megatron-core's asynchronous writer is not used: it starts a process that outlives a killed trainer.
 """
@@ -50,14 +52,15 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _JOIN_S = 30.0
-"""Seconds that the thread of a reported save has to end."""
+"""Deadline for the thread of a save to end after it has written its report, in seconds."""
 
 Content = torch.Tensor | io.BytesIO
 
 
 class Saver:
-    """Writer of this rank's part of successive checkpoints. `group`: all ranks, on the host; messages call them
-    `holder` ranks."""
+    """Writer of this rank's part of successive checkpoints. `group`: process group of all ranks on the host.
+    `deadline_s`: seconds that rank 0 waits for the reports of other ranks. `holder`: name of the rank group in
+    messages."""
 
     def __init__(self, *, rank: int, world: int, group: dist.ProcessGroup, deadline_s: float, holder: str = "trainer"):
         self.rank = rank
@@ -68,20 +71,20 @@ class Saver:
         self._distribution: object = None
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
-        """Metadata of the complete checkpoint; on rank 0 only."""
+        """Metadata of the complete checkpoint, on rank 0; None on other ranks."""
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self.failure: SlimxError | None = None
-        """Error of a save that could not even write its report; the driver asks this rank for it."""
+        """Error of a save whose failure could not even be reported in the checkpoint directory;
+        `TrainerRank.check_saves` raises it."""
 
     def begin(self, directory: Path, state: ShardedStateDict) -> None:
-        """Copies `state` and starts writing it to `directory`; collective. Returns once the state may change again.
-
-        The result of the write is in the reports (`files.read_report`).
-        """
+        """Copies `state` to host memory and starts a thread that writes it to `directory`. Collective. When this
+        returns, the state may change again. The thread reports success or failure in the directory
+        (`files.read_report`)."""
         self._settle()
         sharded, common = save_preprocess(state, validate_access_integrity=self._plan is None)
-        # Replicas are written by all data-parallel ranks in equal shares, as Megatron-LM does by default.
+        # Data-parallel ranks write equal shares of what all of them have, as Megatron-LM does by default.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._plan is None:
             self._distribution = determine_main_replica_uniform_distribution(sharded, group)
@@ -95,16 +98,18 @@ class Saver:
         self._thread.start()
 
     def _settle(self) -> None:
-        """Waits for the thread of the previous save, which has already reported."""
+        """Waits until the thread of the previous save has ended. Raises SlimxError if it does not end in time."""
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
                 raise SlimxError(
-                    f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log",
+                    f"{self.holder} rank {self.rank} is still writing the previous checkpoint; see its log and "
+                    "check the disk",
                 )
 
     def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
-        """Returns this rank's plan, and the content to write by index. Plans are gathered again if one changed."""
+        """Returns this rank's plan of a save, and what to write for each of the plan's indices. The plans of all ranks
+        are gathered again if any rank's plan has changed."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat), is_coordinator=self.rank == 0)
@@ -122,8 +127,9 @@ class Saver:
     # In the background ------------------------------------------------------------------------------------------------
 
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
-        """Writes this rank's part of a checkpoint in the thread: failures are reported instead of raised, since no
-        caller waits for the thread."""
+        """Writes this rank's part of a checkpoint, in the background thread. Failures are reported in the checkpoint
+        directory instead of raised, because no caller waits for the thread. `common`: serialized state that all ranks
+        have in common."""
         try:
             files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)
@@ -132,31 +138,35 @@ class Saver:
             files.write_report(directory, self.rank, report)
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            reason += f"; it writes {_nbytes(contents)} bytes, and {shutil.disk_usage(directory).free} are free"
+            reason += (
+                f"; this rank writes {_nbytes(contents)} bytes, and the disk has {shutil.disk_usage(directory).free} "
+                "bytes free"
+            )
             try:
                 files.write_failure(directory, self.rank, reason)
             except OSError:
                 self.failure = files.write_error(directory, f"{self.holder} rank {self.rank}", reason)
 
     def _write_shards(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]) -> files.Report:
-        # No copy-ahead: the content is already on the host.
+        # Nothing is copied ahead, because everything is on the host already.
         writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(self.rank == 0, rank=self.rank, use_collectives=False)
-        source = cast("SavePlanner", _Contents(contents))  # the writer calls nothing else
+        source = cast("SavePlanner", _Contents(contents))  # the writer calls only its `resolve_data`
         results = writer.write_data(writer.prepare_local_plan(plan), source).value()
         items = [_item(result) for result in results]
         names = sorted({item.file for item in items})
         return files.Report({name: files.record(directory / name) for name in names}, items)
 
     def _complete(self, directory: Path, report: files.Report, common: bytes) -> files.Report:
-        """Adds the files that rank 0 writes alone: all locations in `.metadata`, the state common to all ranks, and the
-        format."""
+        """Waits for the reports of all other ranks and writes the files that only rank 0 writes: `.metadata` with the
+        locations of all shards, the state that ranks have in common, and the name of the format. Returns `report` with
+        these files added."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None
         reports = [report, *(files.read_report(directory, rank) for rank in others)]
         results = [[_result(item) for item in rank_report.items] for rank_report in reports]
-        # finish fills in its argument; the cached one must not change under a reader.
+        # `finish` modifies its argument, and the cached metadata must stay unchanged.
         FileSystemWriter(directory, sync_files=True).finish(dataclasses.replace(self._metadata), results)
         files.write(directory / "common.pt", common)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
@@ -173,15 +183,16 @@ class Saver:
 
 
 class HostCopies:
-    """Host copies that training cannot change. Copies of device memory use pinned memory that is reused by later saves,
-    because allocating it takes longer than copying."""
+    """Copies of tensors in host memory, which training does not change. Copies of device memory are in pinned memory
+    that later saves reuse, because allocating it takes longer than copying."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, contents: Mapping[MetadataIndex, Content]) -> dict[MetadataIndex, Content]:
-        """Returns a copy of each tensor under its index; objects are already serialized and need no copy."""
+        """Returns a copy of each tensor in `contents` under its index. Objects are serialized already and not
+        copied."""
         out: dict[MetadataIndex, Content] = {}
         on_device: dict[MetadataIndex, torch.Tensor] = {}
         for index, value in contents.items():
@@ -209,7 +220,7 @@ class HostCopies:
 
 
 class _Contents:
-    """A planner reduced to the one method that torch's writer calls."""
+    """A planner with only the one method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

@@ -1,4 +1,5 @@
-"""Checkpoint content: model, optimizer and random state as sharded tensors, keyed as in Megatron-LM since 0.16."""
+"""Content of a checkpoint: model, optimizer and random state as sharded tensors, with the keys of Megatron-LM since
+0.16."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ RANDOM = "random_state"
 
 
 def metadata(**flags: bool) -> dict[str, object]:
-    """Returns the metadata that Megatron-LM passes to `sharded_state_dict` by default, with `flags` added."""
+    """Returns the `metadata` argument that Megatron-LM passes to `sharded_state_dict` by default, with `flags`
+    added."""
     return {
-        # One tensor per parameter, whatever the layout: optimizer state can be loaded under other parallel sizes.
+        # One tensor per parameter, so that optimizer state can be loaded under other parallel sizes.
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
@@ -36,14 +38,15 @@ def metadata(**flags: bool) -> dict[str, object]:
 
 
 def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
-    """Returns the keys of the model chunks: `model` for one, `model0`, `model1`, ... for virtual pipeline stages."""
+    """Returns the keys of this rank's model chunks in a checkpoint: `model` if there is one, else `model0`, `model1`
+    and so on (virtual pipeline stages)."""
     if len(chunks) == 1:
         return ["model"]
     return [f"model{index}" for index in range(len(chunks))]
 
 
 def model_state(chunks: Sequence[torch.nn.Module], **flags: bool) -> ShardedStateDict:
-    """Returns the sharded state of every chunk by its key."""
+    """Returns the sharded state of each model chunk by its key. `flags`: entries added to `metadata`."""
     options = metadata(**flags)
     return {
         key: unwrap(chunk).sharded_state_dict(metadata=options)
@@ -59,17 +62,17 @@ def optimizer_state(
     loading: bool,
     frozen: bool,
 ) -> ShardedStateDict:
-    """Returns the sharded state of the optimizer of `chunks`, whose sharded state is `model`. That of a distributed
-    optimizer consists of views: reading into them restores it.
+    """Returns the sharded state of `optimizer`. `model`: sharded state of `chunks`, which it optimizes. For a
+    distributed optimizer, the tensors are views of its state, so reading into them restores it.
 
-    `frozen`: whether any rank has parameters without state. Keys then name one layer and one expert, since tensors
-    stacked over all of them would have holes."""
+    `loading`: True if the result will be read into. `frozen`: True if any rank has parameters without optimizer state.
+    Then the keys name single layers and experts, because tensors stacked over all of them would have gaps."""
     if frozen:
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
     pieces = in_pieces(optimizer)
     if pieces or not loading:
-        # Adam creates its moments at the first step; before it (or if it was skipped) there are none to write or to
-        # read into. It starts from zeros; existing state stays.
+        # Adam creates its moments in the first step that is not skipped; before, there are none to write or to
+        # read into. Missing moments are created as zeros, with which Adam would start.
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
                 make_moments(part)
@@ -81,7 +84,8 @@ def optimizer_state(
 def full_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, step: int, data_size: int, frozen: bool
 ) -> ShardedStateDict:
-    """Returns the complete content of a checkpoint after step `step`; `frozen`: see `optimizer_state`."""
+    """Returns the complete content of a checkpoint after `step` steps. `data_size`: data-parallel size. `frozen`: True
+    if any rank has parameters without optimizer state."""
     state = local_state(chunks, optimizer, loading=False, frozen=frozen)
     for key in chunk_keys(chunks):
         state[key] = _with_centred(state[key])
@@ -89,7 +93,8 @@ def full_state(
 
 
 def _with_centred(model: ShardedStateDict) -> ShardedStateDict:
-    """Returns the sharded state `model` of a chunk with both keys for norms that Megatron-LM stores minus 1."""
+    """Returns `model`, the sharded state of a chunk, with two entries for each norm that Megatron-LM stores minus 1:
+    the weight under slimx's own key, and the weight minus 1 under Megatron-LM's key."""
     out = dict(model)
     for name, tensor in model.items():
         key = factor_key(tensor.key)
@@ -102,7 +107,8 @@ def _with_centred(model: ShardedStateDict) -> ShardedStateDict:
 def local_state(
     chunks: Sequence[torch.nn.Module], optimizer: ChainedOptimizer, *, loading: bool, frozen: bool
 ) -> ShardedStateDict:
-    """Returns this rank's state, without the part common to all ranks; `frozen`: see `optimizer_state`."""
+    """Returns this rank's state of model, optimizer and random generators, without the state that ranks have in common.
+    `loading` and `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
     state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=loading, frozen=frozen)
     state[RANDOM] = random_state()
@@ -110,10 +116,12 @@ def local_state(
 
 
 def common_state(chunks: Sequence[torch.nn.Module], step: int, data_size: int) -> StateDict:
-    """Returns the state that Megatron-LM reads before any tensor: the iteration, and arguments to compare with its own.
+    """Returns the state that Megatron-LM reads before any tensor: the iteration, and the arguments that it compares
+    with its own.
 
-    It has no `rng_state` (ours is per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function of the
-    step): Megatron-LM loads the weights with --finetune, or with --no-load-optim at the same iteration."""
+    It contains no `rng_state`, because slimx stores random state for each rank (`random_state`), and no
+    `opt_param_scheduler`, because slimx computes the learning rate from the step. Megatron-LM therefore loads the
+    weights with --finetune, or with --no-load-optim and the iteration."""
     model = unwrap(chunks[0])
     content = metadata()
     del content["dp_cp_group"]
@@ -131,8 +139,9 @@ def common_state(chunks: Sequence[torch.nn.Module], step: int, data_size: int) -
 
 
 def random_state() -> ShardedObject:
-    """Returns the state of all random generators of this rank, including megatron-core's tensor-parallel ones."""
-    # Plain numbers and tensors: they load without classes, so they cannot carry code.
+    """Returns the state of all random number generators of this rank, including those of megatron-core for tensor
+    parallelism."""
+    # Plain numbers and tensors can be loaded without classes, so a checkpoint cannot contain code.
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
@@ -145,7 +154,7 @@ def random_state() -> ShardedObject:
 
 
 def set_random_state(state: StateDict) -> None:
-    """Restores every generator from the state that `random_state` returned."""
+    """Restores all random number generators from `state`, the loaded result of `random_state`."""
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["cuda"])
     get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,1 +1,1 @@
-"""Memory and devices of a trainer rank."""
+"""The device of a trainer rank: choice of kernels, health and memory of the GPU, offloading to the host."""

@@ -1,4 +1,5 @@
-"""Chooses the trainer's kernels from the configuration and the installed packages, with reasons."""
+"""Chooses the kernels of the trainer from the configuration and the installed packages, and states the reason for each
+choice."""
 
 from __future__ import annotations
 
@@ -15,41 +16,42 @@ from slimx.models.layer_kind import ATTENTION_ONLY, LayerKind
 from slimx.numerics.rounding import rounding_of
 
 _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d", "fused_weight_gradient_mlp_cuda")
-"""fla is flash-linear-attention; fused_weight_gradient_mlp_cuda is apex's extension."""
+"""Modules that affect a choice. fla is flash-linear-attention; fused_weight_gradient_mlp_cuda is an extension of
+NVIDIA's apex."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
-"""Distributions by whose metadata Transformer Engine 2.20 detects FlashAttention. Importing flash_attn proves nothing:
-flash-attn-4, which SGLang installs, contains part of that module."""
+"""Distributions in whose metadata Transformer Engine 2.20 looks for FlashAttention. Importing flash_attn would not show
+if it is installed, because flash-attn-4, which SGLang installs, contains a part of that module."""
 HYBRID = "HybridEPBuffer"
-"""The class of DeepEP's branch hybrid-ep; sgl-deep-ep 0.1.2 lacks it on every architecture."""
+"""Class that only the branch hybrid-ep of DeepEP has; sgl-deep-ep 0.1.2 lacks it on every architecture."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The kernels of one run, equal on all ranks."""
+    """Kernels that the trainer of a run uses, the same on all ranks."""
 
     attention: Attention
-    """Name of megatron-core's AttnBackend; auto leaves the choice to Transformer Engine."""
+    """Name of a member of megatron-core's AttnBackend; with auto, Transformer Engine chooses."""
     dispatcher: Literal["alltoall", "flex"]
     flex_backend: Literal["deepep", "hybridep"]
     transformer_engine: bool
-    """True if the layers are Transformer Engine's, else plain torch layers of the same shape."""
+    """True if Transformer Engine computes the layers; False if plain torch layers of the same shapes do."""
     gradient_accumulation_fusion: bool
-    """True if the weight gradient's matrix product accumulates into the fp32 gradient directly."""
+    """True if the matrix product of a weight gradient adds its result directly to the fp32 gradient."""
     permute_fusion: bool
-    """True if Transformer Engine's kernels sort tokens by expert."""
+    """True if kernels of Transformer Engine sort tokens by expert."""
     overlap_grad_reduce: bool
-    """True if gradients are reduced over ranks during the backward pass."""
+    """True if gradients are reduced over data-parallel ranks during the backward pass."""
     overlap_param_gather: bool
-    """True if updated weights are gathered over ranks during the next forward pass."""
+    """True if updated weights are gathered from data-parallel ranks during the next forward pass."""
     reasons: tuple[str, ...]
-    """One sentence per choice, for the log."""
+    """A message about each choice, for the log."""
 
 
 def installed() -> frozenset[str]:
-    """Lists installed packages that affect a choice: modules, distributions of FlashAttention, and `HYBRID`. Imports
-    none of them."""
+    """Returns the installed packages that affect a choice: names in `_MODULES` and `FLASH`, and `HYBRID` if deep_ep has
+    that class. Does not import them."""
     names: set[str] = set()
     for name in _MODULES:
         spec = importlib.util.find_spec(name)
@@ -76,25 +78,25 @@ def choose_backends(
     layer_kind: LayerKind = ATTENTION_ONLY,
     experts: int = 0,
 ) -> Backends:
-    """Resolves `auto` and refuses backends that cannot run. `packages`: `installed()` on the trainer's hosts.
-    `replaced`: numerics.mode replaces plain torch layers. `layer_kind`: of the model. `experts`: routed experts of a
-    layer.
+    """Chooses kernels where the configuration leaves the choice open ("auto"), and raises SlimxError, naming the
+    configuration key and the missing package, if configured kernels cannot run.
 
-    Raises SlimxError naming the configuration key and the missing package."""
+    `packages`: result of `installed` on the machines of the trainer. `replaced`: True if `numerics.mode` replaces the
+    layers by its own. `layer_kind`: kinds of layers in the model. `experts`: number of routed experts per layer."""
     if replaced:
         packages = set(packages) - {"transformer_engine"}
     _check_offload(trainer, device, packages)
     _check_moments(trainer, device, packages)
     attention, why_attention = _attention(trainer.attention, device, packages)
     if replaced:
-        why_attention = "attention and layers: as defined by numerics.mode"
+        why_attention = "attention and layers are those of numerics.mode"
     fusion, why_fusion = _fusion(device, packages)
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":
-        why_dispatcher = f"moe.dispatcher flex ({trainer.moe.flex_backend}): as configured"
+        why_dispatcher = f"the dispatcher of tokens is flex ({trainer.moe.flex_backend}), as configured"
         _check_flex(trainer, device, packages)
     else:
-        why_dispatcher = "moe.dispatcher alltoall: as configured"
+        why_dispatcher = "the dispatcher of tokens is alltoall, as configured"
     why_rounding = rounding_of(trainer).reasons(device, engine=has_engine(device, packages))
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
@@ -114,7 +116,7 @@ def choose_backends(
 
 
 def has_engine(device: str, packages: Collection[str]) -> bool:
-    """Returns True if Transformer Engine computes the layers: it must be installed, and has no CPU kernels."""
+    """Returns True if Transformer Engine computes the layers: on CUDA, if it is installed."""
     return device == "cuda" and "transformer_engine" in packages
 
 
@@ -122,12 +124,12 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
     engine = has_engine(device, packages)
     if choice == "auto":
         if engine:
-            return "auto", "attention: Transformer Engine chooses its fastest kernel for each shape"
-        missing = "Transformer Engine is not installed" if device == "cuda" else "there is no CUDA"
-        return "unfused", f"attention unfused: {missing}, so torch's scaled_dot_product_attention computes it"
+            return "auto", "Transformer Engine chooses its fastest attention kernel for each shape"
+        missing = "Transformer Engine is not installed" if device == "cuda" else "there is no CUDA device"
+        return "unfused", f"attention is unfused and uses torch's scaled_dot_product_attention, because {missing}"
     if choice == "unfused":
         kernel = "Transformer Engine's" if engine else "torch's scaled_dot_product_attention"
-        return "unfused", f"attention unfused: as configured ({kernel})"
+        return "unfused", f"attention is unfused ({kernel}), as configured"
     if not engine:
         raise SlimxError(
             f"trainer.attention={choice} needs {_missing_engine(device)}, which is not available; set "
@@ -139,13 +141,13 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
         flash = [name for name in FLASH if name in packages]
         if not flash:
             raise SlimxError(
-                f"trainer.attention=flash needs one of the packages {', '.join(FLASH)}, and none is installed; install "
-                "one, or set trainer.attention=fused or auto",
+                f"trainer.attention=flash needs one of the packages {', '.join(FLASH)}, but none is installed; "
+                "install one, or set trainer.attention to fused or auto",
                 code="trainer.not_installed",
                 about="trainer.attention",
             )
-        return choice, f"attention flash: as configured ({', '.join(flash)})"
-    return choice, f"attention {choice}: as configured"
+        return choice, f"attention is flash ({', '.join(flash)}), as configured"
+    return choice, f"attention is {choice}, as configured"
 
 
 def _missing_engine(device: str) -> str:
@@ -159,22 +161,22 @@ def _missing_code(device: str) -> str:
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     name = "gradient-accumulation fusion"
     if device != "cuda":
-        return False, f"{name} off: there is no CUDA"
+        return False, f"{name} is off because there is no CUDA device"
     if "fused_weight_gradient_mlp_cuda" in packages:
-        return True, f"{name} on: apex's extension is installed"
-    # megatron-core requires apex's extension even where Transformer Engine's layers would not need it.
-    return False, f"{name} off: NVIDIA's apex (fused_weight_gradient_mlp_cuda) is not installed"
+        return True, f"{name} is on because apex's extension is installed"
+    # megatron-core requires apex's extension even for Transformer Engine's layers, which do not need it.
+    return False, f"{name} is off because NVIDIA's apex (fused_weight_gradient_mlp_cuda) is not installed"
 
 
 def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
-    """Chooses fused permutation where possible: the unfused one makes the host wait for `masked_select` in every
-    MoE layer."""
+    """Decides if tokens are sorted by expert with fused kernels, and returns the decision and its reason. Without them,
+    the host waits for `masked_select` on the GPU in every MoE layer."""
     name = "permutation of tokens"
     if device != "cuda":
-        return False, f"{name} unfused: there is no CUDA"
+        return False, f"{name} is unfused because there is no CUDA device"
     if has_engine(device, packages):
-        return True, f"{name} fused: Transformer Engine's kernels"
-    return False, f"{name} unfused: Transformer Engine does not compute the layers"
+        return True, f"{name} is fused by Transformer Engine's kernels"
+    return False, f"{name} is unfused because Transformer Engine does not compute the layers"
 
 
 def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: int) -> tuple[bool, str]:
@@ -182,43 +184,44 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
     configured = trainer.overlap_grad_reduce
     engine = has_engine(device, packages)
     if configured and experts and not engine:
-        # megatron-core's buckets count gradients; if the order differs between ranks, sums of different buckets mix.
+        # megatron-core reduces a bucket when it has counted all of its gradients. If ranks do so in different orders,
+        # gradients of different buckets are added.
         raise SlimxError(
-            "trainer.overlap_grad_reduce needs Transformer Engine's layers for a model with experts, but plain torch "
-            "layers are used: an expert without tokens gets no gradient from them, and its bucket would wait for it; "
-            "remove the key",
+            "trainer.overlap_grad_reduce with a model with experts needs Transformer Engine's layers, but plain "
+            "torch layers are used, in which an expert without tokens gets no gradient and its bucket would wait "
+            "for it; remove trainer.overlap_grad_reduce",
             code="trainer.overlap_grad_reduce",
             about="trainer.overlap_grad_reduce",
         )
     if configured is not None:
         moment = "during" if configured else "after"
-        return configured, f"{name} {moment} the backward pass: as configured"
+        return configured, f"{name} takes place {moment} the backward pass, as configured"
     if trainer.data_size * trainer.context == 1:
-        return False, f"{name} not needed: there is one data-parallel rank"
+        return False, f"{name} is not needed with one data-parallel rank"
     if engine:
-        return True, f"{name} during the backward pass, by buckets"
-    return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
+        return True, f"{name} takes place during the backward pass, bucket by bucket"
+    return False, (f"{name} takes place after the backward pass because Transformer Engine does not compute the layers")
 
 
 def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:
     if not trainer.overlap_param_gather:
         return ()
     if not overlap:
-        # megatron-core would then use one bucket for all weights, and the first layer would wait for all of it.
+        # megatron-core would then use one bucket for all weights, and the first layer would wait for the whole bucket.
         raise SlimxError(
-            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off; set it to "
-            "true, or remove trainer.overlap_param_gather",
+            "trainer.overlap_param_gather needs the buckets of trainer.overlap_grad_reduce, which is off; set "
+            "trainer.overlap_grad_reduce to true, or remove trainer.overlap_param_gather",
             code="trainer.overlap_param_gather",
             about="trainer.overlap_param_gather",
         )
-    return ("gather of weights during the next forward pass, between the updates of a step: as configured",)
+    return ("weights are gathered during the next forward pass, between the updates of a step, as configured",)
 
 
 def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.offload_activations and not has_engine(device, packages):
         raise SlimxError(
-            f"trainer.offload_activations needs {_missing_engine(device)}, which is not available; remove it, and set "
-            "trainer.recompute",
+            f"trainer.offload_activations needs {_missing_engine(device)}, which is not available; remove it, and "
+            "set trainer.recompute instead",
             code=_missing_code(device),
             about="trainer.offload_activations",
         )
@@ -227,8 +230,8 @@ def _check_offload(trainer: Trainer, device: str, packages: Collection[str]) -> 
 def _check_moments(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     if trainer.optimizer.moments_dtype != "float32" and not has_engine(device, packages):
         raise SlimxError(
-            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {_missing_engine(device)}, which "
-            "is not available; remove it",
+            f"trainer.optimizer.moments_dtype={trainer.optimizer.moments_dtype} needs {_missing_engine(device)}, "
+            "which is not available; remove trainer.optimizer.moments_dtype",
             code=_missing_code(device),
             about="trainer.optimizer.moments_dtype",
         )
@@ -255,7 +258,8 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
         )
     if trainer.expert * trainer.expert_tensor_size == 1:
         raise SlimxError(
-            f"{choice} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall",
+            f"{choice} has no use with trainer.expert=1, where tokens stay on their ranks; raise trainer.expert or "
+            "set trainer.moe.dispatcher=alltoall",
             code="trainer.nothing_to_dispatch",
             about="trainer.moe.dispatcher",
         )

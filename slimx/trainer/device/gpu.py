@@ -1,5 +1,5 @@
-"""A rank's GPU before and during training, through NVIDIA's management library (NVML): faults, free memory, nearby
-CPUs."""
+"""The GPU of a trainer rank, queried through NVIDIA's management library (NVML): faults, free memory, and the CPUs near
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class _NvmlProcess(Protocol):
-    """NVML's record of a process on a GPU."""
+    """Attributes that are used of NVML's record of a process on a GPU."""
 
     pid: int
     usedGpuMemory: int | None
@@ -26,16 +26,18 @@ class _NvmlProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that uses memory on the GPU."""
+    """A process that uses memory of the GPU."""
 
     pid: int
     nbytes: int | None
-    """None if the driver does not report it (in containers, for processes of other containers)."""
+    """Memory of the GPU that the process uses, in bytes; None if the driver does not report it, as in a container for
+    processes of other containers."""
     name: str
 
 
 class NvmlGpu:
-    """One GPU, queried through NVML. Construction raises SlimxError if the library or the GPU is not available."""
+    """A GPU or MIG slice, queried through NVML. Raises SlimxError on construction if the library or the GPU is not
+    available."""
 
     def __init__(self, uuid: str):
         import pynvml
@@ -47,25 +49,27 @@ class NvmlGpu:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
             raise SlimxError(
-                f"NVML does not respond for {uuid} ({error}); check the NVIDIA driver", code="gpu.nvml", about=uuid
+                f"NVML cannot query GPU {uuid} ({error}); check the NVIDIA driver with nvidia-smi",
+                code="gpu.nvml",
+                about=uuid,
             ) from error
         self._events: object = None
-        with suppress(pynvml.NVMLError):  # not in every container
+        with suppress(pynvml.NVMLError):  # events are not available in every container
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
 
     def memory(self) -> tuple[int, int]:
-        """Returns free and total bytes."""
+        """Returns the free and the total memory of the GPU, in bytes."""
         info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return int(info.free), int(info.total)
 
     def processes(self) -> list[Process]:
-        """Lists processes with memory on the GPU, as far as the driver reports them."""
+        """Returns the processes with memory on the GPU that the driver reports."""
         running: Sequence[_NvmlProcess] = self._query(self._nvml.nvmlDeviceGetComputeRunningProcesses, default=[])
         return [Process(process.pid, process.usedGpuMemory, self._name(process.pid)) for process in running]
 
     def cpus(self) -> set[int]:
-        """Returns the CPUs of the GPU's NUMA node; empty if unknown."""
+        """Returns the numbers of the CPUs in the GPU's NUMA node; an empty set if NVML does not know them."""
         words = ((os.cpu_count() or 1) + 63) // 64
         scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
         mask: Sequence[int] = self._query(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, default=())
@@ -77,18 +81,20 @@ class NvmlGpu:
         return cpus
 
     def uncorrected_errors(self) -> int:
-        """Counts memory errors since the driver was loaded that ECC could not correct; 0 if ECC is off."""
+        """Returns the number of memory errors since the driver was loaded that ECC could not correct; 0 if ECC is
+        off."""
         kind = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         since = self._nvml.NVML_VOLATILE_ECC
         return self._query(self._nvml.nvmlDeviceGetTotalEccErrors, kind, since, default=0)
 
     def remapped_rows(self) -> tuple[bool, bool]:
-        """Returns two flags: rows wait for a reset to be remapped; a remapping failed."""
+        """Returns two flags about defective rows of the GPU's memory: some wait for a reset to be remapped; remapping
+        some has failed."""
         rows = self._query(self._nvml.nvmlDeviceGetRemappedRows, default=(0, 0, False, False))
         return bool(rows[2]), bool(rows[3])
 
     def throttled(self) -> set[str]:
-        """Returns the reasons for which clocks are currently lowered, out of those that indicate a problem."""
+        """Returns the reasons why the GPU currently lowers its clocks, out of those that indicate a problem."""
         active = self._query(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, default=0)
         names = {
             self._nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
@@ -99,15 +105,16 @@ class NvmlGpu:
         return {name for bit, name in names.items() if active & bit}
 
     def xids(self) -> list[int]:
-        """Returns critical errors (XID) that the driver reported since the last call (first call: since creation)."""
+        """Returns the numbers (XID) of critical errors that the driver has reported since the last call, or since this
+        object was created."""
         out: list[int] = []
-        with suppress(self._nvml.NVMLError):  # a timeout: there are no more
+        with suppress(self._nvml.NVMLError):  # raised as a timeout when there are no more events
             while self._events is not None:
                 out.append(int(self._nvml.nvmlEventSetWait_v2(self._events, 0).eventData))
         return out
 
     def _query[T](self, function: Callable[..., T], *arguments: object, default: T) -> T:
-        """Returns the result of an NVML function for this GPU; `default` if NVML cannot provide it."""
+        """Calls a function of NVML for this GPU and returns its result; `default` if NVML cannot provide it."""
         try:
             return function(self._handle, *arguments)
         except self._nvml.NVMLError:
@@ -122,8 +129,8 @@ class NvmlGpu:
 
 
 def gpu_of(device: torch.device) -> NvmlGpu:
-    """Returns the GPU, or the MIG slice, behind a torch device. Each rank sees its GPU as number 0, so it is identified
-    by UUID. Raises SlimxError if NVML does not find it."""
+    """Returns the GPU or MIG slice of a torch device. Identifies it by UUID, because each rank sees only its own GPU,
+    as number 0. Raises SlimxError if NVML does not find it."""
     import torch
 
     uuid = torch.cuda.get_device_properties(device).uuid
@@ -137,25 +144,27 @@ def gpu_of(device: torch.device) -> NvmlGpu:
 
 
 def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
-    """Checks that a GPU is fit for a run: raises SlimxError for broken memory, returns warnings of lowered clocks."""
+    """Checks that a GPU can be used for a run. Raises SlimxError if its memory is defective; returns warnings about
+    lowered clocks."""
     pending, failed = gpu.remapped_rows()
     if failed:
         raise SlimxError(
-            f"{gpu.uuid}: remapping broken memory rows failed; the GPU must be replaced, start without this node",
+            f"GPU {gpu.uuid} has defective memory rows that could not be remapped; replace the GPU, and start "
+            "without this node until then",
             code="gpu.remapping_failed",
             about=gpu.uuid,
         )
     if pending:
         raise SlimxError(
-            f"{gpu.uuid}: broken memory rows wait to be remapped; reset the GPU before the run",
+            f"GPU {gpu.uuid} has defective memory rows that are remapped only by a reset; reset the GPU before the run",
             code="gpu.remapping_pending",
             about=gpu.uuid,
         )
     errors = gpu.uncorrected_errors()
     if errors:
         raise SlimxError(
-            f"{gpu.uuid}: {errors} memory errors that ECC could not correct since the driver was loaded; reset the "
-            "GPU, and replace it if they return",
+            f"GPU {gpu.uuid} has had {errors} memory errors that ECC could not correct since the driver was "
+            "loaded; reset the GPU, and replace it if they recur",
             code="gpu.memory_errors",
             about=gpu.uuid,
         )
@@ -163,16 +172,17 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     reasons = sorted(gpu.throttled())
     if not reasons:
         return ()
-    return (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",)
+    return (f"GPU {gpu.uuid} has lowered its clocks: {', '.join(reasons)}",)
 
 
 def refuse_xids(gpu: NvmlGpu) -> None:
-    """Raises SlimxError if the driver has reported a critical error."""
+    """Raises SlimxError if the driver has reported critical errors since the last check."""
     xids = gpu.xids()
     if xids:
         numbers = ", ".join(map(str, xids))
         raise SlimxError(
-            f"{gpu.uuid}: the driver reports XID {numbers}; look it up in NVIDIA's XID catalogue and dmesg",
+            f"the driver has reported XID {numbers} for GPU {gpu.uuid}; look up the number in NVIDIA's XID "
+            "catalog, and the context in dmesg",
             code="gpu.xid",
             about=gpu.uuid,
         )
@@ -183,10 +193,9 @@ def set_affinity(
     allowed: set[int] | None = None,
     apply: Callable[[int, set[int]], None] = os.sched_setaffinity,
 ) -> set[int]:
-    """Restricts this process to the CPUs of the GPU's NUMA node; returns the CPUs that it may then use.
-
-    `allowed`: CPUs that it may use now; if none of them is on that node (a small cgroup), nothing changes.
-    """
+    """Restricts this process to the CPUs in the GPU's NUMA node, and returns the CPUs that it may use then. `allowed`:
+    CPUs that it may use now (default: its current affinity). If none of them is in that node, as in a small cgroup,
+    nothing changes. `apply`: function that sets the affinity."""
     present = os.sched_getaffinity(0) if allowed is None else allowed
     near = gpu.cpus() & present
     if not near:
@@ -196,19 +205,21 @@ def set_affinity(
 
 
 class MemoryGuard:
-    """Refuses training with less than a margin of free GPU memory."""
+    """Check before a training step that the GPU has enough free memory."""
 
     def __init__(self, gpu: NvmlGpu, margin: int, *, free_caches: Callable[[], None]):
-        """Takes `margin`: bytes that must be free; 0: no check. `free_caches`: releases the allocator's unused
-        memory."""
+        """Sets the limits of the check. `margin`: number of bytes that must be free; 0 disables the check.
+        `free_caches`: function that releases unused memory of torch's allocator."""
         self.gpu = gpu
         self.margin = margin
         self.free_caches = free_caches
         self.freed = 0
-        """Number of times that caches had to be freed."""
+        """Number of checks that had to free the allocator's caches."""
 
     def check(self, local: Mapping[str, int]) -> None:
-        """Raises SlimxError naming the largest users: processes by NVML, and `local` bytes of this rank by kind."""
+        """Raises SlimxError if less than the margin is free even after freeing caches, or if the driver has reported
+        critical errors. The message names the largest processes on the GPU, and `local`, the memory of this rank in
+        bytes by kind."""
         refuse_xids(self.gpu)
         if self.margin == 0 or self.gpu.memory()[0] >= self.margin:
             return
@@ -225,17 +236,17 @@ class MemoryGuard:
             if size:
                 kinds.append(f"{kind} {_mib(size)}")
         raise SlimxError(
-            f"{self.gpu.uuid} has {_mib(free)} of {_mib(total)} free even after freeing caches, less than "
-            f"trainer.memory_margin_mib {self.margin // MIB}; processes on it: "
-            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}; lower "
-            "trainer.max_tokens_per_microbatch, offload more, or end the other processes",
+            f"GPU {self.gpu.uuid} has only {_mib(free)} of {_mib(total)} free even after freeing caches, less than "
+            f"trainer.memory_margin_mib={self.margin // MIB}; processes on it: "
+            f"{', '.join(users) or 'none that NVML shows'}; memory of this rank: {', '.join(kinds) or 'none'}; "
+            "lower trainer.max_tokens_per_microbatch, offload more, or end the other processes",
             code="gpu.memory_margin",
             about=self.gpu.uuid,
         )
 
 
 def largest(named: Mapping[str, int], count: int = 3) -> dict[str, int]:
-    """Returns the `count` largest of tensors by name (bytes)."""
+    """Returns the `count` largest entries of `named`, sizes in bytes by name."""
     return dict(sorted(named.items(), key=lambda item: -item[1])[:count])
 
 

@@ -1,4 +1,5 @@
-"""Peak memory of a trainer rank by phase: allocated on the device, or resident in the process on the CPU."""
+"""Peak memory of a trainer rank in each phase of a step: allocated on the GPU, or, on the CPU, resident memory of the
+process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _PROC = Path("/proc/self")
 
 
 class CudaMeter:
-    """Meter of memory that torch's allocator handed out, without its cache and without memory of other libraries."""
+    """Measures memory that torch's allocator has given to tensors, without the allocator's cache and without memory of
+    other libraries."""
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -23,12 +25,13 @@ class CudaMeter:
 
 
 class ProcessMeter:
-    """Meter of this process's resident memory, by the kernel's high-water mark (`VmHWM`, proc(5))."""
+    """Measures resident memory of this process by the kernel's high-water mark (`VmHWM`, proc(5))."""
 
     def __init__(self, directory: Path = _PROC):
         self.directory = directory
         self.resets = True
-        """True if the mark can be reset; if the kernel refuses, peaks are those since the start."""
+        """True if the high-water mark can be reset. False if the kernel does not permit it; then peaks are since the
+        start of the process."""
 
     def begin(self) -> None:
         try:
@@ -42,11 +45,11 @@ class ProcessMeter:
 
 
 Meter = CudaMeter | ProcessMeter
-"""Measures peak memory, in bytes, since the last call of `begin`."""
+"""Measures the peak of memory, in bytes, since the last call of its `begin`."""
 
 
 class PhasePeaks:
-    """Peaks by phase. Time outside of all phases belongs to `idle`."""
+    """Peak memory by phase. Time outside of all phases counts as phase `idle`."""
 
     def __init__(self, meter: Meter, idle: str):
         self.meter = meter
@@ -57,7 +60,7 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts a phase of work; a nested phase counts as the outer one."""
+        """Measures the `with` block as phase `name`. Within another phase, the block counts as a part of that phase."""
         if self._inside:
             yield
             return
@@ -70,7 +73,7 @@ class PhasePeaks:
             self._inside = False
 
     def take(self) -> dict[str, float]:
-        """Returns `memory/PHASE_peak_mib` since the last call, in MiB."""
+        """Returns the peaks since the last call as `memory/PHASE_peak_mib`, in MiB."""
         self._note(self.idle)
         peaks = self._peaks
         self._peaks = {}

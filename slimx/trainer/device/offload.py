@@ -1,8 +1,8 @@
-"""Moves weights, gradients and optimizer state off the device while engines generate on it, and back.
+"""Moves a rank's weights, gradients and optimizer state to host memory while engines use the device, and back.
 
-Storage moves, not tensors: it shrinks to 0 bytes and grows again, so every view of it (parameters in Megatron's
-buffers, main gradients, shards of the distributed optimizer) stays the same object. Addresses may change. The same code
-runs on the CPU, where the target is another host buffer.
+Tensors stay the same objects: their storage shrinks to 0 bytes and grows again, which keeps all views of it valid
+(parameters in Megatron's buffers, main gradients, shards of the distributed optimizer). Their addresses may change. On
+the CPU, the same code copies to another buffer in host memory.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from slimx.numerics.rounding import Rounding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of Adam's moments, each as large as its parameter."""
+"""Names of Adam's moments in the state of a parameter; each moment is as large as the parameter."""
 STATE = (*MOMENTS, "momentum_buffer")
-"""Names of optimizer state as large as its parameter: Adam's two moments and Muon's momentum."""
+"""Names of optimizer state that is as large as its parameter: Adam's two moments, and Muon's momentum."""
 
 
 @dataclass(slots=True)
 class StorageGroup:
-    """Storages that move together."""
+    """Storages that are offloaded and reloaded together."""
 
     storages: list[torch.UntypedStorage]
     keep: bool
-    """True if their values come back, False if they come back as zeros."""
+    """True if their values are restored by reloading; False if they become zeros."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of each storage while moved out, else empty."""
+    """Size of each storage in bytes while the group is offloaded; empty otherwise."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Bytes of each storage in (pinned) host memory by its index, reused by later moves."""
+    """Index of each storage -> its bytes in (on CUDA pinned) host memory, which later offloads reuse."""
 
     @property
     def away(self) -> bool:
@@ -44,7 +44,8 @@ class StorageGroup:
 
 
 class Offload:
-    """Moves a trainer rank's `weights` and `training` parts (gradients and optimizer state) to the host and back."""
+    """Offloads two parts of a trainer rank to host memory and reloads them: "weights", and "training" (gradients and
+    optimizer state)."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Offload:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Names of the parts that are currently on the host."""
+        """Names of the parts that are offloaded now."""
         parts = []
         if self._weights.away:
             parts.append("weights")
@@ -72,22 +73,22 @@ class Offload:
         return tuple(parts)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the current bytes on the device by kind."""
+        """Returns the number of bytes on the device by kind: weights, gradients, optimizer state."""
         weights, gradients, state = self._collect()
         kinds = {"weights": weights, "gradients": gradients, "optimizer state": state}
         return {kind: _nbytes(storages) for kind, storages in kinds.items()}
 
     @torch.no_grad()
     def offload(self, *, weights: bool = True) -> int:
-        """Moves gradients and optimizer state to the host, and the weights if `weights`; returns the bytes freed. A
-        second call does nothing."""
+        """Offloads gradients and optimizer state, and with `weights` also the weights. Returns the number of bytes
+        freed on the device. Parts that are offloaded already are skipped."""
         before = sum(self.sizes().values())
         if "training" not in self.away:
-            # bf16 models: fp32 copies of the gradients, which only a step needs.
+            # For bf16 models this frees fp32 copies of the gradients, which are needed only during a step.
             self.optimizer.zero_grad(set_to_none=True)
             self.rounding.release(self.chunks)
             parameters, gradients, state = self._collect()
-            # The first step creates the state, so storages are collected anew every time.
+            # Storages are collected every time, because the optimizer creates its state only in the first step.
             _refresh(self._weights, parameters)
             _refresh(self._gradients, gradients)
             _refresh(self._state, state)
@@ -102,7 +103,8 @@ class Offload:
 
     @torch.no_grad()
     def reload(self, *, training: bool = True) -> None:
-        """Moves the weights back and, with `training`, all other parts. A second call does nothing."""
+        """Reloads the weights, and with `training` also gradients (as zeros) and optimizer state. Parts that are not
+        offloaded are skipped."""
         self._back(self._weights)
         if training:
             self._back(self._state)
@@ -111,7 +113,7 @@ class Offload:
             torch.cuda.synchronize()
 
     def _collect(self) -> tuple[list[torch.UntypedStorage], ...]:
-        """Returns storages of weights, of gradients and of optimizer state; each storage once, in that order."""
+        """Returns the distinct storages of weights, of gradients and of optimizer state, in this order."""
         seen: set[int] = set()
         return tuple(list(_distinct(tensors, seen)) for tensors in self._tensors())
 
@@ -132,7 +134,7 @@ class Offload:
                     state += [parameter.data for parameter in group["params"]]
                 for values in part.optimizer.state.values():
                     state += [values[key] for key in STATE if key in values]
-        # Moments that live on the host (trainer.optimizer.offload_fraction) do not move.
+        # Moments that are always on the host (trainer.optimizer.offload_fraction) are not moved.
         return weights + buffered, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
 
     def _out(self, group: StorageGroup) -> None:
@@ -141,13 +143,13 @@ class Offload:
             if group.keep:
                 host = group.host.get(index)
                 if host is None or host.numel() != storage.nbytes():
-                    # Pinned on CUDA only: on the CPU there is nothing to pin.
+                    # Pinned memory speeds up copies from and to a GPU only.
                     pinned = self.device.type == "cuda"
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
                     group.host[index] = host
                 host.copy_(_bytes_of(storage), non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the copies must end before their source is freed
+            torch.cuda.synchronize()  # the copies must be complete before their source is freed
         for storage in group.storages:
             storage.resize_(0)
 

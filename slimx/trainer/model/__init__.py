@@ -1,1 +1,1 @@
-"""The model that is trained: construction, parts that megatron-core lacks, weights, log-probs."""
+"""The trained model on one rank: its construction, layers that megatron-core lacks, its weights, and log-probs."""

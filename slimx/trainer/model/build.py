@@ -1,4 +1,5 @@
-"""Builds the Megatron GPT model of this rank, wrapped for data parallelism: one module per pipeline chunk."""
+"""Builds this rank's part of the model as Megatron GPT modules, wrapped for data parallelism: one module per pipeline
+chunk."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def build_model(
     device: torch.device,
     kind: type[GPTModel] = PolicyModel,
 ) -> tuple[list[DistributedDataParallel], AttachedForm]:
-    """Builds this rank's chunks of the model in the order of the forward pass, weights not yet loaded, and the attached
-    parameters. Several chunks only with virtual pipeline stages. Frozen parameters (`ModelSpec.frozen`) get no
-    gradient."""
+    """Builds this rank's chunks of the model in the order of the forward pass, and the attached parameters, such as
+    LoRA adapters. Weights are not loaded. There are several chunks only with virtual pipeline stages. Frozen parameters
+    (`ModelSpec.frozen`) have no gradient. `kind`: class of the model, such as a critic's."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
     mode = mode_of(config)
     options: dict[str, object] = {}
@@ -50,13 +51,13 @@ def build_model(
         options = {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "head": mode.head()}
     virtual = config.trainer.virtual_pipeline
     make = partial(spec.layer_kind.model_class(kind, sizes_of(config.trainer)), **options)
-    # Transformer Engine's layers round internally, see `transformer_config`.
+    # Transformer Engine's layers quantize internally (see `transformer_config`), so nothing is done here for them.
     rounding = Rounding() if backends.transformer_engine else rounding_of(config.trainer)
     indices = range(virtual) if virtual > 1 else (None,)
     chunks = [build_chunk(make, spec, transformer, index, device, mode, rounding) for index in indices]
     _freeze(chunks, spec, config)
     attached = form_of(config).attach(unwrap(chunks[0]), spec.table)
-    # Buckets stay separate (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which
+    # `disable_bucketing` is not set: gloo would gather the merged buckets of a group as if they had one dtype, which
     # would round the fp32 value head of a bf16 critic and mix up its elements.
     wrapped = [
         DistributedDataParallel(
@@ -91,22 +92,21 @@ def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> N
 
 
 def freeze(module: torch.nn.Module, names: Collection[str], *, recompute: bool) -> None:
-    """Freezes the parameters `names` of one chunk, before it is wrapped for data parallelism: they have no gradient and
-    no optimizer state, but are still published, exported and saved in checkpoints.
-
-    `recompute`: whether the backward pass recomputes parts of the model.
-    """
+    """Freezes the parameters `names` of a chunk, before it is wrapped for data parallelism. Frozen parameters have no
+    gradient and no optimizer state, but are published, exported and saved in checkpoints. `recompute`: True if the
+    backward pass recomputes parts of the model."""
     parameters = dict(module.named_parameters())
     for name in names:
-        if name in parameters:  # an expert's selection bias is a buffer and never has a gradient
+        if name in parameters:  # a router's selection bias is a buffer, which has no gradient anyway
             parameters[name].requires_grad_(False)
     embedding = getattr(module, "embedding", None)
     trainable = any(parameter.requires_grad for parameter in parameters.values())
     if embedding is None or any(parameter.requires_grad for parameter in embedding.parameters()):
         return
-    # Recomputed layers whose input needs no gradient get none themselves (torch's checkpoint decides by its inputs),
-    # and a pipeline stage must have an output that accepts the next stage's gradient. Otherwise the backward pass may
-    # end at the first trainable layer.
+    # If the embedding is frozen, its output must require a gradient in two cases. A recomputed layer gets no gradient
+    # if its input requires none, because torch's checkpoint depends on its inputs. And a pipeline stage without
+    # trainable parameters needs an output that accepts the next stage's gradient. Otherwise, the backward pass may end
+    # at the first trainable layer.
     if recompute or not trainable:
         embedding.register_forward_hook(_require_gradient)
 
@@ -124,8 +124,9 @@ def build_chunk(
     mode: NumericsMode,
     rounding: Rounding,
 ) -> torch.nn.Module:
-    """Builds one module of this rank, not yet wrapped for data parallelism. `make`: as from `LayerKind.model_class`.
-    `chunk`: its index, None without virtual pipeline stages. `rounding`: of plain torch layers."""
+    """Builds one chunk of the model on this rank, not wrapped for data parallelism. `make`: constructor of the model,
+    see `LayerKind.model_class`. `chunk`: index of the virtual pipeline stage; None without them. `mode` and `rounding`:
+    exchange layers of megatron-core for those of the numerics mode and of low precision."""
     layers = spec.layer_kind.decoder_spec(transformer, chunk)
     if transformer.multi_latent_attention:
         megatron_attention.install_latent(layers)
@@ -152,9 +153,9 @@ def build_chunk(
     halved = Float16Module(transformer, model)
     for module in halved.modules():
         if isinstance(module, TopKRouter):
-            # Float16Module casts buffers too; the selection bias must be fp32 before its values are loaded.
+            # Float16Module also casts buffers, but the selection bias must be fp32 before its values are loaded.
             module._maintain_float32_expert_bias()
-        elif getattr(module, "IN_FP32", False):  # set by modules of extras
+        elif getattr(module, "IN_FP32", False):  # modules of extras set this
             module.float()
         for parameter in spec.layer_kind.fp32_parameters(module):
             parameter.data = parameter.data.float()
@@ -162,7 +163,7 @@ def build_chunk(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """Returns the GPT model inside its data-parallel and half-precision wrappers."""
+    """Returns the GPT model inside its wrappers for data parallelism and half precision."""
     inner: GPTModel = model
     while hasattr(inner, "module"):
         inner = inner.module

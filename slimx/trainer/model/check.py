@@ -1,4 +1,4 @@
-"""Has megatron-core validate a model, its layout and `trainer.megatron` before any rank starts."""
+"""Lets megatron-core validate a model, its parallel sizes and `trainer.megatron` before any rank starts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slimx.trainer.device.backends import Backends
 
 
 def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
-    """Builds Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
-    training process: megatron-core is imported without its compiled functions."""
+    """Builds the same configuration of megatron-core as each rank will, and raises SlimxError if megatron-core refuses
+    it. Must not be called in a training process, because it imports megatron-core without its compiled functions."""
     with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled(), untracked():
-        # megatron-core warns about packages missing in this process, torch's logger about a toolkit without a GPU.
+        # Ignored: megatron-core's warnings about missing packages, and torch's about a CUDA toolkit without a GPU.
         warnings.simplefilter("ignore")
-        from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
+        from slimx.trainer.model.transformer import transformer_config  # this imports megatron-core
 
         transformer_config(spec, config, backends, cpu=cpu)
 
 
 @contextmanager
 def _errors_only(name: str) -> Iterator[None]:
-    """Limits the logger `name` to errors inside the block."""
+    """Limits the logger `name` to errors until the block ends."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

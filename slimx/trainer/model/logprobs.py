@@ -1,9 +1,10 @@
-"""Log-probs and entropy of labels from hidden states, chunk by chunk: no pass stores the logits of a full sequence.
+"""Computes log-probs and entropies of labels from hidden states in chunks of tokens, so that the logits of all tokens
+of a micro-batch never exist at the same time.
 
-Logits of T tokens take 4 T V bytes in fp32: 32 GiB for 64k tokens and a vocabulary of 128k. Here the output layer is
-applied to one chunk of tokens at a time, in the forward pass and again in the backward pass, which computes a chunk's
-logits, their gradient, and its contribution to the gradients of hidden states and weight, before it continues with the
-next chunk.
+The logits of T tokens over a vocabulary of size V take 4 T V bytes in fp32: 32 GiB for 64k tokens and a vocabulary of
+128k. Here the output layer is applied to one chunk of tokens at a time. The backward pass does so again: for each chunk
+it recomputes the logits, and computes their gradient and the chunk's contribution to the gradients of hidden states and
+weight.
 """
 
 from __future__ import annotations
@@ -21,29 +22,33 @@ from slimx.numerics.mode import Head
 from slimx.trainer.context import to_device
 
 CHUNK_BYTES = 256 * 2**20
-"""Bytes of the fp32 logits of one chunk on one rank, if the configuration leaves the size to slimx."""
+"""Default size of the fp32 logits of one chunk on one rank, in bytes."""
 SMALLEST_CHUNK = 128
-"""Number of tokens below which a product with the output layer would mostly wait for reading its weight."""
+"""Minimum number of tokens in a chunk by default: with fewer, a product with the output layer would mostly wait for
+reading the layer's weight."""
 OUTSIDE = -1e30
-"""Logit of a token outside the support: its probability is exactly 0, and so is their product (unlike infinity's)."""
+"""Logit of a token outside the support. Its probability is exactly 0 and, unlike with infinity, so is the product of
+both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Tokens whose log-probs are computed, and the distribution that the log-probs are under."""
+    """Tokens whose log-probs are computed, and the distribution to which these log-probs refer. T is the number of
+    tokens of a micro-batch."""
 
     labels: torch.Tensor
-    """int64 [T]."""
+    """Label of each position: the next token, int64 [T]."""
     temperature: torch.Tensor | None = None
-    """fp32 [T]: logits are divided by it, as the engine does before sampling; None: 1."""
+    """Sampling temperature by which the logits are divided, as in the engine, fp32 [T]; None means 1."""
     support: KeptTokens | None = None
-    """Tokens that sampling kept; None: all tokens at all positions."""
+    """Tokens that top-k or top-p sampling kept at each position; None if all tokens were kept at all positions."""
     top: torch.Tensor | None = None
-    """int64 [T, k]: k distinct further tokens at each position whose log-probs are computed; None: no others."""
+    """Additional tokens whose log-probs are computed: k distinct ones at each position, int64 [T, k]; None for no
+    additional tokens."""
 
 
 class KeptTokens:
-    """A `Support` on the device, sliced by ranges of positions."""
+    """A `Support` (the tokens that sampling kept at each position) on the device, for use in ranges of positions."""
 
     def __init__(self, support: Support, device: torch.device):
         self._offsets = np.concatenate([[0], np.cumsum(support.counts, dtype=np.int64)])
@@ -52,9 +57,8 @@ class KeptTokens:
         self._restricted = to_device(support.counts > 0, device)
 
     def mask_(self, logits: torch.Tensor, first: int, vocabulary: range) -> None:
-        """Sets every logit outside the support to `OUTSIDE`, in place. logits [C, V / TP]: rows are positions first,
-        first + 1, ...; columns are the token ids in `vocabulary`.
-        """
+        """Sets the logits of tokens outside the support to `OUTSIDE`, in place. `logits` [C, V / TP]: their rows are
+        the positions from `first` on, their columns the token ids in `vocabulary`."""
         last = first + len(logits)
         start = self._offsets[first]
         stop = self._offsets[last]
@@ -69,7 +73,8 @@ class KeptTokens:
 
 
 def chunk_tokens(configured: int | None, vocabulary: int) -> int:
-    """Returns the tokens per chunk: as configured, else for `CHUNK_BYTES` of logits over `vocabulary` local ids."""
+    """Returns the number of tokens in a chunk: `configured` if it is set, else as many as have `CHUNK_BYTES` of logits.
+    `vocabulary`: number of token ids on this rank."""
     return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -82,23 +87,23 @@ def label_logprobs(
     chunk: int,
     head: Head | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Computes every label's log-prob and its distribution's entropy: softmax(hidden @ weight^T / temperature) over the
-    support.
+    """Computes the log-prob of every label, and the entropy of the distribution that it is from: softmax(hidden @
+    weight^T / temperature), restricted to the support.
 
-    hidden [T, h] and weight [V / TP, h] in the model's dtype; `group`: the tensor-parallel ranks, each with an equal
-    part of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect to
-    hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
-    `head`: the arithmetic of logits and log-probs (not of entropies); None: torch's.
-    With `targets.top` it returns two more: log-probs of these tokens [T, k], and of all other tokens together [T], with
-    a probability of at least `LEAST`.
-    """
+    `hidden` [T, h] and `weight` [V / TP, h] have the model's dtype. `group`: tensor-parallel ranks, among which the
+    vocabulary is split in order (None: one rank). `chunk`: number of tokens processed at a time. `head`: implements the
+    arithmetic of logits and log-probs (not of entropies); None for torch's.
+
+    Returns two fp32 tensors [T], differentiable with respect to hidden and weight and equal on all ranks of the group.
+    The gradient of hidden is this rank's part of a sum over the group. With `targets.top`, also returns the log-probs
+    of these tokens [T, k], and the log-prob of all other tokens together [T], whose probability is at least `LEAST`."""
     if targets.top is None:
         return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, head)[:2]
     return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, head)
 
 
 class _Context(Protocol):
-    """The context of `_LabelLogprobs`."""
+    """Attributes of the autograd context of `_LabelLogprobs`."""
 
     targets: Targets
     group: dist.ProcessGroup | None
@@ -113,7 +118,8 @@ class _Context(Protocol):
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """Log-probs from statistics of each chunk on each rank, then two collectives for all chunks together."""
+    """Autograd function of `label_logprobs`: each rank computes statistics of each chunk, and two collectives combine
+    those of all chunks over the ranks."""
 
     @staticmethod
     def forward(
@@ -147,12 +153,12 @@ class _LabelLogprobs(torch.autograd.Function):
         if head.size > 1:
             local_top = top.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            shift = local_top - top  # moves this rank's sums from its local maximum to the global one
+            shift = local_top - top  # changes the offset of this rank's sums from its local maximum to the global one
             weighted = shift.exp() * (weighted + shift * total)
             total = shift.exp() * total
             label = torch.where(head.local_labels, label - top, 0.0)
             rest = shift.exp() * rest
-            # Entries of other ranks are 0 and stay so.
+            # Entries of tokens on other ranks must be 0 in the sum.
             listed = torch.where(head.local_top(), listed + shift[:, None], 0.0)
             sums = torch.cat([torch.stack([total, weighted, label, rest], 1), listed], 1)
             dist.all_reduce(sums, group=group)
@@ -186,7 +192,7 @@ class _LabelLogprobs(torch.autograd.Function):
             return None, None, None, None, None, None
         head = _OutputLayer(weight, ctx.targets, ctx.group, ctx.chunk, ctx.arithmetic)
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
-        # fp32: a sum over chunks in bf16 would lose precision that a single product keeps.
+        # In fp32, because a sum over chunks in bf16 would lose precision that a single product would not lose.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for part, logits in head.chunks(hidden):
             logits -= top[part, None]
@@ -218,20 +224,22 @@ class _LabelLogprobs(torch.autograd.Function):
 
 
 LEAST = 1e-30
-"""Lower bound of the probability of all tokens outside `Targets.top` together: its inverse is finite in fp32."""
+"""Lower bound for the probability of all tokens outside `Targets.top` together, so that its inverse is finite in
+fp32."""
 
 
 class _TopIndices(NamedTuple):
-    """Tokens of `Targets.top` in this rank's part of the vocabulary, as pairs of index tensors."""
+    """Indices of those tokens of `Targets.top` that are in this rank's part of the vocabulary, each as a pair of index
+    tensors."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
-    """Indices into [C, k]."""
+    """Their indices in the chunk's rows of `Targets.top`, [C, k]."""
     columns: tuple[torch.Tensor, torch.Tensor]
-    """Indices into the logits [C, V / TP]."""
+    """Their indices in the chunk's logits, [C, V / TP]."""
 
 
 class _OutputLayer:
-    """One rank's part of the output layer, over one pack of tokens."""
+    """This rank's part of the output layer, applied to the hidden states of one micro-batch in chunks of C tokens."""
 
     def __init__(
         self,
@@ -252,11 +260,12 @@ class _OutputLayer:
             first = len(weight) * group.rank()
         self.vocabulary = range(first, first + len(weight))
         self.local_labels = (targets.labels >= first) & (targets.labels < first + len(weight))
-        """bool [T]: whether the label is in this rank's part."""
+        """True where the label is in this rank's part of the vocabulary, bool [T]."""
         self._columns = torch.where(self.local_labels, targets.labels - first, 0)
 
     def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields ranges of positions with their scaled fp32 logits [C, V / TP], which the caller may change."""
+        """Yields each range of positions with its fp32 logits [C, V / TP], divided by the temperature and restricted to
+        the support. The caller may change the logits."""
         for first in range(0, len(hidden), self.chunk):
             part = slice(first, min(first + self.chunk, len(hidden)))
             logits = self._product(hidden[part], self.weight).float()
@@ -267,18 +276,21 @@ class _OutputLayer:
             yield part, logits
 
     def at_labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """Returns each label's logit, [C]; an unused value for labels of other ranks."""
+        """Returns the logit of each label, [C]. For labels on other ranks the value is arbitrary and must not be
+        used."""
         return logits.gather(1, self._columns[part, None])[:, 0]
 
     def top_indices(self, top: torch.Tensor | None, part: slice) -> _TopIndices:
-        """Returns the indices, in this rank's vocabulary shard, of the tokens `top` at positions `part`."""
+        """Returns the indices of those tokens of `top` at positions `part` that are in this rank's part of the
+        vocabulary."""
         assert top is not None
         ids = top[part] - self.vocabulary.start
         rows, slots = ((ids >= 0) & (ids < len(self.vocabulary))).nonzero(as_tuple=True)
         return _TopIndices((rows, slots), (rows, ids[rows, slots]))
 
     def local_top(self) -> torch.Tensor:
-        """Marks tokens of `targets.top` in this rank's part, bool [T, k]; [T, 0] if there are none."""
+        """Returns True where a token of `targets.top` is in this rank's part of the vocabulary, bool [T, k]; [T, 0]
+        without `targets.top`."""
         if self.targets.top is None:
             return self.local_labels.new_zeros((len(self.local_labels), 0))
         return (self.targets.top >= self.vocabulary.start) & (self.targets.top < self.vocabulary.stop)
@@ -292,9 +304,9 @@ class _OutputLayer:
         tail_grad: torch.Tensor | None,
         tail: torch.Tensor,
     ) -> None:
-        """Adds to `factor` [C, V / TP], which multiplies probabilities, the part of the log-probs of `top` and of all
-        other tokens together: d log p_i / d x_j = [i = j] - p_j, without the first term; d log p_tail / d x_j =
-        [j in tail] p_j / p_tail - p_j."""
+        """Adds to `factor` [C, V / TP], by which the gradient of the logits multiplies the probabilities p, the terms
+        of the log-probs of `top` and of the tail, all other tokens together: d log p_i / d x_j = [i = j] - p_j, without
+        its first term, and d log p_tail / d x_j = [j in tail] p_j / p_tail - p_j."""
         if top_grad is not None:
             factor.sub_(top_grad[part].sum(1, keepdim=True))
         if tail_grad is not None:
@@ -304,5 +316,6 @@ class _OutputLayer:
             factor[indices.columns] = listed
 
     def add_at_labels_(self, grad: torch.Tensor, part: slice, values: torch.Tensor) -> None:
-        """Adds to each label's column, on the rank that has it."""
+        """Adds `values` [T] to the columns of the labels in `grad`, for labels in this rank's part of the
+        vocabulary."""
         grad.scatter_add_(1, self._columns[part, None], torch.where(self.local_labels[part], values, 0.0)[:, None])

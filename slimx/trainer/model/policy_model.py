@@ -1,5 +1,5 @@
-"""The GPT model that outputs log-probs, also with layers of multi-token prediction (MTP), which can be recomputed over
-packed sequences."""
+"""GPT model that outputs log-probs instead of logits, and multi-token prediction (MTP) layers that can be recomputed
+with packed sequences."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
 class PolicyOutput:
-    """Mixin that makes a megatron-core model return log-probs instead of logits.
+    """Mixin that makes a model of megatron-core return log-probs instead of logits.
 
-    Upstream's models return logits, or the losses of labels. This one takes `Targets` instead of labels and returns
-    the outputs of `label_logprobs`, first log-probs and entropies, fp32 tensors [T]; logits exist for one chunk of
-    tokens at a time (`slimx.trainer.model.logprobs`). If there are MTP layers, a `loss_mask` adds their loss to the
-    backward pass. Without targets it returns all logits [1, T, V / TP], as upstream's do without labels.
+    megatron-core's models return logits, or with labels their losses. This one takes `Targets` as labels and returns
+    the results of `label_logprobs`: log-probs and entropies, fp32 [T], and those of `Targets.top`. Logits exist only
+    for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If the model has MTP layers, a `loss_mask` adds
+    their loss to the backward pass. Without labels, it returns all logits [1, T, V / TP], as megatron-core's models do.
     """
 
     config: TransformerConfig
@@ -50,8 +50,9 @@ class PolicyOutput:
     def __init__(
         self, *args: object, logprob_chunk_tokens: int | None = None, head: Head | None = None, **kwargs: object
     ):
-        """Takes `logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `head`: the
-        arithmetic of the output layer; None: torch's."""
+        """Builds the model with megatron-core's arguments. `logprob_chunk_tokens`: number of tokens whose logits exist
+        at the same time; default: see `chunk_tokens`. `head`: implements the arithmetic of the output layer; None for
+        torch's."""
         super().__init__(*args, **kwargs)
         self._chunk = logprob_chunk_tokens
         self._head = head
@@ -70,7 +71,8 @@ class PolicyOutput:
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: object,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Applies the parts after the decoder; `loss_mask` [1, T] is the weight of each label (0: not trained)."""
+        """Computes the outputs from the decoder's hidden states, on the last pipeline stage; other stages return the
+        hidden states. `loss_mask` [1, T]: weight of each label in the loss of the MTP layers (0: not trained)."""
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights
@@ -79,9 +81,9 @@ class PolicyOutput:
         if labels is None:
             return self.output_layer(hidden_states, weight=head)[0].transpose(0, 1).contiguous()
         if self.mtp_process and loss_mask is not None:
-            # The MTP layers learn to follow the policy and do not change it: its hidden states, embedding and output
-            # layer get no gradient from them. Recomputation keeps a layer's graph only if its input requires a
-            # gradient, so this input does, and the gradient is unused.
+            # The MTP layers are trained to predict what the policy samples, and must not change the policy: its hidden
+            # states, embedding and output layer get no gradient from them. The input requires a gradient nevertheless,
+            # which is not used, because recomputation keeps a layer's graph only if its input requires one.
             frozen = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
             predicted = self.mtp(
                 input_ids=input_ids,
@@ -104,8 +106,8 @@ class PolicyOutput:
         return self._logprobs(hidden_states, head, labels)
 
     def _logprobs(self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, ...]:
-        """Computes the outputs of `label_logprobs` from hidden_states [T, 1, h], [T / TP, 1, h] under sequence
-        parallelism, and head [V / TP, h]."""
+        """Computes the results of `label_logprobs` from `hidden_states` [T, 1, h], or [T / TP, 1, h] with sequence
+        parallelism, and the output layer's weight `head` [V / TP, h]."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             full = gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -116,24 +118,25 @@ class PolicyOutput:
 
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
-    """Returns only the bounds of `sequences`, without the choices that layers recorded in it: megatron-core numbers
-    layers of multi-token prediction from 1 again, and they run in no pass before the updates."""
+    """Returns a copy of `sequences` with only the bounds of the packed sequences, without the choices that decoder
+    layers have recorded in it. MTP layers must not replay these: megatron-core numbers them from 1 again, and they run
+    in no pass before the updates."""
     if sequences is None:
         return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
 
 
 class PolicyModel(PolicyOutput, GPTModel):
-    """megatron-core's GPTModel for policy training, written for megatron-core 0.19.2."""
+    """megatron-core's GPTModel for training a policy, adapted to megatron-core 0.19.2."""
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer with full recomputation: 0.19.2 refuses it if decoder layers are recomputed several at
-    a time."""
+    """megatron-core's MTP layer with full recomputation, which 0.19.2 refuses if several decoder layers are recomputed
+    together."""
 
     def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":
-            # As upstream: only uniform recomputation covers these layers.
+            # As in megatron-core, only the uniform method recomputes MTP layers.
             return self._proj_and_transformer_layer(**inputs)
         tensors = {}
         others = {}
@@ -152,7 +155,8 @@ class PredictionLayer(MultiTokenPredictionLayer):
 def with_prediction_layers(
     block: MultiTokenPredictionBlockSubmodules | None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Returns the block's spec with every layer built as a PredictionLayer; None (no such layers) stays None."""
+    """Changes the spec of an MTP block so that every layer is built as a PredictionLayer, and returns it; None, for a
+    model without MTP layers, is returned unchanged."""
     if block is not None:
         for layer in block.layer_specs:
             layer.module = PredictionLayer

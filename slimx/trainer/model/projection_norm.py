@@ -1,4 +1,5 @@
-"""Normalization of queries and keys over all their heads together; megatron-core has it per head only (MiniMax-M2)."""
+"""RMSNorm of queries and keys over all of their heads together, as in MiniMax-M2. megatron-core normalizes each head
+separately."""
 
 from __future__ import annotations
 
@@ -20,29 +21,29 @@ from slimx.numerics.norm import rms_scale
 
 
 class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over the `heads` heads of a projection, which are split over the tensor-parallel ranks.
+    """RMSNorm over all heads of a projection (queries or keys), which are split over the tensor-parallel ranks.
 
-    The model's config must not set qk_layernorm: with it, megatron-core 0.19.2 sums the gradients of all parameters
+    The model's config must not set qk_layernorm. With it, megatron-core 0.19.2 sums the gradients of all parameters
     named q_layernorm or k_layernorm over the tensor-parallel ranks, but here each rank has a different part of the
-    weight.
-    """
+    weight."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int):
-        """Takes `hidden_size`: of one head. `heads`: of the whole model."""
+        """Creates the norm with weight 1. `hidden_size`: size of one head. `heads`: number of heads of the whole
+        model."""
         super().__init__()
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.eps = eps
         self.width = heads * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
-        # The gradient norm counts this rank's part in addition to the others'.
+        # Marks the weight as split, so that the gradient norm counts the parts of all ranks.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalizes x [..., heads / TP, head]; same shape."""
+        """Normalizes `x` [..., heads / TP, head size] and returns a tensor of the same shape."""
         flat = x.flatten(-2)
         squares = flat.float().square().sum(-1, keepdim=True)
         if self.group.size() > 1:
-            # The sum feeds every rank's local heads, so its gradient is a sum over ranks too.
+            # The sum is used for the heads of every rank, so its gradient is summed over the ranks, too.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         return rms_scale(flat, squares / self.width, self.weight, self.eps).view_as(x)
@@ -50,7 +51,8 @@ class ProjectionNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
-        """Returns the checkpoint keys of megatron-core's norms, split over the tensor-parallel ranks."""
+        """Returns the weight under the checkpoint key of megatron-core's norms, as split over the tensor-parallel
+        ranks."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
@@ -63,8 +65,8 @@ class ProjectionNorm(torch.nn.Module):
 
 
 class ProjectionNormAttention(SelfAttention):
-    """SelfAttention with norms of queries and keys over all heads, which 0.19.2 refuses in a spec unless its config has
-    qk_layernorm."""
+    """SelfAttention with norms of queries and keys over all heads, which megatron-core 0.19.2 does not accept in a
+    layer's spec unless its config has qk_layernorm."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)
@@ -75,23 +77,24 @@ class ProjectionNormAttention(SelfAttention):
 
 
 def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Puts this norm of queries and keys into the attention of a decoder's spec.
-
-    Raises SlimxError for a `config` under which upstream would compute wrong gradients."""
+    """Changes the spec of a decoder so that its attention layers use ProjectionNorm. Raises SlimxError if `config` has
+    qk_layernorm, with which megatron-core would compute wrong gradients."""
     if config.qk_layernorm:
         raise SlimxError(
-            "trainer.megatron.qk_layernorm is true, but this model's norms span all heads and ranks have different "
-            "parts of them, whose gradients megatron-core would sum; remove it",
+            "trainer.megatron.qk_layernorm is true, but the norms of this model span all heads, so tensor-parallel "
+            "ranks have different parts of them, whose gradients megatron-core would add up; remove "
+            "trainer.megatron.qk_layernorm",
             code="trainer.qk_layernorm",
             about="trainer.megatron.qk_layernorm",
         )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is ProjectionNormAttention:
-            continue  # layers share one spec
+            continue  # its spec is shared with a layer that was changed already
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
             raise SlimxError(
-                f"a norm over all heads cannot be used in {attention.module}: it is not a SelfAttention",
+                "the norms of this model span all heads, which is supported only in megatron-core's SelfAttention, "
+                f"but a layer has {attention.module}; use a model without other attention",
                 code="trainer.projection_norm",
                 about=str(attention.module),
             )

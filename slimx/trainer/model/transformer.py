@@ -1,4 +1,4 @@
-"""Megatron's configuration for a model under a parallel layout."""
+"""megatron-core's configuration of a model under given parallel sizes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
-"""Activations by the name in a family's `activation_func`; megatron-core selects fused kernels by these functions."""
+"""Activation functions by their name in a model family's `activation_func`. megatron-core selects fused kernels by
+these function objects."""
 
 
 @dataclasses.dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """TransformerConfig with the fields that GPTModel reads if position_embedding_type is yarn; megatron-core 0.19.2
-    does not declare them."""
+    """TransformerConfig with the fields that GPTModel reads if position_embedding_type is yarn, which megatron-core
+    0.19.2 does not declare."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -48,15 +49,16 @@ def _kind(spec: ModelSpec) -> type[TransformerConfig]:
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
-    """Returns Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
+    """Returns megatron-core's configuration of model `spec` under the parallel sizes in `config`; `trainer.megatron`
+    overrides single fields. Raises SlimxError for settings that megatron-core refuses."""
     trainer = config.trainer
     kind = _kind(spec)
     check_megatron_fields(trainer.megatron, kind)
     _check_sinks(spec, trainer, backends)
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
-            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number",
+            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was "
+            f"read with {spec.table.mtp_layers} MTP layers; pass the same number to read_model",
             code="trainer.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -65,7 +67,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         return kind(**{**fields, **trainer.megatron})
     except (ValueError, AssertionError) as error:
         raise SlimxError(
-            f"megatron-core refuses this model or layout: {' '.join(str(error).split())}",
+            f"megatron-core refuses the model in {spec.path} with these parallel sizes: "
+            f"{' '.join(str(error).split())}; change the setting that it names",
             code="trainer.megatron_core",
             about=spec.path,
         ) from error
@@ -74,8 +77,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
 def _check_sinks(spec: ModelSpec, trainer: Trainer, backends: Backends) -> None:
     if spec.transformer.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
         raise SlimxError(
-            f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
-            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them",
+            f"trainer.attention={backends.attention} has no kernel for the attention sinks of {spec.path} with "
+            "packed sequences; set trainer.attention=auto to use torch's scaled_dot_product_attention",
             code="trainer.attention_sinks",
             about="trainer.attention",
         )
@@ -99,31 +102,31 @@ def _fields(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -
         "context_parallel_size": trainer.context,
         "expert_model_parallel_size": trainer.expert,
         "expert_tensor_parallel_size": trainer.expert_tensor_size,
-        # megatron-core refuses MoE with tensor parallelism unless sequence parallelism is on.
+        # megatron-core requires sequence parallelism for MoE with tensor parallelism.
         "sequence_parallel": trainer.tensor > 1,
         "variable_seq_lengths": True,
         "attention_backend": AttnBackend[backends.attention],
         "moe_token_dispatcher_type": backends.dispatcher,
         "moe_flex_dispatcher_backend": backends.flex_backend,
-        # Micro-batches are packed, and HybridEP requires the same number of tokens from every rank.
+        # Packed micro-batches differ in length, but HybridEP requires the same number of tokens from every rank.
         "moe_hybridep_pad_uneven_dispatch_inputs": backends.dispatcher == "flex"
         and backends.flex_backend == "hybridep",
         "moe_router_dtype": "fp32",
-        # megatron-core would update the router's selection bias before the optimizer's step, skipped or not, and count
-        # padding; slimx.trainer.moe.routing updates it if trainer.moe.bias_update_rate is set.
+        # megatron-core would update the router's selection bias before the optimizer step even if that is skipped, and
+        # count padding. slimx.trainer.moe.routing updates it instead if trainer.moe.bias_update_rate is set.
         "moe_router_bias_update_rate": 0.0,
-        # The loss already includes its global denominator: no average over micro-batches or ranks, sums only.
+        # The loss includes its global denominator, so gradients are summed, not averaged, over micro-batches and ranks.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
         **_recompute_fields(trainer),
         "fine_grained_activation_offloading": bool(trainer.offload_activations),
         "offload_modules": list(trainer.offload_activations),
-        # Skipping initialization (perform_initialization=False) would leave the parameters unmarked as tensor
-        # parallel, and the gradient norm would count the shards of one TP rank only.
+        # Without initialization (perform_initialization=False) parameters would not be marked as tensor parallel, and
+        # the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
         **rounding,
-        # The slot of a layer's spec for a mode's activation function.
+        # Makes a layer's spec contain the activation function, so that a numerics mode can replace it.
         "use_te_activation_func": mode_of(config).replaces_layers,
     }
 
@@ -133,11 +136,11 @@ def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[st
     fields: dict[str, object] = {
         "pipeline_model_parallel_size": trainer.pipeline,
         "virtual_pipeline_model_parallel_size": trainer.virtual_pipeline if virtual else None,
-        # Interleaved stages send and receive at once; megatron-core requires single messages for it, not batches.
+        # Interleaved stages send and receive at the same time, for which megatron-core requires unbatched messages.
         "overlap_p2p_comm": virtual,
         "batch_p2p_comm": not virtual,
-        # Frees the memory of a sent activation at once. gloo reads it when it sends, which may be later: with
-        # overlapping messages activations would be silently corrupted.
+        # Frees the memory of a sent activation immediately. gloo may read it later, when it sends: with overlapping
+        # messages, activations would be silently corrupted.
         "deallocate_pipeline_outputs": not cpu,
     }
     if trainer.layers_per_stage and trainer.pipeline > 1:
@@ -149,24 +152,26 @@ def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[st
 
 
 def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, object]:
-    """Returns Megatron-LM's defaults if Transformer Engine provides the kernels; `trainer.megatron` overrides them."""
+    """Returns the fields that enable fused kernels: as in Megatron-LM by default if Transformer Engine computes the
+    layers, else off."""
     engine = backends.transformer_engine
     return {
-        # The unfused rotation reads the sequence bounds from the GPU, and waits for it, twice in every layer.
+        # The unfused rotation waits twice in every layer until it has read the sequence bounds from the GPU.
         "apply_rope_fusion": engine and fused_rotation(spec),
-        # Compiled by torch, so the host needs a compiler: off if the layers are plain torch.
+        # torch compiles this fusion, which needs a compiler on the host: off if the layers are plain torch.
         "bias_activation_fusion": engine and spec.transformer.get("activation_func") != "squared_relu",
         "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
 
 
 def fused_rotation(spec: ModelSpec) -> bool:
-    """Returns True if a fused kernel rotates queries and keys of packed sequences like megatron-core's plain code."""
+    """Returns True if a fused kernel for rotary embeddings of packed sequences computes the same as megatron-core's
+    unfused code for this model."""
     fields = spec.transformer
     if not fields.get("multi_latent_attention", False):
-        # Transformer Engine's kernel omits yarn's scaling factor for queries and keys.
+        # Transformer Engine's kernel, which omits yarn's scaling factor for queries and keys.
         return spec.gpt["position_embedding_type"] != "yarn"
-        # megatron-core's kernels: for yarn, and Triton takes ranges of powers of 2 only.
+        # megatron-core's Triton kernels, which support only yarn, and only widths that are powers of 2.
     if fields["rope_type"] != "yarn" or not spec.layer_kind.fuses_rotation:
         return False
     widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
@@ -187,7 +192,8 @@ def _recompute_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) -> None:
-    """Refuses a key of `trainer.megatron` that `kind` does not have, and suggests the most similar one that it has."""
+    """Raises SlimxError for a key in `fields`, those of `trainer.megatron`, that `kind` does not have. The message
+    suggests the most similar field."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in fields:
         if key not in known:

@@ -1,4 +1,5 @@
-"""This rank's weights by name: loading from a Hugging Face directory, and copies that can be swapped in and out."""
+"""This rank's weights by name: loading from a Hugging Face directory, and copies on the host that can replace them
+temporarily."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from slimx.models.families import ModelSpec
 from slimx.models.files.reader import CheckpointReader, check_finite
 
 HostCopy = dict[str, torch.Tensor]
-"""Values of every parameter, and of the buffers that the weight table names, by local name."""
+"""Values of every parameter, and of every buffer in the weight table, on the host, by the rank's local name."""
 
 
 class Weights:
-    """The local parameters of one rank, matched with the weight table."""
+    """Local parameters of one rank, matched with the weight table, which maps them to tensors of a Hugging Face
+    directory."""
 
     def __init__(
         self,
@@ -34,15 +36,17 @@ class Weights:
         excluded: Collection[str] = (),
         attached: AttachedForm | None = None,
     ):
-        """Takes `chunks`: this rank's modules, several only if pipeline stages are interleaved. `excluded`: names of
-        parameters that no checkpoint has (a value head); they are left alone. `attached`: see `build_model`."""
+        """Matches the parameters of `chunks`, this rank's modules (several only with virtual pipeline stages), with the
+        weight table of `spec`. `excluded`: names of parameters that no checkpoint contains, such as a value head; they
+        are ignored. `attached`: attached parameters, as returned by `build_model`. Raises SlimxError if table and model
+        differ."""
         self.spec = spec
         self.derived: list[Callable[[], None]] = []
-        """Functions that refresh values derived from the parameters."""
+        """Functions that recompute values that derive from the parameters; called after changes."""
         self._current: HostCopy = {}
         self.parts: list[Part] = layout.parts_of(rank)
         names = {part.name for part in self.parts}
-        # Several chunks form a list of modules, whose names begin with the chunk's index.
+        # With several chunks, names start with the index of the chunk.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         self.attached = AttachedForm() if attached is None else attached
         others = {id(parameter) for parameter in self.attached.parameters().values()}
@@ -54,12 +58,13 @@ class Weights:
             if name in names:
                 parameters[name] = buffer
         self.parameters = parameters
-        """Parameters, and the buffers that the table names (an expert bias)."""
+        """Parameters and those buffers that the table contains (routers' selection biases), by local name."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))
             place = "table" if odd[0] in names else "model"
             raise SlimxError(
-                f"weight table of {spec.path}: {odd[0]} is only in the {place}; correct the family's weight_table",
+                f"the weight table of {spec.path} does not match the model: {odd[0]} is only in the {place}; "
+                "correct the weight_table of its family",
                 code="model.table_name",
                 about=odd[0],
             )
@@ -67,15 +72,16 @@ class Weights:
             shape = tuple(self.parameters[part.name].shape)
             if shape != part.shape:
                 raise SlimxError(
-                    f"weight table of {spec.path}: {part.name} is {list(shape)} in the model, "
-                    f"{list(part.shape)} in the table",
+                    f"the weight table of {spec.path} does not match the model: {part.name} has shape "
+                    f"{list(shape)} in the model, but {list(part.shape)} in the table; correct the weight_table of "
+                    "its family",
                     code="model.table_shape",
                     about=part.name,
                 )
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns trainable parameters by their Hugging Face names (joined if several form one parameter), in the order
-        of the forward pass."""
+        """Returns the trainable parameters in the order of the forward pass, by the names of their tensors in a Hugging
+        Face directory; names of several tensors that form one parameter are joined by " + "."""
         trained = {}
         for part in self.parts:
             parameter = self.parameters[part.name]
@@ -84,7 +90,8 @@ class Weights:
         return trained | self.attached.parameters()
 
     def matching(self, patterns: Sequence[str], key: str) -> list[torch.nn.Parameter]:
-        """Returns parameters matching one of the globs `patterns` of configuration key `key`, see `select`."""
+        """Returns the parameters whose Hugging Face names match a glob in `patterns`, the value of configuration key
+        `key`. Raises SlimxError as `select` does."""
         names = names_of(select(self.spec.table, patterns, key), self.parts)
         matches = []
         for name in names:
@@ -95,27 +102,26 @@ class Weights:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Fills the parameters from the safetensors in `path`, reading only this rank's slices."""
+        """Loads the parameters from the safetensors files in `path`, reading only this rank's slices."""
         self._read(path, self.parameters)
         self.changed()
 
     def changed(self) -> None:
-        """Refreshes values derived from the parameters. Call after writing parameters in place."""
+        """Recomputes values that derive from the parameters. Must be called after parameters were changed in place."""
         for refresh in self.derived:
             refresh()
 
     @torch.no_grad()
     def copy_of(self, path: str, into: HostCopy | None = None) -> HostCopy:
-        """Returns the weights in `path` as a host copy (pinned on CUDA), in the memory of the earlier copy `into` if
-        given; the current weights stay as they are."""
+        """Loads the weights in `path` into a copy on the host (pinned on CUDA), without changing the parameters.
+        `into`: an earlier copy whose memory is reused."""
         out = self._host_copy() if into is None else into
         self._read(path, out)
         return out
 
     @torch.no_grad()
     def snapshot(self, into: HostCopy | None = None) -> HostCopy:
-        """Copies the current weights to host memory (pinned on CUDA); `into`: an earlier copy whose memory is
-        reused."""
+        """Copies the current weights to the host (pinned on CUDA). `into`: an earlier copy whose memory is reused."""
         out = self._host_copy() if into is None else into
         for name, parameter in self.parameters.items():
             out[name].copy_(parameter)
@@ -123,12 +129,11 @@ class Weights:
 
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
-        """Yields a function that writes a copy's values into the parameters; afterwards the current values are
-        restored, bit for bit. The optimizer's fp32 weights are not touched.
+        """Yields a function that replaces the parameters' values by those of a copy. After the block, the values from
+        before are restored, bit for bit. The optimizer's fp32 weights are not changed.
 
-        The current values wait in host memory that is allocated once and reused. They are copied there at the first
-        switch only, so several copies in a row cost one transfer each and the current values two.
-        """
+        The first replacement copies the current values to host memory, which is allocated once and reused. So using
+        several copies in one block costs one transfer for each copy and two for the current values."""
         away = False
 
         def switch(copy: HostCopy) -> None:
@@ -149,8 +154,8 @@ class Weights:
                 self.changed()
 
     def check_finite(self, path: Path) -> None:
-        """Raises SlimxError, naming the tensor, for NaN and infinities that were loaded from `path`; padding is not
-        checked."""
+        """Raises SlimxError naming the tensor if a parameter contains NaN or infinity; padding is not checked. `path`:
+        where the parameters were loaded from, for the message."""
         for _, name, values in self._windows(self.parameters):
             check_finite(values, name, path)
 
@@ -167,7 +172,8 @@ class Weights:
             values.copy_(reader.read(name, rect))
 
     def _windows(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[Rect, str, torch.Tensor]]:
-        """Yields this rank's parts of the checkpoint's tensors, with the tensor's name and the view into `tensors`."""
+        """Yields this rank's part of each tensor of a checkpoint: its rectangle, the tensor's name, and the
+        corresponding view into `tensors`, local tensors by name."""
         for part in self.parts:
             local = tensors[part.name].detach().view(matrix(part.shape))
             for rect in part.rects:
@@ -177,6 +183,7 @@ class Weights:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors by name. On CUDA all copies run in one stream, the one of the kernels that read them."""
+    """Copies tensors by name. On CUDA all copies run in the current stream, in which the kernels that read them run,
+    too."""
     for name, tensor in source.items():
         target[name].copy_(tensor, non_blocking=True)

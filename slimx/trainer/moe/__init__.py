@@ -1,1 +1,2 @@
-"""Routing of mixture-of-experts layers, recorded and replayed."""
+"""Routing of mixture-of-experts layers: recording and replaying the experts of each token, auxiliary losses, selection
+bias."""

@@ -1,5 +1,5 @@
-"""megatron-core's router under a watch that identifies the micro-batch: its choice can be recorded and replayed, and
-its auxiliary terms use the denominators of the complete update."""
+"""megatron-core's router, extended: its choice of experts can be recorded and replayed for each micro-batch, and its
+auxiliary losses use the denominators of the complete update."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from slimx.errors import SlimxError
 
 @dataclass(slots=True)
 class RoutedTokens:
-    """One micro-batch as this rank's routers see it: its t tokens that remain after context and sequence
+    """Tokens of one micro-batch that this rank's routers process: the t tokens that remain after context and sequence
     parallelism."""
 
     counted: torch.Tensor
-    """bool [t]: not padding."""
+    """True for tokens that are not padding, bool [t]."""
     segments: torch.Tensor
-    """int64 [t]: index of the packed sequence of each token."""
+    """Index of the packed sequence that each token belongs to, int64 [t]."""
     sequences: int
-    """Packed sequences of the micro-batch, on all ranks together."""
+    """Number of packed sequences in the whole micro-batch."""
     replayed: torch.Tensor | None
-    """[routers, t, k]: experts to use; None: the router chooses."""
+    """Experts that the routers must use, [routers, t, k]; None if each router chooses."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Experts that each router used, [t, k], by the router's index."""
+    """Experts that each router used, [t, k], by the router's index among those that can replay."""
 
 
 class Cursor:
-    """The current micro-batch of a chunk of the model; None outside of a forward pass."""
+    """The micro-batch that a chunk of the model is processing; None outside of a forward pass."""
 
     def __init__(self) -> None:
         self.tokens: RoutedTokens | None = None
 
 
 class RouterWatch:
-    """One router over one pass of all micro-batches, any number of which may be in flight.
+    """Identifies, for one router, the micro-batch of each call during a pass over all micro-batches, several of which
+    may be in flight.
 
-    A call inside a chunk's forward pass belongs to the micro-batch of its cursor. A call outside is recomputation in a
-    backward pass. Every schedule of megatron-core runs a chunk's backward passes in the order of its forward passes, so
-    the micro-batch is the oldest one not yet recomputed.
-    """
+    A call during a forward pass of the router's chunk belongs to the micro-batch of the chunk's cursor. Any other call
+    is a recomputation during a backward pass. All schedules of megatron-core run a chunk's backward passes in the order
+    of its forward passes, so it belongs to the oldest micro-batch that has not been recomputed."""
 
     def __init__(self, name: str, cursor: Cursor, row: int | None, tally: LayerTally | None):
-        """Takes `row`: index of the router among those that replay; None for one that does not. `tally`: in
-        training."""
+        """Creates the watch for one pass. `name`: name of the router in messages. `cursor`: cursor of the router's
+        chunk. `row`: index of the router among those that can replay; None if it cannot. `tally`: counts loads and
+        auxiliary losses in training; None in forward-only passes."""
         self.name = name
         self.row = row
         self.tally = tally
@@ -61,27 +62,29 @@ class RouterWatch:
         self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> RouterChoice:
-        """Returns the choice for the micro-batch that the router is about to process."""
+        """Returns the object that chooses the experts for the current call of the router, with the micro-batch that the
+        call belongs to."""
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
                 raise SlimxError(
-                    f"{self.name} ran outside of a micro-batch; this is a defect of slimx's schedule",
+                    f"{self.name} ran outside of a micro-batch, which is a bug of slimx; report it with this run's "
+                    "configuration",
                     code="routing.outside",
                     about=self.name,
                 )
             return RouterChoice(self._again.popleft(), self.row, first=False)
         if self.tally is not None and not torch.is_grad_enabled():
-            self._again.append(tokens)  # a checkpointed forward pass: autograd will recompute it
+            self._again.append(tokens)  # a checkpointed forward pass, which autograd will recompute
         return RouterChoice(tokens, self.row, first=True)
 
     def finish(self, *, trainable: bool) -> None:
-        """Raises SlimxError if the layer of a `trainable` router was not recomputed as required: a checkpointed layer
-        gets no gradient if nothing before it requires one."""
+        """Checks at the end of the pass that all calls to be recomputed were. If not, and the router is `trainable`,
+        raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires one."""
         if self._again and trainable:
             raise SlimxError(
-                f"{self.name} is trained, but {len(self._again)} micro-batches were not recomputed in the backward "
-                "pass and gave its layer no gradient, because everything before it is frozen; set "
+                f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "
+                "micro-batches and gave it no gradient, because everything before the layer is frozen; set "
                 "trainer.recompute.granularity=none",
                 code="routing.not_recomputed",
                 about=self.name,
@@ -90,12 +93,12 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Chooses experts for a router: by replay, or by the router's own rule."""
+    """Chooses the experts for one call of a router: those to be replayed, or by the router's own rule."""
 
     tokens: RoutedTokens
     row: int | None
     first: bool
-    """True unless this is a recomputation."""
+    """True in the original call; False if this call is its recomputation."""
 
     def get_replay_topk(
         self,
@@ -105,7 +108,8 @@ class RouterChoice:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values and experts [t, k] of scores [t, experts], called as upstream's RouterReplay."""
+        """Returns the selected entries of `scores` [t, experts] and their experts, both [t, k]. Has the signature of
+        megatron-core's RouterReplay, in whose place the router calls it."""
         tokens = self.tokens
         row = self.row
         if row is not None and tokens.replayed is not None:
@@ -120,21 +124,21 @@ class RouterChoice:
 
 
 class PolicyRouter(TopKRouter):
-    """TopKRouter under a RouterWatch, written for megatron-core 0.19.2.
+    """megatron-core's TopKRouter with a RouterWatch, adapted to megatron-core 0.19.2.
 
-    Upstream's auxiliary losses and bias update stay off: they count padding, weight micro-batches equally, treat a pack
-    as one sequence, and with calculate_per_token_loss divide by TP x CP. Upstream's RouterReplay keeps one target per
-    router in a global list and must be notified when a backward pass begins, which is impossible while several
-    micro-batches are in flight: a RouterChoice replaces it.
-    """
+    megatron-core's own auxiliary losses and bias update stay off: they count padding, weight all micro-batches equally,
+    treat packed sequences as one, and divide by TP x CP with calculate_per_token_loss. Its RouterReplay stores one
+    target per router in a global list and must be notified when a backward pass starts, which is impossible while
+    several micro-batches are in flight. A RouterChoice replaces it."""
 
     router_replay: RouterChoice | None
 
     watch: RouterWatch | None = None
-    """Watch of the current pass; without one, the router behaves like upstream's."""
+    """Watch of the current pass; without one, the router does the same as megatron-core's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes logits of input with the weight as engines receive it (`served`)."""
+        """Computes the logits of `input` with the router's weight as engines receive it (`served`), such as after
+        quantization."""
         weight = served(self.weight)
         if weight is self.weight:
             return super().gating(input)
@@ -144,7 +148,8 @@ class PolicyRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns probabilities and map, both [t, experts], of logits [t, 1, experts]."""
+        """Returns the probabilities and the map of the chosen experts, both [t, experts], for `logits` [t, 1,
+        experts]."""
         if self.watch is None:
             return super().routing(logits)
         choice = self.watch.arrive()
@@ -161,11 +166,11 @@ class PolicyRouter(TopKRouter):
         return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Does nothing: the tally counts."""
+        """Does nothing, because `LayerTally` counts the tokens of each expert."""
 
 
 def install(decoder: TransformerBlockSubmodules, kind: type[PolicyRouter] = PolicyRouter) -> None:
-    """Has a decoder's spec build the routers of its MoE layers as `kind`."""
+    """Changes the spec of a decoder so that the routers of its MoE layers are built as `kind`."""
     for layer in decoder.layer_specs:
         parts = get_submodules(layer.submodules.mlp) if isinstance(layer, ModuleSpec) else None
         if isinstance(parts, MoESubmodules):

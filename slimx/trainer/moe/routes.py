@@ -1,7 +1,8 @@
-"""Routes of micro-batches as tensors: the engine's, cut for this rank, and their differences from the trainer's.
+"""Routes, the experts chosen for each token: selects the engine's routes for this rank, and compares them with the
+trainer's.
 
-Routes are integers [routers, t, k]: the experts of this rank's MoE layers (in the order of the forward pass) for the t
-tokens of a micro-batch that remain after context and sequence parallelism.
+The routes of a micro-batch are integers [routers, t, k]: the k experts that each of this rank's MoE layers, in the
+order of the forward pass, uses for each of the t tokens that remain after context and sequence parallelism.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from slimx.errors import SlimxError
 
 
 def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
-    """Returns a micro-batch's routes for `layers` (global numbers), uint8 or int16 [routers, T, k]; padding is spread
-    over all experts.
-
-    Raises SlimxError if routes are missing for any other position, or have another shape."""
+    """Returns the engine's routes in a micro-batch for `layers` (global indices), uint8 or int16 [layers, T, k]. Tokens
+    that are padding are distributed over all experts. Raises SlimxError if another token has no route, or if routes
+    have another shape than the model."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
     if not (known_routes(batch) | batch.padding).all():
         raise SlimxError(
-            "trainer.moe.routing_replay=R3: a micro-batch has no routes of the engine; every trained trajectory "
-            "needs routed_experts",
+            "trainer.moe.routing_replay is R3, but a micro-batch contains tokens without the engine's routes; set "
+            "routed_experts in every trained trajectory, or trainer.moe.routing_replay to R2 or none",
             code="routes.missing",
             about="routed_experts",
         )
@@ -35,15 +35,15 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     missing = [layer for layer in layers if layer not in recorded]
     if missing:
         raise SlimxError(
-            f"a micro-batch carries the engine's routes of layers {recorded[0]} to {recorded[-1]}, but this rank has "
-            f"layer {missing[0]}; cut them for its pipeline stage",
+            f"a micro-batch contains the engine's routes of layers {recorded[0]} to {recorded[-1]}, but this rank "
+            f"has layer {missing[0]}; select the routes of the rank's pipeline stage",
             code="routes.layer",
             about=f"layer {missing[0]}",
         )
     if batch.routed_experts.shape[::2] != (count, topk):
         raise SlimxError(
-            f"a micro-batch of {count} tokens carries routes of shape {list(batch.routed_experts.shape)} (tokens, "
-            f"layers, experts) for a model with {topk} experts per token",
+            f"a micro-batch of {count} tokens contains routes of shape {list(batch.routed_experts.shape)} (tokens, "
+            f"layers, experts), but the model has {topk} experts per token; replay routes of the same model",
             code="routes.shape",
             about="routed_experts",
         )
@@ -53,7 +53,7 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
 
 
 def known_routes(batch: MicroBatch) -> np.ndarray:
-    """Marks positions whose routes came with a micro-batch, bool [T]."""
+    """Returns True where the micro-batch contains the engine's route of a token, bool [T]."""
     if batch.routed_experts is None:
         return np.zeros(len(batch.tokens), bool)
     return ~batch.padding if batch.routed is None else batch.routed
@@ -64,10 +64,12 @@ def _dtype(experts: int) -> type:
 
 
 def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    """Marks tokens for which any layer used another set of experts, bool [t]; both routes [routers, t, k]."""
+    """Returns True for tokens for which any layer uses different sets of experts in the two routes, bool [t]. `chosen`
+    and `engine`: the trainer's and the engine's routes, both [routers, t, k]."""
     return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Marks positions that differ, or follow a differing one in their sequence, bool [T]: attention propagates it."""
+    """Extends the marks in `differs`, bool [T], to all later positions of the same sequence, because attention makes
+    these depend on the marked one. `lengths`: lengths of the sequences."""
     return torch.cat([part.cummax(0).values for part in differs.to(torch.uint8).split(lengths)]).bool()

@@ -1,4 +1,5 @@
-"""The routers of one rank during passes over micro-batches: replay, recording, auxiliary terms, selection bias."""
+"""All routers of one rank during passes over micro-batches: replay and recording of experts, auxiliary losses,
+selection bias."""
 
 from __future__ import annotations
 
@@ -22,41 +23,41 @@ from slimx.trainer.moe.routes import differing, engine_routes, known_routes
 from slimx.trainer.parallel import ParallelState
 
 Routes = list[torch.Tensor]
-"""Routes of each micro-batch of a pass, as `slimx.trainer.moe.routes` describes them."""
+"""Experts chosen for the tokens of each micro-batch of a pass, in the form that `slimx.trainer.moe.routes`
+describes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalRouter:
-    """One router of this rank."""
+    """A router of this rank, with its location in the model."""
 
     router: PolicyRouter
     cursor: Cursor
-    """Cursor of the chunk that the router is in."""
+    """Cursor of the chunk that contains the router."""
     layer: int
-    """Global number of its layer, from 0; layers of multi-token prediction follow the decoder's."""
+    """Global index of the router's layer, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
-    """Index among the routers that replay; None for those that do not."""
+    """Index among the routers that can replay; None if the router cannot."""
     name: str
     """Name of the router in messages."""
 
 
 class Routing:
-    """All routers of this rank's chunks.
+    """All routers in the chunks of this rank.
 
-    A pass begins with `forward` or `training`, runs the pipeline inside of it, and marks each forward pass of a chunk
-    with `microbatch`. Outside of a pass routers choose by themselves and nothing is recorded (the reference's
-    log-probs). Routers of multi-token prediction are trained with the same terms and counted, but never replay: engines
-    report no routes for them.
-    """
+    The context managers `forward` and `training` wrap a pass, in which the pipeline runs; `microbatch` wraps each
+    forward pass of a chunk. Outside of a pass, such as for the reference's log-probs, routers choose by themselves and
+    nothing is recorded. Routers of multi-token prediction have the same auxiliary losses and are counted, but do not
+    replay, because engines report no routes for them."""
 
     def __init__(self, chunks: Sequence[GPTModel], parallel: ParallelState, settings: Moe):
-        """Takes `chunks`: the GPT models inside their wrappers, in the order of the forward pass."""
+        """Finds the routers in `chunks`, the GPT models inside their wrappers in the order of the forward pass."""
         self._parallel = parallel
         self._settings = settings
         self._cursors = [Cursor() for _ in chunks]
         self._routers: list[_LocalRouter] = []
         self.layers: list[int] = []
-        """Global numbers, from 0, of the decoder's MoE layers on this rank."""
+        """Global indices, from 0, of the decoder's MoE layers on this rank."""
         config = chunks[0].config
         for chunk, cursor in zip(chunks, self._cursors, strict=True):
             for layer in chunk.decoder.layers:
@@ -85,7 +86,8 @@ class Routing:
 
     @contextmanager
     def forward(self, batches: list[MicroBatch], *, replay: Routes | None = None) -> Iterator[None]:
-        """Wraps a forward-only pass over this rank's `batches`; records the routers' choices."""
+        """Wraps a forward-only pass over this rank's parts of `batches`, and records the experts that the routers
+        choose. `replay`: experts that they must use instead."""
         with self._pass(batches, replay, totals=None, training=False):
             yield
 
@@ -93,7 +95,9 @@ class Routing:
     def training(
         self, batches: list[MicroBatch], *, totals: Totals | None, replay: Routes | None = None
     ) -> Iterator[None]:
-        """Wraps a pass with backward, which also sums loads and terms."""
+        """Wraps a forward and backward pass over this rank's parts of `batches`, which also counts the tokens of each
+        expert and applies the auxiliary losses. `totals`: denominators of these losses. `replay`: experts that the
+        routers must use."""
         self._sums.zero_()
         with self._pass(batches, replay, totals=totals, training=True):
             yield
@@ -157,29 +161,30 @@ class Routing:
         )
 
     def _shard(self, values: np.ndarray, axis: int = 0) -> torch.Tensor:
-        """Returns this tensor-parallel rank's part of a micro-batch's tokens (sequence parallelism), on its device."""
+        """Returns the part of `values` for this tensor-parallel rank's tokens (sequence parallelism), on the device.
+        `axis`: dimension of the tokens."""
         part = np.split(values, self._parallel.sizes.tensor, axis)[self._parallel.coordinates.tensor]
         return to_device(np.ascontiguousarray(part), self._parallel.device)
 
     # Routes -----------------------------------------------------------------------------------------------------------
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
-        """Returns the engine's routes for this rank's tokens and layers (R3)."""
+        """Returns the engine's routes for this rank's tokens and layers, for routing replay R3."""
         return [self._engine_routes(batch) for batch in batches]
 
     def _engine_routes(self, batch: MicroBatch) -> torch.Tensor:
         return self._shard(engine_routes(batch, self.layers, experts=self.experts, topk=self.topk), 1)
 
     def chosen(self) -> Routes:
-        """Returns the routes that this rank's routers used in the last pass (R2)."""
+        """Returns the routes that this rank's routers used in the last pass, for routing replay R2."""
         return [self._chosen(tokens) for tokens in self._tokens]
 
     def _chosen(self, tokens: RoutedTokens) -> torch.Tensor:
         return torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Marks positions, bool [sum of T], at which any local layer used another set of experts than the engine in the
-        last pass. Collective over tensor-parallel ranks."""
+        """Returns True for tokens of all `batches`, bool [sum of T], for which a layer of this rank used other experts
+        in the last pass than the engine. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
             differs = torch.zeros(len(tokens.counted), dtype=torch.bool, device=self._parallel.device)
@@ -191,7 +196,7 @@ class Routing:
         return torch.cat(out)
 
     def _join(self, part: torch.Tensor) -> torch.Tensor:
-        """Joins all tensor-parallel ranks' parts to bool [T]."""
+        """Joins the parts of all tensor-parallel ranks to bool [T]."""
         size = self._parallel.sizes.tensor
         if size == 1:
             return part
@@ -200,15 +205,16 @@ class Routing:
         return torch.cat(parts).bool()
 
     def comparable(self, batch: MicroBatch) -> torch.Tensor:
-        """Marks this rank's tokens, bool [T], whose routes are comparable with the engine's; all in a dense model."""
+        """Returns True for this rank's tokens of a micro-batch, bool [T], whose routes can be compared with the
+        engine's. In a dense model these are all tokens."""
         known = known_routes(batch) if self.experts else np.ones(len(batch.tokens), bool)
         return to_device(known, self._parallel.device)
 
-    # Terms ------------------------------------------------------------------------------------------------------------
+    # Auxiliary losses ------------------------------------------------------------------------------------------------
 
     def totals(self, batches: list[MicroBatch]) -> Totals | None:
-        """Returns the denominators of an update from this data-parallel rank's complete micro-batches; None if no term
-        needs them. Collective."""
+        """Returns the denominators of the auxiliary losses of an update: numbers of tokens and sequences in the
+        complete micro-batches of all data-parallel ranks. None if no such loss is configured. Collective."""
         if not (self._settings.aux_loss_coef or self._settings.z_loss_coef):
             return None
         tokens = 0
@@ -219,7 +225,7 @@ class Routing:
             sequences += int((~np.logical_and.reduceat(batch.padding, bounds)).sum())
         counts = torch.tensor([tokens, sequences], dtype=torch.float64, device=self._parallel.device)
         dist.all_reduce(counts, group=self._parallel.token_group)
-        # Every context-parallel rank counted the complete micro-batches of its data-parallel rank.
+        # All context-parallel ranks have counted the same complete micro-batches.
         return Totals(*(counts / self._parallel.sizes.context).tolist())
 
     def gather_sums(self) -> None:
@@ -228,8 +234,9 @@ class Routing:
         dist.all_reduce(self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the last training pass, after `gather_sums`: imbalance is the load of the busiest expert
-        over the mean load; terms are means over MoE layers without their coefficients."""
+        """Returns metrics of the last training pass; to be called after `gather_sums`. Imbalance is the load of the
+        busiest expert divided by the mean load. Auxiliary losses are means over the MoE layers, without their
+        coefficients."""
         load = self._sums[:, :-2]
         terms = self._sums[:, -2:]
         layers = (load.sum(1) > 0).nonzero()[:, 0].tolist()
@@ -250,8 +257,8 @@ class Routing:
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Moves the selection biases by the counts of the last training pass, after `gather_sums`; equal on all
-        ranks."""
+        """Updates the selection biases from the counts of the last training pass, equally on all ranks; to be called
+        after `gather_sums`."""
         if not self._settings.bias_update_rate:
             return
         for local in self._routers:

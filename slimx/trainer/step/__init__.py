@@ -1,1 +1,1 @@
-"""Forward, backward and optimizer step."""
+"""Computation of a training step: forward and backward passes, optimizer steps, metrics."""

@@ -1,4 +1,5 @@
-"""Runs micro-batches through the pipeline: forward only for log-probs, forward and backward for a training step."""
+"""Runs micro-batches through the pipeline stages: forward only to compute log-probs, or forward and backward to
+accumulate gradients."""
 
 from __future__ import annotations
 
@@ -25,30 +26,30 @@ from slimx.trainer.moe.routing import Routing
 
 
 class TokenScores(NamedTuple):
-    """Scores of every label of one micro-batch, each fp32 [T]."""
+    """Log-prob and entropy of every label of one micro-batch, each fp32 [T]."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Entropy of the distribution of the label, in nats."""
+    """Entropy of the distribution that the label's log-prob is from, in nats."""
 
 
 Output = tuple[torch.Tensor, ...]
-"""Tensors of `label_logprobs`."""
+"""Output tensors of the model: results of `label_logprobs`."""
 Trained = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""The loss's metrics of a micro-batch, and the policy's log-probs [T]."""
+"""Metrics that the loss computed for a micro-batch, and the policy's log-probs, [T]."""
 
 
 def sum_gradients(model: list[DistributedDataParallel], num_tokens: object = None, **kwargs: object) -> None:
-    """Reduces gradients over ranks as sums: megatron-core would divide by the token count, which the loss weights
-    already include."""
+    """Reduces gradients over ranks as sums. megatron-core would also divide them by the number of tokens, which the
+    weights in the loss include already."""
     finalize_model_grads(model, None, **kwargs)
 
 
 class Pipeline:
-    """Forward and backward passes of one model over a list of micro-batches.
+    """Runs forward and backward passes of one model over a list of micro-batches.
 
-    Under context parallelism the micro-batches are this rank's parts (`ContextShard`), T is a part's length, and only
-    `lengths` refers to the full sequences."""
+    With context parallelism, micro-batches contain only this rank's tokens (`ContextShard`), T is their number, and
+    only `lengths` refers to the full sequences."""
 
     def __init__(
         self,
@@ -57,9 +58,9 @@ class Pipeline:
         routing: Routing | None = None,
         sequence_sum: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] | None = None,
     ):
-        """Takes `chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without it
-        routers choose by themselves (a critic's). `sequence_sum`: sums over the sequences of a pack with the given
-        lengths, for losses (`slimx.trainer.context`)."""
+        """Prepares the passes. `chunks`: this rank's modules in the order of the forward pass. `routing`: their
+        routers; None (for a critic) if routers choose by themselves and nothing is recorded. `sequence_sum`: function
+        that sums per-token values over packed sequences of given lengths, for losses (`ContextShard.sequence_sum`)."""
         self.chunks = chunks
         self.device = device
         self._routing = routing
@@ -67,8 +68,8 @@ class Pipeline:
         self._run = get_forward_backward_func()
 
     def scores(self, batches: list[MicroBatch], packings: Sequence[Packing] | None = None) -> list[TokenScores]:
-        """Returns log-probs and entropies under the current weights, one pair per micro-batch; empty except on the last
-        pipeline stage. `packings`: as for `train`."""
+        """Returns log-probs and entropies of the labels with the current weights, for each micro-batch; [] except on
+        the last pipeline stage. `packings`: see `train`."""
 
         def collect(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
             logprobs, entropy = output
@@ -84,12 +85,12 @@ class Pipeline:
         others: Sequence[dict[str, torch.Tensor]],
         packings: Sequence[Packing] | None = None,
     ) -> list[Trained]:
-        """Accumulates gradients; returns the loss's metrics and the policy's log-probs per micro-batch (last stage
-        only).
+        """Runs forward and backward passes, which add to the gradients. Returns the metrics of the loss and the
+        policy's log-probs for each micro-batch; [] except on the last pipeline stage.
 
-        `others`: fields of `LossInputs` by name, per micro-batch, from earlier forward passes (last stage only).
-        `packings`: constructors of the micro-batches' sequence bounds, on which layers record choices or repeat
-        recorded ones; None: every pass chooses anew."""
+        `others`: for each micro-batch, fields of `LossInputs` from earlier forward passes, by name; used on the last
+        pipeline stage. `packings`: for each micro-batch, the constructor of the object with its sequence bounds, in
+        which layers record choices or find choices to repeat; None if all layers choose anew."""
         earlier = iter(others)
 
         def compute(batch: MicroBatch, output: Output) -> tuple[torch.Tensor, torch.Tensor, Trained]:
@@ -129,7 +130,7 @@ class Pipeline:
         forward_only: bool,
     ) -> list[Result]:
         inputs = list(zip(batches, packings or [PackedSeqParams] * len(batches), strict=True))
-        # Each chunk reads the same micro-batches; a single chunk and its iterator are not passed as lists.
+        # Each chunk needs an iterator over the micro-batches. megatron-core expects lists only for several chunks.
         model: object = self.chunks
         data: object = [iter(inputs) for _ in self.chunks]
         if len(self.chunks) == 1:
@@ -155,7 +156,7 @@ class Pipeline:
         training: bool,
     ) -> tuple[Output, Callable[[Output], Result]]:
         batch, packing = next(batches)
-        # Only learned position embeddings would read them; rotary ones use the sequence bounds.
+        # Only learned position embeddings would use these; rotary embeddings use the sequence bounds.
         positions = torch.zeros(1, len(batch.tokens), dtype=torch.int64, device=self.device)
         bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
         packed = packing(
@@ -172,7 +173,7 @@ class Pipeline:
             support=support,
             top=self._optional(batch.teacher_top_ids) if training else None,
         )
-        # Weights of the labels of multi-token prediction layers, if any (slimx.trainer.model.policy_model).
+        # Weights of the labels in the loss of multi-token prediction layers (slimx.trainer.model.policy_model).
         mask = {"loss_mask": self._tensor(batch.weight).unsqueeze(0)} if training else {}
         with nullcontext() if self._routing is None else self._routing.microbatch(self.chunks.index(model)):
             output = model(
@@ -186,7 +187,7 @@ class Pipeline:
         return output, partial(loss, batch)
 
     def _columns(self, batch: MicroBatch) -> dict[str, Any]:
-        """Returns the fields of `LossColumns` on the device."""
+        """Returns the fields of `LossColumns` that the micro-batch has, on the device."""
         return {name: self._optional(getattr(batch, name)) for name in LOSS_COLUMNS}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

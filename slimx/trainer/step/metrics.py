@@ -1,4 +1,4 @@
-"""Metrics of a training step: of the complete batch, equal on every rank of the last stage, and of several updates."""
+"""Metrics of a training step: reduces them over micro-batches and ranks, and combines those of several updates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 Sums = dict[str, tuple[str, torch.Tensor]]
-"""Metric -> (reduction over ranks, "sum" or "max"; local value)."""
+"""Name of a metric -> its reduction over ranks ("sum" or "max"), and its value on this rank."""
 
 GAP_LIMIT = 1e-5
-"""Log-prob gap in fp32 above which a token is expected to have used another set of experts."""
+"""Log-prob gap in fp32 above which trainer and engine have probably used different experts for a token."""
 
 
 def summed(metrics: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
-    """Adds up metrics of micro-batches by name."""
+    """Sums the metrics of all micro-batches by name, to be summed over ranks, too."""
     out: Sums = {}
     for name, first in metrics[0].items():
         total = first
@@ -33,12 +33,11 @@ def gap_metrics(
     other_routes_before: torch.Tensor,
     comparable: torch.Tensor,
 ) -> Sums:
-    """Measures the log-prob gap |trainer - engine| over the `measured` tokens; all inputs [T].
-
-    `other_routes`: the engine chose another set of experts at this position; `other_routes_before`: at this or an
-    earlier position of the sequence; `comparable`: the engine's choice is known, or the model has no experts. The
-    caller reduces over data-parallel ranks.
-    """
+    """Computes, for this rank's tokens, the log-prob gap |trainer - engine| over the tokens in `measured`. All
+    arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine chose other
+    experts for this token. `other_routes_before`: True where it did for this or an earlier token of the sequence.
+    `comparable`: True where the engine's experts are known, or the model has none. The caller reduces the results over
+    ranks."""
     gap = (logprobs - rollout).abs().double()[measured]
     above = gap > GAP_LIMIT
     explained = other_routes_before[measured]
@@ -56,10 +55,11 @@ def gap_metrics(
 
 
 def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor) -> Sums:
-    """Returns the inputs of `mismatch_metrics`: the current policy against the engine that sampled, over all `trained`
-    tokens, of any version; all inputs [T]."""
+    """Returns the sums from which `mismatch_metrics` compares the current policy with the engines that sampled, over
+    all tokens in `trained`, whatever version sampled them. All arguments have shape [T]. `rollout`: the engine's
+    log-probs."""
     difference = (logprobs - rollout).double()[trained]
-    # Bounded: beyond 20 a single token's weight would dominate all others; e^20 is 5e8.
+    # Bounded, because a single token with a larger ratio than e^20 (5e8) would dominate the mean of all tokens.
     ratio = difference.clamp(max=20).exp()
     gap = difference.abs()
     return {
@@ -73,9 +73,10 @@ def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.
 
 
 def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Computes mean and maximum of |policy - engine| in log-probs, KL(engine || policy) by k3, mean ratio policy /
-    engine, and the effective sample size (sum of ratios)^2 / (n x sum of squared ratios): the fraction of tokens that
-    importance weights would leave, 1 if both agree. Other metrics, and metrics without these sums, are unchanged."""
+    """Replaces the results of `mismatch_sums`, reduced over ranks, by metrics: mean and maximum of |log-prob of policy
+    - log-prob of engine|, KL(engine || policy) estimated by k3, the mean ratio policy / engine, and the effective
+    sample size (sum of ratios)^2 / (n x sum of squared ratios), which is the fraction of n tokens that importance
+    weighting would effectively use (1 if both agree). Other metrics are unchanged."""
     metrics = dict(sums)
     if "mismatch/tokens" not in metrics:
         return metrics
@@ -89,12 +90,12 @@ def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def quotient(value: float, count: float) -> float:
-    """Divides; NaN if `count` is 0, i.e. nothing was measured."""
+    """Returns value / count; NaN if `count` is 0, so nothing was measured."""
     return value / count if count else float("nan")
 
 
 def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Reduces each value over `group` by its reduction; two collectives in total."""
+    """Reduces each value over the ranks of `group` by its reduction. Uses two collectives for all values together."""
     out: dict[str, float] = {}
     for kind, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
         local = {}
@@ -109,17 +110,17 @@ def reduce(values: Sums, group: dist.ProcessGroup) -> dict[str, float]:
 
 
 LAST = frozenset({"optim/lr", "critic/lr"})
-"""Metrics of a step that are those of its last update."""
+"""Metrics whose value in a step is that of its last update."""
 COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "critic/zero_gradient"})
-"""Metrics that are counts and add up."""
+"""Metrics that are counts, which are summed over the updates of a step."""
 
 
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combines the metrics of a step's updates, in order.
+    """Combines the metrics of the updates of a step.
 
-    Counts add up, maxima (`.../max`, `..._max`) stay maxima, the learning rate is the last one. All others are means
-    over the updates that have them: each update's loss has its denominators, and each moved the weights once.
-    """
+    Counts (`COUNTS`) are summed, the largest of maxima (`.../max`, `..._max`) is taken, and learning rates (`LAST`) are
+    those of the last update. All other metrics are averaged over the updates that have them, without weights, because
+    each update normalizes its loss separately and changes the weights once."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

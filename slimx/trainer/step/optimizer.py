@@ -1,12 +1,12 @@
-"""Megatron's optimizer for a configuration, the learning rate as a pure function of the step, and one optimizer step
-that all ranks take together: norm, clipping, and a skip if a gradient is not finite or all are 0.
+"""Builds megatron-core's optimizer, computes the learning rate from the step alone, and performs optimizer steps. All
+ranks together skip a step whose gradient is not finite, or is 0 everywhere.
 
 gradients of all ranks -> norm -> finite on every rank?  -- yes -->  clip -> Adam -> weights
-                                                         -- no --->  nothing changes; counted, stopped after n
+                                                         -- no --->  nothing changes; counted, error after n
                                   0 on every rank?       -- yes -->  nothing changes; counted
 
-A gradient that is 0 everywhere, e.g. because all rollouts of each group earned the same, teaches nothing; but Adam's
-moments of earlier steps would continue to move the weights, and decay would shrink them.
+A gradient that is 0 everywhere, for example because all rollouts of each group have the same reward, must not change
+the weights. However, Adam's moments of earlier steps would continue to move them, and weight decay would shrink them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry point group of subclasses of `ExternalState`, by the location of the state."""
+"""Entry-point group of the subclasses of `ExternalState`, by the location of the optimizer's state."""
 
 
 class ExternalState:
-    """Wrapper of an optimizer that keeps the optimizer's state elsewhere."""
+    """Wrapper of a torch optimizer that stores the optimizer's state elsewhere, such as on the host."""
 
     def make_state(self) -> None:
-        """Gives parameters without state, whose state is kept elsewhere, the zeros that Adam starts from."""
+        """Creates the state of parameters that have none and whose state is stored elsewhere: zeros, with which Adam
+        starts."""
         raise NotImplementedError
 
 
 def build_optimizer(
     config: Config, chunks: list[DistributedDataParallel], undecayed: Iterable[torch.nn.Parameter] = ()
 ) -> ChainedOptimizer:
-    """Builds Adam, or Muon with Adam for parameters that are not matrices, with fp32 main weights and, as configured,
-    state sharded over data-parallel ranks or kept on the host.
-
-    `undecayed`: parameters without weight decay in addition to norms and biases. `OptimizerStep` steps it."""
+    """Builds Adam, or Muon with Adam for parameters that are not matrices, with main weights in fp32. As configured,
+    its state is sharded over data-parallel ranks or stored on the host. `undecayed`: parameters without weight decay in
+    addition to norms and biases. Steps must be performed by an `OptimizerStep`."""
     options = config.trainer.optimizer
     settings = OptimizerConfig(
         optimizer=options.kind,
@@ -72,12 +72,12 @@ def build_optimizer(
         muon_coefficient_type="quintic",
         muon_extra_scale_factor=options.muon.scale,
         muon_split_qkv=options.muon.split_qkv,
-        # Every rank orthogonalises the full matrix, so the update does not depend on the layout.
+        # Every rank orthogonalizes the full matrix, so that updates do not depend on the parallel sizes.
         muon_tp_mode="duplicated",
         muon_fp32_matmul_prec="highest" if config.numerics.dtype == "float32" else "medium",
         **_precision(options),
     )
-    # Main weights stay megatron-core's fp32 ones, which checkpoints and offloading expect.
+    # Keeps megatron-core's own fp32 main weights, which checkpoints and offloading expect.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
     if options.offload_fraction:
@@ -96,10 +96,11 @@ def _precision(options: Optimizer) -> dict[str, object]:
 
 
 def make_moments(part: MegatronOptimizer) -> None:
-    """Gives parameters of the Megatron optimizer `part` without state the zeros that Adam starts from."""
+    """Creates the moments of parameters that have none in `part`, one of the chained optimizers: zeros, with which Adam
+    starts."""
     inner = part.optimizer
     if part.config.use_precision_aware_optimizer:
-        # megatron-core 0.19.2 omits the second argument, which Transformer Engine 2.20.2 requires.
+        # megatron-core 0.19.2 does not pass the second argument, which Transformer Engine 2.20.2 requires.
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
@@ -111,11 +112,12 @@ def make_moments(part: MegatronOptimizer) -> None:
 
 
 def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:
-    """Returns the parameter groups in addition to the default one: norms, biases and `undecayed`, which are not
-    decayed; and the fp32 parameters of a bf16 model (a value head).
+    """Returns the overrides that define parameter groups in addition to the default one: norms, biases and `undecayed`,
+    without weight decay; and the fp32 parameters of a bf16 model, such as a value head.
 
-    In a group of both dtypes megatron-core 0.19.2's distributed optimizer confuses the states of parameters when it
-    saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
+    fp32 parameters need a separate group, because megatron-core 0.19.2's distributed optimizer exchanges the states of
+    parameters when it saves a group of both dtypes: it numbers them in the order of its buffers, but stores fp32 ones
+    first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
@@ -128,8 +130,8 @@ def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) ->
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
-    """Returns the learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or
-    cosine decay."""
+    """Returns the learning rate of optimizer step `step`, counted from 0, out of `steps`: linear warmup, then a
+    constant, or a linear or cosine decay."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     span = max(1, steps - 1 - options.warmup_steps)
@@ -141,7 +143,8 @@ def learning_rate(options: Optimizer, step: int, steps: int) -> float:
 
 
 class OptimizerStep:
-    """Steps one optimizer. Collective: all ranks of `group` call it together and decide identically."""
+    """Performs the steps of one optimizer. Collective: all ranks of `group` call it at the same time and make the same
+    decisions."""
 
     def __init__(
         self,
@@ -153,9 +156,10 @@ class OptimizerStep:
         key: str = "trainer.optimizer",
         metrics: str = "optim",
     ):
-        """Takes `optimizer`: from `build_optimizer`. `named`: this rank's trainable parameters in the order of the
-        forward pass, by their names in error messages. `group`: all ranks of the model, on the host. `key`: the
-        configuration key of `options`. `metrics`: prefix of the metrics' names."""
+        """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: its section of the configuration, at
+        key `key`. `named`: this rank's trainable parameters in the order of the forward pass, by their names in
+        messages. `group`: process group of all ranks of the model on the host. `metrics`: first component of the
+        metrics' names."""
         self.optimizer = optimizer
         self.options = options
         self.named = dict(named)
@@ -165,20 +169,19 @@ class OptimizerStep:
         self.skipped_in_a_row = 0
 
     def __call__(self, rate: float) -> dict[str, float]:
-        """Applies the current gradients with learning rate `rate`; returns metrics.
+        """Applies the current gradients with learning rate `rate`, and returns metrics.
 
-        A skipped step, or one whose gradient (of all terms of the loss) is exactly 0 everywhere, leaves weights,
-        moments and Adam's step count unchanged, bit for bit. Raises SlimxError on every rank after `max_skipped`
-        consecutive skips because of non-finite gradients, naming the parameters in which the backward pass first met
-        one.
-        """
+        The step is skipped if a gradient is not finite, or if the gradient, of all terms of the loss together, is
+        exactly 0 everywhere. Then weights, moments and Adam's step count stay unchanged, bit for bit. Raises SlimxError
+        on every rank after `max_skipped` consecutive steps with non-finite gradients, naming the parameters where the
+        backward pass met the first one."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-            # megatron-core marks undecayed groups with wd_mult 0 and leaves applying it to its scheduler, unused here.
+            # megatron-core's scheduler, which is not used here, would apply wd_mult (0 in groups without weight decay).
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm() or 0.0)
-        # The squares of tiny gradients are 0 in fp32: the norm alone does not prove that all gradients are 0.
+        # The norm can be 0 although not all gradients are, because the squares of tiny numbers are 0 in fp32.
         local_empty = norm == 0 and not any(_any(parameter) for parameter in self.named.values())
         finite, empty = self._everywhere(math.isfinite(norm), local_empty)
         if not finite:
@@ -188,12 +191,12 @@ class OptimizerStep:
             if not empty:
                 self._clip(norm)
                 self.optimizer.step_with_ready_grads()
-        self.optimizer.zero_grad()  # fp32 copies of this rank's shard if gradients are bf16; the buffers stay
+        self.optimizer.zero_grad()  # frees fp32 copies of bf16 gradients, but not the buffers
         values = {"lr": rate, "grad_norm": norm, "skipped": float(not finite), "zero_gradient": float(empty)}
         return {f"{self.prefix}/{name}": value for name, value in values.items()}
 
     def _everywhere(self, *conditions: bool) -> list[bool]:
-        # Norms of one model are equal on all ranks by construction; a rank that stepped alone would diverge for ever.
+        # The norm should be equal on all ranks anyway, but a single rank that performs a step would diverge for ever.
         votes = torch.tensor(conditions, dtype=torch.int32)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
         return [bool(vote) for vote in votes.tolist()]
@@ -209,23 +212,23 @@ class OptimizerStep:
     def _skip(self, norm: float) -> None:
         self.skipped_in_a_row += 1
         origin = first_nonfinite(self.named, self.group)
-        print(f"slimx: optimizer step skipped, the gradient norm is {norm}: {origin}", flush=True)
+        print(f"slimx: optimizer step skipped because the gradient norm is {norm}: {origin}", flush=True)
         if self.skipped_in_a_row >= self.options.max_skipped > 0:
             raise SlimxError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
-                f"({self.key}.max_skipped), now {origin}; check loss, rewards and learning rate of the last steps, and "
-                "continue from the newest checkpoint",
+                f"{self.skipped_in_a_row} consecutive optimizer steps had gradients that are not finite "
+                f"({self.key}.max_skipped), most recently {origin}; check loss, rewards and learning rate of the "
+                "last steps, and resume from the newest checkpoint",
                 code="trainer.max_skipped",
                 about=f"{self.key}.max_skipped",
             )
 
 
 def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> str:
-    """Describes where gradients are not finite; collective, equal on all ranks.
+    """Returns a description of where gradients are not finite, the same on all ranks. Collective.
 
-    Reports the last parameter in forward order on each rank: the backward pass reached it first, and all parameters
-    before it are affected by it. Ranks of later pipeline stages have higher numbers.
-    """
+    Names the last affected parameter in the order of the forward pass: the backward pass reached it first, and the
+    parameters before it are affected as a consequence. Ranks of later pipeline stages have higher numbers, so it is
+    that of the last affected rank."""
     bad = [name for name, parameter in named.items() if not _finite(parameter)]
     last = bad[-1] if bad else None
     report = (last, len(bad), len(named))
@@ -238,7 +241,7 @@ def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.Process
         if name is not None:
             affected.append(f"{name} on trainer rank {rank} ({count} of its {parameters} parameters")
     if not affected:
-        return "every gradient is finite, but the sum of their squares is not"
+        return "every gradient is finite, but the sum of their squares overflows"
     if len(affected) == 1:
         return f"first in {affected[0]})"
     return f"first in {affected[-1]}, {total} on {len(affected)} ranks)"
@@ -254,6 +257,6 @@ def _finite(parameter: torch.nn.Parameter) -> bool:
 
 
 def _any(parameter: torch.nn.Parameter) -> bool:
-    """Returns True if the parameter has a gradient that is not 0."""
+    """Returns True if the parameter has a gradient with an element that is not 0."""
     gradient = _gradient(parameter)
     return gradient is not None and bool(gradient.any())

@@ -1,4 +1,5 @@
-"""Forward passes over the same micro-batches under several sets of weights: policy, reference, teacher."""
+"""Forward passes over the same micro-batches with different weights: those of the policy, the reference and the
+teacher."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ Replay = Literal["none", "R2", "R3"]
 
 
 class PriorResults(NamedTuple):
-    """Results of the forward passes over a step's micro-batches before the first update."""
+    """Results of the forward passes over all micro-batches of a step before its first update."""
 
     fields: list[dict[str, torch.Tensor]]
-    """Fields of `LossInputs` by name, per micro-batch; empty except on the last pipeline stage."""
+    """For each micro-batch, fields of `LossInputs` by name; {} except on the last pipeline stage."""
     routes: Routes | None
-    """The experts that training uses, per micro-batch; None: each router chooses."""
+    """For each micro-batch, the experts that training must use; None if each router chooses."""
     packings: list[Packing] | None
-    """Constructors of the micro-batches' bounds, with the choices of layers that training repeats; None: no choices."""
+    """For each micro-batch, the constructor of the object with its sequence bounds, which contains choices of layers
+    that training repeats; None if all layers choose anew."""
 
 
 class ForwardPasses:
-    """Scores under several sets of weights, which alternate in the memory of the policy's parameters."""
+    """Computes log-probs with different weights, which are copied into the memory of the policy's parameters for a
+    pass."""
 
     def __init__(
         self,
@@ -44,9 +47,10 @@ class ForwardPasses:
         recorder: Callable[[], Packing] | None = None,
         samples_known: bool = False,
     ):
-        """Takes the copies that `algorithm` needs. `weights` are the initial ones. `replay`:
-        `trainer.moe.routing_replay`; `recorder`: `LayerKind.recorder`. `samples_known`: before each step the engines'
-        log-probs equal the policy's, bit for bit."""
+        """Copies the weights of the reference and the teacher to the host, as far as `algorithm` needs them. `weights`:
+        must be the initial ones, which become the reference. `replay`: value of `trainer.moe.routing_replay`.
+        `recorder`: result of `LayerKind.recorder`. `samples_known`: True if the engines' log-probs equal the policy's
+        before each step, bit for bit, so that they need not be recomputed."""
         self._pipeline = pipeline
         self._routing = routing
         self._weights = weights
@@ -55,25 +59,23 @@ class ForwardPasses:
         self._recompute = algorithm.old_logprobs == "recompute" and not samples_known
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """True if the reference is the base weights, which no update changes."""
+        """True if the reference is the base weights under attached adapters, which no update changes."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
             self._copies["teacher"] = weights.copy_of(algorithm.teacher)
 
     def refresh_reference(self) -> None:
-        """Makes the current weights the reference."""
+        """Replaces the reference by a copy of the current weights."""
         self._weights.snapshot(into=self._copies["reference"])
 
     def load_reference(self, path: str) -> None:
-        """Makes the weights in the Hugging Face directory `path` the reference."""
+        """Replaces the reference by the weights in the Hugging Face directory `path`."""
         self._weights.copy_of(path, into=self._copies["reference"])
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
-        """Returns log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
-
-        Collective. Raises SlimxError if the run has no such weights.
-        """
+        """Returns log-probs and entropies of all labels for each micro-batch; [] except on the last pipeline stage.
+        `under`: whose weights to use. Collective. Raises SlimxError if the run has no reference or teacher."""
         if under == "policy":
             return self._pipeline.scores(batches)
         if under == "reference" and self._base:
@@ -81,14 +83,17 @@ class ForwardPasses:
                 return self._pipeline.scores(batches)
         if under not in self._copies:
             raise SlimxError(
-                f"this run has no {under}; set algorithm.{under}", code="trainer.no_weights", about=f"algorithm.{under}"
+                f"this run has no {under}; set algorithm.{under} to have one",
+                code="trainer.no_weights",
+                about=f"algorithm.{under}",
             )
         with self._weights.switching() as switch:
             switch(self._copies[under])
             return self._pipeline.scores(batches)
 
     def before_updates(self, batches: list[MicroBatch]) -> PriorResults:
-        """Runs the passes that a loss needs before the first update; collects the choices to replay. Collective."""
+        """Runs all forward passes that the loss of a step needs before the first update, and collects the choices of
+        routers and other layers that training must replay. Collective."""
         fields: dict[str, list[TokenScores]] = {}
         routes = self._routing.from_engine(batches) if self._replay == "R3" else None
         packings = [self._recorder() for _ in batches] if self._recorder else None
