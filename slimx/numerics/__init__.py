@@ -1,6 +1,6 @@
-"""The arithmetic of layers as plain functions of tensors: no megatron-core, no SGLang, any device.
+"""Arithmetic of layers as functions of tensors that need neither megatron-core nor SGLang and run on any device.
 
 In: activations and weights.
-Out: results in the order of additions that the file defines, forward and backward.
+Out: results of forward and backward passes, with additions in the order that the code defines.
 Read first: `attention.py`.
 """

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences."""
+"""Causal attention over packed sequences, computed with torch's scaled_dot_product_attention."""
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,15 @@ def packed_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes causal attention of each sequence to itself.
+    """Computes causal attention within each of the packed sequences.
 
-    query [T, heads, d], key [T, groups, d], value [T, groups, dv], T = sum(lengths); returns [T, heads * dv].
-    `window`: number of tokens that a token sees, itself included; None: all before it. `sinks` [heads]: logits of an
-    additional key per head, which takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al.,
-    2309.17453). Sequences of similar length (the same power of two) are computed together as a padded batch: one batch
-    of all would cost the longest sequence's square times the number of sequences.
-    """
+    `query` [T, heads, d], `key` [T, groups, d], `value` [T, groups, dv], with T = sum(lengths); returns [T, heads *
+    dv]. `scale`: factor of the products of queries and keys. `window`: number of tokens that a token attends to,
+    including itself; None for all tokens before it. `sinks` [heads]: for each head, the logit of an additional key that
+    takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al., arXiv 2309.17453).
+
+    Sequences whose lengths round up to the same power of two are computed together as a padded batch. A single batch of
+    all sequences would cost the square of the longest length times the number of sequences."""
     groups: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         groups.setdefault((length - 1).bit_length(), []).append(index)
@@ -47,8 +48,8 @@ def _padded_attention(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes `packed_attention` with all sequences in one padded batch: padding follows a sequence's tokens, so no
-    token sees it under the causal mask."""
+    """Computes `packed_attention` with all sequences in one padded batch. Padding follows the tokens of a sequence, so
+    under the causal mask no token attends to it."""
     grid = _Grid(lengths, query.device)
     query, key, value = (grid.pad(x).transpose(1, 2) for x in (query, key, value))
     if window is None and sinks is None:
@@ -61,7 +62,8 @@ def _padded_attention(
 
 
 def _visible(positions: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """Marks which of a sequence's first `keys` tokens each query sees: `positions` [..., Q] -> bool [..., Q, keys]."""
+    """Returns True where a query may attend to a key: bool [..., Q, keys] for queries at `positions` [..., Q] of a
+    sequence and its first `keys` tokens."""
     distance = positions[..., None] - torch.arange(keys, device=positions.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
@@ -74,15 +76,15 @@ def _masked_attention(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention of query [n, heads, Q, d] to key [n, groups, K, d] and value [n, groups, K, dv] under mask
-    [n or 1, Q, K] bool and sinks [heads]; returns [n, heads, Q, dv].
+    """Computes attention of `query` [n, heads, Q, d] to `key` [n, groups, K, d] and `value` [n, groups, K, dv], where
+    `mask`, bool [n or 1, Q, K], is True. `sinks`: see `packed_attention`. Returns [n, heads, Q, dv].
 
-    A sink is an additional key that is nonzero in an additional dimension, in which each head's queries have its logit.
-    So the kernel's softmax includes it, and its gradient comes through the queries.
+    A sink is appended as a key that is 1 in an appended dimension, in which the queries have the logit of their head.
+    So the kernel includes it in the softmax, and its gradient results from that of the queries.
 
-    torch's CUDA kernels that take a mask and store no scores need sizes divisible by 8, and not all of them support
-    grouped heads (`sdp_utils.cpp`): otherwise scores of all pairs are stored, in fp32.
-    """
+    torch's CUDA kernels that accept a mask without storing the scores need head sizes divisible by 8, and not all of
+    them support grouped heads (`sdp_utils.cpp`). Sizes are therefore padded and groups repeated; otherwise, torch would
+    store the scores of all pairs in fp32."""
     width = value.shape[-1]
     if sinks is not None:
         logit = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
@@ -106,7 +108,7 @@ def _padded_size(x: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats each group for its heads: [n, groups, K, d] -> [n, heads, K, d]."""
+    """Repeats the key or value of each group for all heads of the group: [n, groups, K, d] -> [n, heads, K, d]."""
     repeat = heads // x.shape[1]
     if repeat == 1:
         return x
@@ -124,17 +126,16 @@ def partial_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `packed_attention` for the queries of some tokens only.
+    """Computes `packed_attention` for the queries of only some tokens, such as those of a context-parallel rank.
 
-    query [R, heads, d] are at positions `rows` [R] of the pack, the same fraction of every sequence; keys and values
-    are those of all T tokens. Returns [R, heads * dv].
-    """
+    `query` [R, heads, d] are the queries at positions `rows` [R] of the packed tokens, which must be the same fraction
+    of every sequence; `key` and `value` are those of all T tokens. Returns [R, heads * dv]."""
     fraction = sum(lengths) // len(rows)
     queries = _Grid([length // fraction for length in lengths], query.device)
     keys = _Grid(lengths, query.device)
     starts = torch.tensor([0, *lengths[:-1]], device=query.device).cumsum(0)
     counts = torch.tensor(lengths, device=query.device) // fraction
-    positions = queries.pad(rows - starts.repeat_interleave(counts))  # in the sequence; 0 in the padding
+    positions = queries.pad(rows - starts.repeat_interleave(counts))  # positions within the sequences; 0 for padding
     query = queries.pad(query).transpose(1, 2)
     key = keys.pad(key).transpose(1, 2)
     value = keys.pad(value).transpose(1, 2)
@@ -143,7 +144,7 @@ def partial_attention(
 
 
 class _Grid:
-    """Packed sequences as the rows of a padded batch."""
+    """Layout of packed sequences as the rows of a padded batch."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         self.shape = (len(lengths), max(lengths))
@@ -153,13 +154,13 @@ class _Grid:
             self.positions = (torch.arange(self.shape[1], device=device) < sizes[:, None]).flatten().nonzero()[:, 0]
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Unpacks [T, ...] -> [sequences, longest, ...], zeros in the padding."""
+        """Converts packed values to a padded batch, with zeros as padding: [T, ...] -> [sequences, longest, ...]."""
         if self.positions is not None:
             padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
             x = padded.index_copy(0, self.positions, x)
         return x.view(*self.shape, *x.shape[1:])
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Packs [sequences, longest, n] -> [T, n]."""
+        """Converts a padded batch to packed values: [sequences, longest, n] -> [T, n]."""
         x = x.flatten(0, 1)
         return x if self.positions is None else x[self.positions]

@@ -1,8 +1,8 @@
-"""The arithmetic of trainer and engines, as selected by `numerics.mode`: stock kernels, or those of an extra.
+"""Numerics modes, which `numerics.mode` selects: the arithmetic of trainer and engines is that of their stock kernels,
+or that of an extra.
 
-A mode is a class derived from `NumericsMode`, and an entry point of the group `slimx.numerics`. Methods import heavy
-packages lazily: drivers and the actors of engines run without torch.
-"""
+A mode is a subclass of `NumericsMode` and an entry point of the group `slimx.numerics`. Its methods import torch only
+when they are called, because the driver and the actors of engines run without torch."""
 
 from __future__ import annotations
 
@@ -23,85 +23,89 @@ GROUP = "slimx.numerics"
 
 
 class Head(Protocol):
-    """The arithmetic of an output layer whose vocabulary is split over tensor-parallel ranks."""
+    """Arithmetic of an output layer whose vocabulary is split over the tensor-parallel ranks."""
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Computes logits [T, V / TP] of hidden [T, h] and weight [V / TP, h]."""
+        """Computes the logits [T, V / TP] from `hidden` [T, h] and this rank's part of the weight, `weight` [V / TP,
+        h]."""
         ...
 
     def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Computes log-probs [T] of labels [T] from scaled fp32 logits [T, V / TP] of the ranks of `group` (None: one
-        rank)."""
+        """Computes the log-probs [T] of `labels` [T] from this rank's logits, fp32 [T, V / TP], which are divided by
+        the temperature already. `group`: ranks among which the vocabulary is split; None for one rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NumericsMode:
-    """The mode fast: stock kernels on both sides."""
+    """The mode fast, in which trainer and engines use their stock kernels; base class of all modes."""
 
     OPTION: ClassVar[str | None] = None
-    """The command-line option of a server, with one argument, that selects this mode."""
+    """Command-line option of a server that selects this mode; the option takes one argument. None if no option is
+    needed."""
     replaces_layers: ClassVar[bool] = False
-    """True if the mode replaces the plain torch layers of trainers and the operations of engines: both multiply by
-    merged weights, and a row's result does not depend on its batch."""
+    """True if the mode replaces the plain torch layers of trainers and the operations of engines. Both then use merged
+    weights, and the result for a row does not depend on the other rows of its batch."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
-        """Returns the mode of a run."""
+        """Returns the mode with the settings of `config`."""
         return cls()
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        """Returns the mode of a server from the argument of `OPTION`. Raises ValueError."""
+        """Returns the mode with the settings in `argument`, the argument of `OPTION` on a server's command line. Raises
+        ValueError if it is malformed."""
         return cls()
 
     def contract(self, dtype: str, device: str = "cpu") -> dict[str, int | str] | None:
-        """Returns the attestation of the arithmetic, which both sides must share; None if there is none."""
+        """Returns versions and settings that define the arithmetic with dtype `dtype` on `device`, and that must be
+        equal in trainer and engines; None if there are no such requirements."""
         return None
 
     # Trainer
 
     def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
-        """Replaces modules in a decoder's spec (TransformerBlockSubmodules) for a TransformerConfig; returns the
-        arguments of GPTModel that replace `gpt`."""
+        """Replaces modules in `block`, the spec of a decoder (TransformerBlockSubmodules), for the TransformerConfig
+        `transformer`. Returns the arguments of GPTModel: `gpt`, or others in their place."""
         return gpt
 
-    # `weights` is Any because a room above this one defines its class.
+    # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any, config: Config) -> None:
-        """Prepares a trainer's `Weights` before they are loaded."""
+        """Prepares the `Weights` of a trainer before they are loaded."""
 
     def head(self) -> Head | None:
-        """Returns the arithmetic of the output layer; None: torch's, with sums over ranks."""
+        """Returns the arithmetic of the output layer; None for torch's with sums over ranks."""
         return None
 
     # Engines
 
     def server_arguments(self, device: str) -> Json:
-        """Returns SGLang's arguments for a server on `device`."""
-        # Without the radix cache, as in SGLang's deterministic mode with this attention.
+        """Returns the arguments of SGLang that a server on `device` needs in this mode."""
+        # The radix cache is disabled, as in SGLang's deterministic mode with this attention backend.
         return {"attention_backend": "torch_native", "disable_radix_cache": True} if device == "cpu" else {}
 
     def command_line(self) -> list[str]:
-        """Returns the options of `slimx.engines.server.launch`."""
+        """Returns the options of `slimx.engines.server.launch` that select this mode."""
         return []
 
     def open_choices(self) -> None:
-        """Makes SGLang's arguments accept this mode's choices; called in each process of a server."""
+        """Makes SGLang accept this mode's values as choices of its arguments. Called in each process of a server."""
 
     def register(self, registry: object, kinds: object) -> None:
-        """Registers operations with SGLang's HookRegistry (`kinds`: its HookType)."""
+        """Registers this mode's operations with `registry`, SGLang's HookRegistry. `kinds`: SGLang's HookType."""
 
     def in_force(self, registry: object, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns for each operation whether the server uses this mode's version."""
+        """Returns, for each operation of this mode by name, True if the server uses this mode's version of it."""
         return {}
 
 
 def mode_of(config: Config) -> NumericsMode:
-    """Returns the mode of a run."""
+    """Returns the numerics mode of a run."""
     return entry_points.load(GROUP, config.numerics.mode).configured(config)
 
 
 def server_mode(argv: Sequence[str]) -> NumericsMode:
-    """Returns the mode selected by the command line of `slimx.engines.server.launch`. Children of a server have the
-    same `sys.argv`."""
+    """Returns the mode that the command line of `slimx.engines.server.launch` selects. `argv`: sys.argv, which child
+    processes of a server have, too."""
     return entry_points.by_option(GROUP, argv) or NumericsMode()

@@ -1,8 +1,8 @@
-"""The rounding of a trainer's matrix products (`trainer.fp8`, `trainer.qat`): none, or that of an extra.
+"""Rounding of the operands of a trainer's matrix products to low precision (`trainer.fp8`, `trainer.qat`): none, or
+that of an extra.
 
-A rounding is an object of a class derived from `Rounding`, and an entry point of the group `slimx.roundings` named by
-the value of its key. Methods import heavy packages lazily: drivers run without torch.
-"""
+A rounding is an instance of a subclass of `Rounding`, and an entry point of the group `slimx.roundings` with the name
+of the key's value. Its methods import torch only when they are called, because the driver runs without torch."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ GROUP = "slimx.roundings"
 
 
 class Rounding:
-    """No rounding: products of weights and activations as they are."""
+    """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
 
     TOKENS: ClassVar[int] = 1
-    """Divisor of the number of tokens on each rank."""
+    """The number of tokens on each rank must be divisible by this number."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
-    """Environment variables of a trainer's process on a GPU, set before torch is imported."""
+    """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
 
     def fields(self) -> Json:
-        """Returns fields of megatron-core's TransformerConfig for rounding in Transformer Engine's layers."""
+        """Returns the fields of megatron-core's TransformerConfig that enable this rounding in Transformer Engine's
+        layers."""
         return {}
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
-        """Describes how layers on `device` round; `engine`: they are Transformer Engine's. Raises SlimxError if they
-        cannot round."""
+        """Returns messages for the log about how layers on `device` round. `engine`: True if Transformer Engine
+        computes the layers. Raises SlimxError if these layers cannot round."""
         return ()
 
     def exchange_layers(self, block: object) -> None:
-        """Replaces plain torch layers in a decoder's spec (TransformerBlockSubmodules)."""
+        """Replaces plain torch layers in the spec of a decoder (TransformerBlockSubmodules) by layers that round."""
 
-    # `weights` is Any because a room above this one defines its class.
+    # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any) -> None:
-        """Prepares a trainer's `Weights` after the optimizer has copied them to fp32."""
+        """Prepares the `Weights` of a trainer after the optimizer has copied them to its fp32 main weights."""
 
     def release(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Frees the caches of weights that the modules `chunks` keep between micro-batches."""
+        """Frees the rounded weights that the modules `chunks` cache from one micro-batch to the next."""
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns the bytes of these caches on a GPU for `elements` weights."""
+        """Returns the size of these caches on a GPU for `elements` weights, in bytes."""
         return 0
 
 
 def rounding_of(trainer: Trainer) -> Rounding:
-    """Returns the rounding of a run."""
+    """Returns the rounding that section trainer selects."""
     name = trainer.fp8 or trainer.qat
     return Rounding() if name is None else entry_points.load(GROUP, name)

@@ -1,6 +1,6 @@
-"""Records of a run: metrics, trackers, the timeline of phases, the live table, events.
+"""Records and display of a run: metrics, tracking services, the timeline of phases, the live table, events.
 
-In: the metrics of a step, its groups, phases and events.
-Out: files of the run directory, lines on the terminal, calls of sinks and receivers.
+In: metrics, samples and phases of each step, and events of the run.
+Out: files in the run's directory, a table or lines on the terminal, calls of trackers' sinks and of the event receiver.
 Read first: `tracking/tracker.py`. Nothing is re-exported: a process that only logs numbers does not load torch.
 """

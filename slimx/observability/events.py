@@ -1,4 +1,4 @@
-"""Events of a run, which a receiver may forward to users."""
+"""Events of a run, such as a lost engine, which a receiver may forward to users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimx.json_types import Json
 
 Kind = Literal[
     "stalled",  # a phase takes too long (track.stall)
-    "went_on",  # the stalled phase has ended
+    "went_on",  # the stalled phase has ended nevertheless
     "engine_lost",
     "restarted",  # an engine or the router was restarted
     "restart_failed",
@@ -20,39 +20,39 @@ Kind = Literal[
     "trainers_shrunk",  # fewer data-parallel ranks replace the lost ones (recovery.shrink_after)
     "step_skipped",  # the optimizer skipped a step: a gradient was infinite or NaN
     "no_signal",  # a policy learned nothing in several consecutive steps
-    "stopped",  # by SIGUSR1, SIGTERM or Ctrl-C
+    "stopped",  # a signal (SIGUSR1, SIGTERM or Ctrl-C) stopped the run
     "failed",
     "finished",
 ]
 
 
 class Events:
-    """Receiver of the events of one run; this base class ignores them."""
+    """Receiver of the events of a run. This base class ignores them."""
 
     step: int | None = None
-    """Step in progress; None before the first."""
+    """Number of the step in progress; None before the first step."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
-        """Receives an event. `what`: a sentence without the run's name; `about`: the phase, part or error code, "" for
-        the whole run."""
+        """Receives an event. `what`: a message about it, without the name of the run. `about`: phase, part of the run
+        or error code that the event concerns; "" for the whole run."""
 
     def look(self, activity: Json) -> None:
-        """Receives the current activity (`slimx.observability.live.activity`) every few seconds."""
+        """Receives, every few seconds, the current activity of the run in the form of
+        `slimx.observability.live.activity.read_activity`."""
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Receives the metrics of a step."""
+        """Receives the metrics of a step when they are logged."""
 
 
 def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
-    """Returns the receiver of a run's events as a context manager for the run's duration. The entry point of
-    `slimx.event_receivers` creates it from the same arguments. `note`: shows a line to the user.
-
-    Raises SlimxError if there are several entry points."""
+    """Returns the receiver of a run's events as a context manager, to be entered for the whole run. The entry point of
+    `slimx.event_receivers` creates it from the same arguments. `note` shows a message to the user. Raises SlimxError if
+    there are several entry points."""
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(
-            f"a run's events can have only one receiver, but there are {name} and {', '.join(others)} (entry points of "
-            "slimx.event_receivers); uninstall the packages of all but one",
+            f"only one package may receive the events of a run, but {name} and {', '.join(others)} are entry "
+            "points of slimx.event_receivers; uninstall all packages but one",
             code="entry_point.twice",
             about=others[0],
         )

@@ -1,1 +1,1 @@
-"""Preference learning from pairs of answers: DPO and reward models."""
+"""Learning from pairs of a chosen and a rejected answer: direct preference optimization (DPO) and reward models."""

@@ -1,10 +1,10 @@
-"""The Bradley-Terry loss of a reward model, by its derivatives.
+"""Bradley-Terry loss of a reward model, which is trained from the loss's derivatives with respect to the scores.
 
-The loss of a pair is -log sigmoid(c - r - m) with the scores c and r of the chosen and the rejected answer and the
-pair's margin m (InstructGPT, 2203.02155; with margins Llama 2, 2307.09288). Its derivatives are -sigmoid(m - (c - r))
-with respect to c and the opposite with respect to r. If the scores are measured under the weights of the gradient,
-weight x derivative x score has the loss's gradient, and neither packing nor layout has to keep a pair together.
-"""
+The loss of a pair is -log sigmoid(c - r - m), with the scores c and r of the chosen and the rejected answer and the
+margin m of the pair (InstructGPT, arXiv 2203.02155; with margins Llama 2, arXiv 2307.09288). Its derivative is
+-sigmoid(m - (c - r)) with respect to c, and the negative of this with respect to r. If the derivatives are computed
+with the same weights as the gradient, weight x derivative x score has the gradient of the loss, and the answers of a
+pair may be in different micro-batches and on different ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 MARGIN = "margin"
-"""Key of a prompt's metadata: required score difference of chosen and rejected answer; default 0."""
+"""Key of a prompt's metadata with the margin, the required difference between the scores of chosen and rejected answer;
+default 0."""
 
 
 def assign_slopes(
     rows: Sequence[TrainingRow], values: Sequence[np.ndarray], margins: Sequence[float]
 ) -> dict[str, float]:
-    """Sets the derivatives of an update's rows (in `advantages`, with the opposite sign); returns the update's metrics.
-    Chosen and rejected answers alternate in `rows`.
+    """Sets `advantages` in the rows of an update to the negative derivatives of the loss with respect to the scores,
+    and returns the update's metrics. Chosen and rejected answers alternate in `rows`.
 
-    `values`: under the current weights, [n] per row; the score is that of the last token. `margins`: per pair."""
+    `values`: for each row, the values [positions] of the current weights at all positions; the last one is the score.
+    `margins`: margin of each pair."""
     scores = np.array([value[-1] for value in values], np.float64).reshape(-1, 2)
     difference = scores[:, 0] - scores[:, 1]
     missing = np.asarray(margins, np.float64) - difference
@@ -38,23 +40,25 @@ def assign_slopes(
 
 
 def preference_metrics(difference: np.ndarray) -> dict[str, float]:
-    """Returns accuracy (a tie counts half) and mean of the score differences, chosen minus rejected [n]."""
+    """Returns accuracy and mean of score differences, chosen minus rejected answer, of n pairs: `difference` [n]. A
+    difference of 0 counts as half correct."""
     right = (difference > 0) + 0.5 * (difference == 0)
     return {"preference/accuracy": float(right.mean()), "preference/margin": float(difference.mean())}
 
 
 def pair_rows(groups: Sequence[Group]) -> list[TrainingRow]:
-    """Returns two rows per group, its trajectory with the higher reward first, all of one update.
+    """Returns the training rows of an update: two rows per group, with the trajectory of the higher reward first.
 
-    Unlike a policy's row, a row includes its last token, which has the score: L positions for L tokens. That position
-    has the weight 1 / pairs, all others 0. Raises SlimxError for a group that is not a pair."""
+    Unlike a row of a policy, a row includes the last token, whose value is the score, so L tokens have L positions. The
+    last position has the weight 1 / number of pairs, all others 0. Raises SlimxError for a group that does not consist
+    of two trajectories with different rewards."""
     rows = []
     for group in groups:
         pair = sorted(group.trajectories, key=lambda trajectory: -(trajectory.reward or 0.0))
         if len(pair) != 2 or pair[0].reward == pair[1].reward:
             raise SlimxError(
-                f"group {group.id} of prompt {group.prompt.id} is not a pair: a reward model learns from two "
-                "trajectories with different rewards; have the generate hook return them",
+                f"group {group.id} of prompt {group.prompt.id} is not a pair of two trajectories with different "
+                "rewards, from which a reward model learns; return such trajectories from rollout.generate",
                 code="data.pair",
                 about=group.id,
             )

@@ -1,11 +1,11 @@
-"""Direct preference optimization (2305.18290) as a policy gradient.
+"""Direct preference optimization (DPO, arXiv 2305.18290) as a policy gradient.
 
 The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c_ref) - (r - r_ref)), where c and r are the summed
-log-probs of the chosen and the rejected answer. Its gradient is -beta sigmoid(-m) (grad c - grad r): that of the plain
-policy gradient with the advantage beta sigmoid(-m) at every token of the chosen answer and -beta sigmoid(-m) at every
-token of the rejected one. If the margin is measured under the weights of the gradient (one update per step), this is
-exactly DPO, and neither packing nor layout has to keep a pair together.
-"""
+log-probs of the chosen and the rejected answer under the policy, and c_ref and r_ref those under the reference. Its
+gradient is -beta sigmoid(-m) (grad c - grad r). The plain policy gradient has the same gradient if the advantage is
+beta sigmoid(-m) at every token of the chosen answer, and -beta sigmoid(-m) at every token of the rejected one. If
+margins are computed with the same weights as the gradient (one update per step), this is exactly DPO, and the answers
+of a pair may be in different micro-batches and on different ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slimx.extras.preferences.objectives import Dpo
 
 
 class Preferences(Estimator):
-    """Advantages of DPO, initially 0."""
+    """Estimator of the advantages of DPO, which are 0 until a step's log-probs are known."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         policy = step.policy or ()
@@ -36,11 +36,11 @@ def assign_preferences(
     policy: Sequence[np.ndarray],
     reference: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Sets the advantages of a step's rows; returns the step's metrics.
+    """Sets the advantages of the rows of a step, and returns the step's metrics.
 
-    `rows` are those of the groups' trajectories in order, `policy` and `reference` the log-probs [n] of each. The pair
-    of a group is its rollout with the highest reward and the one with the lowest; a group of equal rewards has none,
-    and other rollouts get 0."""
+    `rows`: rows of the trajectories in `groups`, in order. `policy` and `reference`: for each row, the log-probs
+    [positions] under the policy and the reference. A group's pair consists of its rollouts with the highest and the
+    lowest reward. All other rollouts, and groups whose rollouts have equal rewards, get the advantage 0."""
     margins = []
     first = 0
     for group in groups:
@@ -67,7 +67,7 @@ def assign_preferences(
             rejected += _log_ratio(rows[index], policy[index], reference[index])
         margin = options.beta * (chosen - rejected)
         margins.append(margin)
-        strength = options.beta * np.exp(-np.logaddexp(0.0, margin))  # beta sigmoid(-margin)
+        strength = options.beta * np.exp(-np.logaddexp(0.0, margin))  # this is beta sigmoid(-margin)
         for index in by_rollout[best]:
             rows[index].advantages += np.float32(strength)
         for index in by_rollout[worst]:

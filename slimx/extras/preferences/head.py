@@ -1,5 +1,5 @@
-"""The score head of a reward model in a Hugging Face directory, in the layout of transformers' sequence classification:
-one label, `score.weight` [1, hidden], no bias, the score of the last token."""
+"""Writes the score head of a reward model into a Hugging Face directory, in the format of transformers' sequence
+classification: one label, `score.weight` [1, hidden], no bias. The score is that of the last token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 from slimx.models.families import SCORE
 
 POLICY = "ForCausalLM"
-"""Suffix of a policy's architecture."""
+"""Suffix of the architecture's name in config.json of a policy."""
 CLASSIFIER = "ForSequenceClassification"
-"""Suffix of a reward model's architecture."""
+"""Suffix of the architecture's name in config.json of a reward model."""
 
 
 def write_score(path: Path, weight: np.ndarray) -> list[str]:
-    """Writes the head `weight` [1, hidden] as a safetensors file; returns the names of its tensors."""
+    """Writes the head's weight [1, hidden] into the safetensors file `path`, and returns the names of its tensors."""
     save_file({SCORE: torch.from_numpy(weight.copy())}, path, metadata={"format": "pt"})
     return [SCORE]
 
 
 def declare_score(directory: Path) -> None:
-    """Changes a policy's config.json in `directory` to that of a reward model."""
+    """Changes config.json in `directory` from that of a policy to that of a reward model."""
     file = directory / "config.json"
     fields = json.loads(file.read_text())
     architectures = [name.replace(POLICY, CLASSIFIER) for name in fields.get("architectures") or ()]

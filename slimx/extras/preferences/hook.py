@@ -1,7 +1,9 @@
-"""The generate hook of preference learning from a file (`algorithm.name: bradley_terry`, or `dpo` without engines).
+"""Generate hook that reads preference pairs from the prompt file, for `algorithm.name: bradley_terry`, and for `dpo`
+without engines.
 
-A prompt's `answer` is the chosen answer and `metadata.rejected` the rejected one; rollout 0 is the chosen, rollout 1
-the rejected one. `metadata.margin` is the score difference that a reward model must learn."""
+A prompt's `answer` is the chosen answer, and `metadata.rejected` is the rejected one. Rollout 0 of a group is the
+chosen answer, rollout 1 the rejected one. `metadata.margin` is the difference between their scores that a reward model
+must reach."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises SlimxError for a prompt that is not a pair, or has an answer that `encode_answer` refuses."""
+    """Raises SlimxError for a prompt that is not a pair of answers, or has an answer that `encode_answer` does not
+    accept."""
     for prompt in prompts:
         check_pair(prompt)
         for answer in (prompt.answer or "", prompt.metadata["rejected"]):
@@ -27,8 +30,8 @@ def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") ->
 
 @checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Returns the prompt followed by one of its two answers as the chat template renders it, the whole answer trained;
-    reward 1 or 0."""
+    """Returns, without sampling, the prompt followed by one of its two answers as the chat template renders it, all
+    tokens of which are trained. The reward is 1 for the chosen answer and 0 for the rejected one."""
     check_pair(prompt)
     draft = ctx.draft(prompt)
     text = (prompt.answer or "") if ctx.index == 0 else prompt.metadata["rejected"]
@@ -39,19 +42,21 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 def check_pair(prompt: Prompt) -> None:
-    """Raises SlimxError unless `prompt` has two different answers, and a margin that is a number if it has one."""
+    """Raises SlimxError if `prompt` does not have two different answers, or if it has a margin that is not a finite
+    number."""
     rejected = prompt.metadata.get("rejected")
     if prompt.answer is None or not isinstance(rejected, str) or prompt.answer == rejected:
         raise SlimxError(
-            f"prompt {prompt.id} is not a pair: give the chosen answer as answer, and another text, the rejected one, "
-            "as metadata.rejected",
+            f"prompt {prompt.id} is not a pair of answers; set answer to the chosen answer, and metadata.rejected "
+            "to a different text, the rejected answer",
             code="hooks.pair",
             about=prompt.id,
         )
     margin = prompt.metadata.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise SlimxError(
-            f"prompt {prompt.id} has the metadata.margin {margin!r}; give a number, or leave it out",
+            f"prompt {prompt.id} has metadata.margin={margin!r}, which is not a finite number; set it to a number, "
+            "or remove it",
             code="hooks.margin",
             about=prompt.id,
         )

@@ -1,4 +1,4 @@
-"""Objectives of preference learning and their presets."""
+"""Objectives of preference learning, as kinds of section algorithm, and the presets that `algorithm.name` selects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Dpo(Objective):
     demonstrated: ClassVar[bool] = True
     whole_step: ClassVar[bool] = True
     beta: Positive = 0.1
-    """Inverse temperature of the preference."""
+    """Inverse temperature of preferences, the factor between a difference of log-ratios and the margin of a pair;
+    larger values keep the policy closer to the reference."""
 
 
 class BradleyTerry(Objective):

@@ -1,4 +1,4 @@
-"""A run that trains a reward model: its steps, its accuracy on held-out pairs, and its export."""
+"""Training of a reward model in a run: training steps, accuracy on held-out pairs, and export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Implementation of `slimx.algorithms.learner.Learner`."""
+    """Learner (`slimx.algorithms.learner.Learner`) that trains a reward model instead of a policy."""
 
     @property
     def columns(self) -> tuple[TableColumn, ...]:
@@ -41,7 +41,7 @@ class RewardModel:
         )
 
     def trainer(self) -> type:
-        from slimx.extras.preferences.trainer import RewardModelTrainer  # imports megatron-core, only on ranks
+        from slimx.extras.preferences.trainer import RewardModelTrainer  # imports megatron-core, so only on ranks
 
         return RewardModelTrainer
 
@@ -51,7 +51,8 @@ class RewardModel:
     async def train(
         self, run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
-        """Runs one step: each update scores its pairs under the current weights, then trains on them."""
+        """Runs a training step: for each update, computes the scores of its pairs with the current weights, and then
+        trains on them. Returns metrics of the step."""
         margins = [float(group.prompt.metadata.get(MARGIN) or 0.0) for group in groups]
         actor = run.policies[ACTOR]
         metrics = []
@@ -67,10 +68,9 @@ class RewardModel:
         return combine(metrics)
 
     async def evaluate(self, run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-        """Returns accuracy and margin of the held-out pairs, `eval/...`, of all and per named set; sets rewards to the
-        scores.
-
-        Raises SlimxError for a failed pair."""
+        """Returns accuracy and margin of the held-out pairs (`eval/...`), over all pairs and for each set that has a
+        name. Replaces the rewards of the trajectories in `outcomes` by their scores. Raises SlimxError if a pair has
+        failed."""
         names: list[str] = []
         for name, prompts in run.eval_prompts.items():
             names += [name] * len(prompts)
@@ -79,12 +79,13 @@ class RewardModel:
             if outcome.failed or outcome.group is None:
                 prompt = "?" if outcome.group is None else outcome.group.prompt.id
                 raise SlimxError(
-                    f"held-out pair {prompt} could not be scored: {outcome.detail}",
+                    f"the held-out pair of prompt {prompt} could not be scored: {outcome.detail}; correct it in "
+                    "the file of eval.prompts",
                 )
             groups.append(outcome.group)
         actor = run.policies[ACTOR]
         rows = pair_rows(groups)
-        # Every data-parallel rank needs a row: repeat them until there are enough.
+        # Rows are repeated until every data-parallel rank has one.
         filled = [rows[index % len(rows)] for index in range(max(len(rows), actor.sizes.data))]
         values = await _scores(actor.trainers, filled, actor.packer)
         scores = np.array([value[-1] for value in values[: len(rows)]], np.float64).reshape(-1, 2)
@@ -100,7 +101,7 @@ class RewardModel:
         return metrics
 
     async def write_head(self, trainers: TrainerGroup, path: Path) -> list[str]:
-        head = trainers.metrics_of(await trainers.call("model.head", "the head of the reward model"))
+        head = trainers.metrics_of(await trainers.call("model.head", "the transfer of the reward model's head"))
         return await in_thread(write_score, path, head)
 
     def declare(self, directory: Path) -> None:
@@ -108,7 +109,8 @@ class RewardModel:
 
 
 async def _scores(trainers: TrainerGroup, rows: Sequence[TrainingRow], packer: Packer) -> list[np.ndarray]:
-    """Returns the score at every position under the current weights, one [n] per row."""
+    """Returns the reward model's values with the current weights at all positions, one array [positions] for each row.
+    The last value of a row is its score."""
     batch = packer(rows)
     shards = await trainers.sharded(trainers.folded(batch.shards))
     results = await trainers.call("model.values", "the scores of the reward model", per_rank=shards)

@@ -1,4 +1,4 @@
-"""Rules about DPO and reward models."""
+"""Rules that check the configuration of DPO and reward models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNPROVEN = {
         "schedule.colocate",
     )
 }
-"""Combinations that were never tested, as in `slimx.rules.unproven.UNPROVEN`."""
+"""Setting -> settings that were never tested together with it, in the form of `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "algorithm.loss", facts=sections_in(UNPROVEN))
@@ -44,15 +44,18 @@ def unproven(**sections: Any) -> Problems:
 @rule("algorithm.dpo_reference", "algorithm.reference")
 def compares_with_a_reference(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and not algorithm.reference:
-        yield "algorithm.advantages is dpo, which compares with a reference; set algorithm.reference=true"
+        yield (
+            "algorithm.advantages is dpo, which compares the policy with a reference, but algorithm.reference is "
+            "false; set algorithm.reference=true"
+        )
 
 
 @rule("algorithm.dpo_loss", "algorithm.loss")
 def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
     if algorithm.advantages.kind == "dpo" and (algorithm.loss.kind, algorithm.aggregation) != ("plain", "sum"):
         yield (
-            "dpo needs algorithm.advantages=dpo, algorithm.loss=plain and aggregation=sum together, since its gradient "
-            "is that sum; set algorithm.name=dpo and leave these three out"
+            "algorithm.advantages is dpo, which needs algorithm.loss=plain and algorithm.aggregation=sum, because "
+            "only they have the gradient of DPO; set algorithm.name=dpo and remove these three settings"
         )
 
 
@@ -60,24 +63,27 @@ def has_the_loss_of_its_gradient(algorithm: Algorithm) -> Problems:
 def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
     if algorithm.advantages.kind == "dpo" and not rollout.engines and (rollout.group_size != 2 or reward.configured):
         yield (
-            "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and say "
-            "themselves which is chosen; set rollout.group_size=2, reward.function=null and "
-            "rollout.generate=preferences"
+            "algorithm.advantages is dpo without engines, so the pairs come from the prompt file, which defines "
+            "the chosen answers; set rollout.group_size=2, reward.function=null and rollout.generate=preferences"
         )
 
 
 @rule("algorithm.dpo_routes", "trainer.moe.routing_replay")
 def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Problems:
     if algorithm.advantages.kind == "dpo" and trainer.moe.routing_replay != "none":
-        yield "algorithm.advantages=dpo measures a pair's margin before routes are replayed; set it to none"
+        yield (
+            "algorithm.advantages is dpo, which computes the margins of pairs before routes are replayed; set "
+            "trainer.moe.routing_replay=none"
+        )
 
 
 @rule("algorithm.dpo_updates", "schedule.updates_per_step")
 def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
     if algorithm.advantages.kind == "dpo" and schedule.updates_per_step > 1:
         yield (
-            "algorithm.advantages=dpo measures a pair's margin before a step's first update; set it to 1, and "
-            "rollout.prompts_per_step to what one update trains"
+            "algorithm.advantages is dpo, which computes the margins of pairs before the first update of a step; "
+            "set schedule.updates_per_step=1, and rollout.prompts_per_step to the number of prompts that one "
+            "update trains"
         )
 
 
@@ -85,13 +91,13 @@ def margin_before_updates(algorithm: Algorithm, schedule: Schedule) -> Problems:
 def pairs_of_files(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Problems:
     if not algorithm.scores:
         return
-    needs = "algorithm.loss=bradley_terry learns from pairs of the prompt file (answer, metadata.rejected)"
+    needs = "algorithm.loss=bradley_terry learns from pairs in the prompt file (answer, metadata.rejected)"
     if rollout.engines:
-        yield "rollout.engines", f"{needs}, without engines; set it to []"
+        yield "rollout.engines", f"{needs} and needs no engines; set rollout.engines=[]"
     if reward.configured:
-        yield "reward.function", f"{needs}, without rewards; set it to null, and reward.parts to []"
+        yield "reward.function", f"{needs} and needs no rewards; set reward.function=null and reward.parts=[]"
     if rollout.group_size != 2:
-        yield f"{needs}; set it to 2"
+        yield f"{needs}, which have two answers each; set rollout.group_size=2"
 
 
 @rule("reward_model.eval", "eval.samples")
@@ -99,7 +105,10 @@ def scores_evaluation_pairs(algorithm: Algorithm, eval: Eval) -> Problems:
     if algorithm.scores:
         for key in ("samples", "temperature"):
             if getattr(eval, key) != Eval.model_fields[key].default:
-                yield f"eval.{key}", "a reward model scores the held-out pairs as they are; leave it out"
+                yield (
+                    f"eval.{key}",
+                    f"a reward model scores the answers in held-out pairs and samples none; remove eval.{key}",
+                )
 
 
 @rule("weights.reward_model", "trainer.load")
@@ -109,6 +118,6 @@ def starts_from_hugging_face(algorithm: Algorithm, weights: Path) -> Problems:
     source = format_of(weights) if algorithm.scores else None
     if source is not None:
         yield (
-            f"a reward model cannot start from {weights}, a checkpoint of {source.name}; give a Hugging Face directory "
-            "(slimx convert)"
+            f"trainer.load is {weights}, a checkpoint of {source.name}, but a reward model can start only from a "
+            "Hugging Face directory; convert it (slimx convert)"
         )

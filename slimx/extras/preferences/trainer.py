@@ -1,4 +1,4 @@
-"""Trainer of one rank's part of a reward model, in place of a policy's trainer."""
+"""Trainer of a reward model on one rank, which replaces the trainer of a policy."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from slimx.trainer.parallel import ParallelState
 
 
 class ScoreModel(ValueModel):
-    """Reward model. It learns only from differences of scores, so a bias would get noise as its gradient."""
+    """Model with a score per token. Its head has no bias: only differences of scores are trained, so the gradient of a
+    bias would be only noise."""
 
     BIAS = False
 
 
 def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns a function with the gradient of the Bradley-Terry loss, whose derivatives by the scores are known
-    (`slimx.extras.preferences.bradley_terry`). Its value is meaningless, so there are no metrics."""
+    """Returns a scalar whose gradient is that of the Bradley-Terry loss, computed from the derivatives in
+    `inputs.advantages` (`slimx.extras.preferences.bradley_terry`), and no metrics, because the scalar's value has no
+    meaning."""
     scores = torch.where(inputs.weight > 0, inputs.predicted, 0.0)
     return -(inputs.weight * inputs.advantages * scores).sum(), {}
 
 
 class RewardModelTrainer(ValueTrainer):
-    """A trunk with a score per token; only the last token's counts. The head starts at 0, or as the head of an exported
-    reward model."""
+    """Trains a model with a score per token, of which only the last token's counts. The weight of the head starts at 0,
+    or is loaded from an exported reward model."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         super().__init__(
@@ -47,10 +49,11 @@ class RewardModelTrainer(ValueTrainer):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int = 0) -> dict[str, float]:
-        """Trains like the policy's trainer. `version` is ignored: engines never hold these weights."""
+        """Runs the updates of a training step as the trainer of a policy does. `version` is ignored, because engines
+        never have these weights."""
         return super().train_updates(updates, step=step)
 
     @operation(needs="weights")
     def head(self) -> np.ndarray | None:
-        """Returns the head's weight, float32 [1, hidden]; None except on the last pipeline stage."""
+        """Returns the weight of the head, float32 [1, hidden]; None except on the last pipeline stage."""
         return self.heads[0].weight.detach().float().cpu().numpy() if self.heads else None

@@ -1,6 +1,6 @@
-"""`RUN/activity.json`: the current activity of a run and its start time, for `slimx status`.
+"""The file `RUN/activity.json`, which contains what a run is doing now and since when, for `slimx status`.
 
-It is rewritten every `EVERY_S` seconds, which distinguishes a run that hangs from one that waits.
+The driver rewrites the file every `EVERY_S` seconds, so an old file shows that the driver hangs or has died.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 EVERY_S = 2.0
-"""Seconds between two writes."""
+"""Interval between two writes of the file, in seconds."""
 FILE = "activity.json"
 SHOWN = 8
-"""Maximum number of late ranks to list."""
+"""Maximum number of late ranks that are listed."""
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "start": ("start", "start"),
     "generate": ("wait for rollouts", "generate"),
-    "prepare": ("wait for the driver to pack the batch", ""),
+    "prepare": ("wait until the driver has packed the batch", ""),
     "values": ("compute values and advantages", ""),
     "train": ("train", ""),
     "publish": ("send weights", "receive weights"),
-    "sleep": ("take back their memory", "release their memory to the trainers"),
-    "wake": ("release their memory to the engines", "take back their memory"),
-    "probe": ("compare log-probs with an engine's", "score rollouts"),
+    "sleep": ("reload onto the devices", "release their memory to the trainers"),
+    "wake": ("release their memory to the engines", "restore their memory"),
+    "probe": ("compare their log-probs with an engine's", "score rollouts"),
     "eval": ("wait for the evaluation", "answer held-out prompts"),
     "save": ("write a checkpoint", ""),
-    "save_wait": ("wait for the last checkpoint to reach the disk", ""),
+    "save_wait": ("wait until the last checkpoint is written", ""),
     "export": ("export weights", ""),
 }
-"""Work of trainers and engines in each phase of the loop; "" for engines whose work depends on the rollouts."""
+"""Phase of the training loop -> what the trainers and what the engines do meanwhile, for `slimx status`. "" means that
+the engines generate or wait, depending on the rollouts."""
 
 
 class Activity:
-    """Writes the activity file of one run."""
+    """Writes the activity file of a run regularly while it is entered."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Activity:
         *,
         watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
-        """Takes `look`, which returns the activity, and `watch`, which receives it. `warn` is called once if the file
-        cannot be written."""
+        """Prepares writing the file in `directory`. `look` returns the current activity. `watch` is called with each
+        activity that is written. `warn` is called once with a message if the file cannot be written."""
         self._path = directory / FILE
         self._look = look
         self._warn = warn
@@ -75,17 +76,20 @@ class Activity:
                 text = json.dumps({"written": time.time(), **activity})
                 write_atomic(self._path, text.encode(), sync=False)
             except OSError as error:
-                self._warn(f"{self._path} cannot be written ({error}); slimx status will not show the activity")
+                self._warn(
+                    f"{self._path} cannot be written ({error}); slimx status will not show the activity of this run"
+                )
                 return
             await asyncio.sleep(EVERY_S)
 
 
 def read_activity(directory: Path) -> Json | None:
-    """Returns the last written activity; None before the first. Its keys:
+    """Returns the activity of the run in `directory` that was written last; None if there is none.
 
-    written, step (in progress), phase, number (of phases so far), since; rollouts: None or `RolloutManager.status`;
-    awaited: None or {what, since} while no engine serves; late: None or the call in progress and the trainer ranks that
-    have not responded."""
+    Keys: `written` (Unix time), `step` (number of the step in progress), `phase`, `number` (of phases so far) and
+    `since` (start of the phase); `rollouts`: None or `RolloutManager.status`; `awaited`: None, or `what` rollouts wait
+    for and `since` when, while no engine serves; `late`: None, or the current call of trainer ranks and those that have
+    not responded (`RankGroup.late`)."""
     file = directory / FILE
     if not file.exists():
         return None
@@ -93,14 +97,15 @@ def read_activity(directory: Path) -> Json | None:
         return json.loads(file.read_text())
     except ValueError as error:
         raise SlimxError(
-            f"{file} is damaged ({error}); remove it",
+            f"{file} is damaged ({error}); remove the file, which a running run writes again",
             code="run.activity",
             about=str(file),
         ) from error
 
 
 def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]:
-    """Returns the activity as lines of text. `now`: unix seconds; `usual`: usual duration of the phase in seconds."""
+    """Formats `activity` as lines of text. `now`: current Unix time. `usual`: usual duration of the current phase in
+    seconds, if known."""
     phase = activity["phase"]
     trainers, engines = PARTS.get(phase, (phase, ""))
     lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]
@@ -108,7 +113,7 @@ def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]
         lines[0] += f", usually {_seconds(usual)}"
     silent = now - activity["written"]
     if silent > 10 * EVERY_S:
-        lines.append(f"         last update {_seconds(silent)} ago: the driver is busy, stopped, or lost")
+        lines.append(f"         last update {_seconds(silent)} ago: the driver is busy, stopped or lost")
     awaited = activity.get("awaited")
     if awaited is not None:
         lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines are suspended")
@@ -126,7 +131,7 @@ def _late_lines(late: Json) -> list[str]:
     if len(late["ranks"]) > SHOWN:
         ranks += f" and {len(late['ranks']) - SHOWN} more"
     return [
-        f"late     {ranks}: the others have responded to {late['what']}",
+        f"late     {ranks}: only these have not finished {late['what']}",
         *(f"         log {log}" for log in late["logs"][:SHOWN]),
     ]
 
@@ -134,18 +139,19 @@ def _late_lines(late: Json) -> list[str]:
 def _rollout_lines(rollouts: Json, engines: str, now: float) -> list[str]:
     if not engines:
         engines = _engine_work(rollouts)
-    groups = f"{rollouts['open']} groups: {rollouts['generating']} generated, {rollouts['done']} done"
+    groups = f"{rollouts['open']} groups: {rollouts['generating']} being generated, {rollouts['done']} complete"
     if rollouts["held"]:
-        groups += f", {rollouts['held']} more wait for the next version"
+        groups += f", {rollouts['held']} more start after the next publication"
     lines = [f"engines  {engines}; {rollouts['requests']} requests in flight", f"rollouts {groups}"]
     oldest = rollouts["oldest"]
     if oldest is not None:
         lines.append(
-            f"oldest   group {oldest['group']} of prompt {oldest['prompt']}, for {_seconds(now - oldest['since'])}: "
-            f"{oldest['done']} of {oldest['rollouts']} rollouts done, begun by version {oldest['version']}"
+            f"oldest   group {oldest['group']} of prompt {oldest['prompt']}, started "
+            f"{_seconds(now - oldest['since'])} ago with version {oldest['version']}: {oldest['done']} of "
+            f"{oldest['rollouts']} rollouts complete"
         )
         if oldest["due"] is not None:
-            lines[-1] += f", due at step {oldest['due']}"
+            lines[-1] += f", trained in step {oldest['due']} at the latest"
     return lines
 
 
@@ -154,11 +160,11 @@ def _engine_work(rollouts: Json) -> str:
         return "pause until the next step waits for a batch"
     if rollouts["generating"]:
         return "generate ahead"
-    return "are idle: everything that the staleness bound allows is generated"
+    return "are idle, because everything that the staleness bound allows is generated"
 
 
 def _seconds(seconds: float) -> str:
-    """Formats a duration: `12 s`, `3 min 5 s`, `2 h 5 min`."""
+    """Formats a duration in seconds as `12 s`, `3 min 5 s` or `2 h 5 min`."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     if minutes < 1:
         return f"{rest} s"

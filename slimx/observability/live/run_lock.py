@@ -1,4 +1,5 @@
-"""Lock of a run directory, held by the process that trains in it; others can check it without taking it."""
+"""Lock of a run's directory, held by the process that trains in it. Other processes can test the lock without acquiring
+it."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from slimx.errors import SlimxError
 
 LOCK = "lock"
 _FLOCK = "@hhqqi4x"
-"""Format of struct flock on 64-bit Linux: type, whence, start, length, process."""
+"""Format, for module struct, of the C structure flock on 64-bit Linux: type, whence, start, length, process."""
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Creates `directory` if it is missing, and locks it; the kernel releases the lock when the process ends. Raises
-    SlimxError if another process holds the lock, or the directory is not writable.
+    """Creates `directory` if it is missing, and locks it until the block ends; the kernel also releases the lock when
+    the process ends. Raises SlimxError if another process holds the lock, or if the directory is not writable.
 
-    The lock file is visible to others, also on network file systems. The directory itself is locked too if the file
-    system supports it, because the lock file could be removed."""
+    Other machines see the lock on the lock file if the directory is on a network file system. Because the lock file
+    could be removed, the directory itself is locked, too, if its file system supports that."""
     descriptor, lock = _open(directory)
     try:
         with lock as file:
@@ -39,7 +40,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _open(directory: Path) -> tuple[int, TextIO]:
-    """Opens the directory and its lock file."""
+    """Opens the directory, which is created if it is missing, and its lock file. Raises SlimxError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / LOCK).open("w")
@@ -49,7 +50,7 @@ def _open(directory: Path) -> tuple[int, TextIO]:
 
 
 def check_usable(directory: Path) -> None:
-    """Raises SlimxError as `locked` does, without changing the directory."""
+    """Raises the same errors as `locked`, but changes nothing in the directory."""
     existing = next(folder for folder in (directory, *directory.parents) if os.path.lexists(folder))
     try:
         TemporaryFile(dir=existing).close()
@@ -62,7 +63,7 @@ def check_usable(directory: Path) -> None:
 
 def _locked(directory: Path) -> SlimxError:
     return SlimxError(
-        f"{directory}: another process is training in this directory; wait for it or set another run.dir",
+        f"another process is training in {directory}; wait until it has ended, or set another run.dir",
         code="run.locked",
         about=str(directory),
     )
@@ -70,14 +71,15 @@ def _locked(directory: Path) -> SlimxError:
 
 def _unwritable(directory: Path, error: OSError, path: Path) -> SlimxError:
     return SlimxError(
-        f"run.dir: {directory} is not writable ({error.strerror}: {path}); set another directory",
+        f"run.dir: {directory} is not writable ({error.strerror}: {path}); correct the permissions or set another "
+        "run.dir",
         code="run.unwritable",
         about=str(directory),
     )
 
 
 def is_locked(directory: Path) -> bool:
-    """Returns True while a process trains in `directory`. It does not take the lock."""
+    """Returns True if a process is training in `directory`. Does not acquire the lock."""
     try:
         with (directory / LOCK).open("r") as file:
             request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -88,7 +90,8 @@ def is_locked(directory: Path) -> bool:
 
 
 def _lock_directory(descriptor: int) -> None:
-    """Locks a directory if its file system supports it, which NFS does not. Raises BlockingIOError if it is locked."""
+    """Locks the open directory `descriptor` if its file system supports that, which NFS does not. Raises
+    BlockingIOError if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,7 @@
-"""Python stacks of a run's processes on this machine, by py-spy, for `slimx stacks` and missed deadlines.
+"""Python stacks of a run's processes on this machine, read by py-spy, for `slimx stacks` and missed deadlines.
 
-A run's processes are found by their open files: the driver has the lock of the run directory, ranks, servers and
-routers have their logs in RUN/logs, and other processes are their children. No list of processes is needed.
-"""
+The processes of a run are found by their open files. The driver has the lock of the run's directory open; ranks,
+servers and routers have their logs in RUN/logs open. Others are children of these processes."""
 
 from __future__ import annotations
 
@@ -21,36 +20,38 @@ from slimx.observability.live.run_lock import LOCK, is_locked
 
 DIRECTORY = "stacks"
 DUMP_S = 10.0
-"""Deadline for one process, in seconds."""
+"""Deadline for reading the stacks of one process, in seconds."""
 AT_ONCE = 4
-"""Processes examined concurrently."""
+"""Number of processes whose stacks are read at the same time."""
 KEPT = 50
-"""Maximum number of files in RUN/stacks."""
+"""Maximum number of files in RUN/stacks; older ones are removed."""
 DRIVER = "driver"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run."""
+    """A process that belongs to a run."""
 
     name: str
-    """driver, trainer-0, engine-actor-0, ... and the title of the process; a child has its parent's name."""
+    """Name of the part of the run (driver, trainer-0, engine-actor-0), and except for the driver the title of the
+    process. A child process has its parent's part."""
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stacks of one process."""
+    """Stacks of the threads of one process."""
 
     member: Member
     text: str
-    """Stacks of the threads, or the reason why they could not be read."""
+    """The stacks, or the reason why they could not be read."""
     found: bool
-    """True if `text` has stacks."""
+    """True if `text` contains stacks."""
 
 
 def members(directory: Path) -> list[Member]:
-    """Returns the local processes of the run in `directory` that this user may examine."""
+    """Returns the processes on this machine that belong to the run in `directory`, as far as this user may examine
+    them."""
     lock = (directory / LOCK).absolute().resolve()
     logs = (directory / "logs").absolute().resolve()
     named: dict[int, Member] = {}
@@ -74,15 +75,16 @@ def members(directory: Path) -> list[Member]:
 
 
 def stacks(directory: Path) -> list[Stack]:
-    """Returns the stacks of all members. Takes up to `DUMP_S` seconds per `AT_ONCE` unresponsive processes."""
+    """Reads the stacks of all processes of the run in `directory` on this machine. For every `AT_ONCE` processes that
+    do not respond, this takes up to `DUMP_S` seconds."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [stack for stack in pool.map(_stack, members(directory)) if stack is not None]
 
 
 def write_stacks(directory: Path, why: str) -> Path:
-    """Writes the line `why` and the stacks to RUN/stacks/TIME.txt, and returns the file. Only the newest `KEPT` files
-    are kept."""
-    # Microseconds give each of several engines lost together a separate file.
+    """Writes `why`, a line with the reason, and the stacks of the run's processes to RUN/stacks/TIME.txt, and returns
+    the path of this file. Only the newest `KEPT` files are kept."""
+    # With microseconds, engines that are lost at the same time get separate files.
     file = directory / DIRECTORY / f"{datetime.now():%Y%m%d-%H%M%S-%f}.txt"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"{why}\n\n{stacks_text(stacks(directory))}")
@@ -92,38 +94,41 @@ def write_stacks(directory: Path, why: str) -> Path:
 
 
 def stacks_text(found: Sequence[Stack]) -> str:
-    """Returns the stacks as text, one process after another."""
+    """Formats stacks as text, one process after another."""
     parts = [f"==== {stack.member.name}, process {stack.member.pid}\n{stack.text.rstrip()}\n" for stack in found]
     return "\n".join(parts)
 
 
 def _stack(member: Member) -> Stack | None:
-    """Reads the stacks of a process; None if it has ended, or is not Python."""
+    """Reads the stacks of a process. Returns None if the process has ended or does not run Python."""
     program = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(member.pid)]
     try:
         if not Path(f"/proc/{member.pid}/exe").readlink().name.startswith("python"):
             return None
         if psutil.Process(member.pid).status() == psutil.STATUS_STOPPED:
-            program.append("--nonblocking")  # py-spy cannot pause a stopped process
+            program.append("--nonblocking")  # because py-spy cannot pause a stopped process
         done = subprocess.run(program, capture_output=True, text=True, timeout=DUMP_S)
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
     except PermissionError:
         return Stack(member, "the process belongs to another user", found=False)
     except subprocess.TimeoutExpired:
-        return Stack(member, f"py-spy has not read it within {DUMP_S:g} s", found=False)
+        return Stack(member, f"py-spy has not read the stacks within {DUMP_S:g} s", found=False)
     if done.returncode == 0:
         return Stack(member, done.stdout, found=True)
     if not psutil.pid_exists(member.pid):
         return None
     reason = " ".join(done.stderr.partition("Stack backtrace")[0].split())
     if "ermission" in reason or "not permitted" in reason:
-        reason = "py-spy lacks permission: be root, give the container SYS_PTRACE, or set kernel.yama.ptrace_scope=0"
+        reason = (
+            "py-spy lacks permission; run as root, add the capability SYS_PTRACE to the container, or set "
+            "kernel.yama.ptrace_scope=0"
+        )
     return Stack(member, reason, found=False)
 
 
 def _files(pid: int) -> set[Path]:
-    """Returns the open files of a process, as far as this user may see them."""
+    """Returns the files that a process has open, as far as this user may see them."""
     files = set()
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -141,7 +146,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Returns the title of a process, or its program and module."""
+    """Returns a short command line of a process, or its title if it has set one."""
     try:
         words = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):

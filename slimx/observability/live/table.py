@@ -1,4 +1,5 @@
-"""Display of a run: progress, current phase and a table of the last steps on a terminal, else one line per step."""
+"""Display of a running run: on a terminal a progress bar, the current phase and a table of the last steps; otherwise
+one line per step."""
 
 from __future__ import annotations
 
@@ -18,24 +19,26 @@ from slimx.observability.live.safe_text import visible
 
 SHOWN_STEPS = 12
 HEADER_EVERY = 20
-"""Lines between two headers without a terminal."""
+"""Number of lines after which the header is repeated if the output is not a terminal."""
 ETA_WINDOW_SECONDS = 4 * 3600.0
-"""Period from which the remaining time is estimated, in seconds; a step may take many minutes."""
+"""Period in seconds over which the speed is averaged to estimate the remaining time; long, because a step may take many
+minutes."""
 MISSING = "-"
 
 
 @dataclass(slots=True, frozen=True)
 class TableColumn:
-    """One column of the table."""
+    """A column of the table of steps."""
 
     title: str
     key: str
-    """Metric to show, `section/name`; `step` is the step's index."""
+    """Name of the metric to show, `section/name`; `step` for the number of the step."""
     format: str
-    """Python format specification of the number, such as `.3f`."""
+    """Python format specification of the value, such as `.3f`."""
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Returns the cell: `-` for a missing metric, a bare 0 for an exact zero in scientific notation."""
+        """Formats the column's metric as the text of a cell: `-` if it is missing, `0` for an exact zero in scientific
+        notation."""
         value = metrics.get(self.key)
         if value is None:
             return MISSING
@@ -84,7 +87,8 @@ SFT_COLUMNS = (
 
 
 def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tuple[TableColumn, ...]:
-    """Returns `columns` with reward, loss and gap of each further policy inserted after the gap of the first policy."""
+    """Returns `columns` with columns for reward, loss and gap of each of `policies`, the policies other than the actor,
+    inserted after the actor's gap."""
     further = []
     for policy in policies:
         for column in columns:
@@ -97,11 +101,11 @@ def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tu
 
 
 class LiveTable:
-    """Shows a run in progress; use as a context manager.
+    """Context manager that displays a running run.
 
-    On a terminal the display is redrawn in place. Elsewhere (a file, sbatch's log) each step is one aligned line.
-    `start_step`: steps done before this process, 0 for a new run. `clock`: monotonic seconds.
-    """
+    On a terminal the display is redrawn in place. Otherwise, such as in a file or a log of sbatch, each step is one
+    aligned line. `start_step`: number of steps that earlier processes of the run have done. `clock`: returns monotonic
+    seconds."""
 
     def __init__(
         self,
@@ -155,11 +159,12 @@ class LiveTable:
             self._live = None
 
     def start(self, line: str, since: float) -> None:
-        """Shows `line` instead of the current step until the first phase, with the seconds since `since`."""
+        """Shows `line` and the seconds since the time `since` (of the clock) until the first phase starts."""
         self._start = (line, since)
 
     def phase(self, name: str) -> None:
-        """Begins a phase. On a terminal its seconds are counted in the column `time/NAME`."""
+        """Starts phase `name` and ends the previous phase. On a terminal, the seconds of the phase appear in the column
+        with key `time/NAME`, if there is one."""
         self._end_phase()
         self._start = None
         self._phase = name
@@ -167,7 +172,8 @@ class LiveTable:
         self._progress.update(self._task, phase=name)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step. A second row for the same step replaces the first and does not count as progress."""
+        """Shows the metrics of a finished step. A second call for the same step replaces the first and does not count
+        as progress."""
         if step not in self._rows:
             self._done += 1
             self._progress.update(self._task, completed=self._done)
@@ -180,7 +186,7 @@ class LiveTable:
             self._print_line(self._rows[step])
 
     def note(self, text: str) -> None:
-        """Prints a separate line, above the display on a terminal."""
+        """Prints `text` as a separate line; on a terminal, above the display."""
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
     def _end_phase(self) -> None:
@@ -201,7 +207,7 @@ class LiveTable:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
 
     def _current_cells(self) -> list[str]:
-        """Returns the row of the step in progress, which has only the seconds of its phases."""
+        """Returns the cells for the step in progress: only the seconds of its phases so far."""
         seconds = dict(self._phase_seconds)
         if self._phase is not None:
             key = f"time/{self._phase}"
@@ -218,7 +224,7 @@ class LiveTable:
         table = Table(box=SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, header_style="dim")
         for column in self._columns:
             table.add_column(column.title, justify="right", no_wrap=True)
-        # Bar, header, rule, current step and margins take 7 lines.
+        # Progress bar, header, rule, current step and margins occupy 7 lines.
         shown = max(1, min(SHOWN_STEPS, self._console.height - 7))
         for metrics in list(self._rows.values())[-shown:]:
             table.add_row(*(_cell(column.text(metrics)) for column in self._columns))
@@ -240,7 +246,7 @@ def _cell(text: str) -> Text:
 
 
 def _hours(seconds: float | None) -> str:
-    """Formats a duration: `1:02:03` for 3723 seconds, `-` for None."""
+    """Formats a duration in seconds: `1:02:03` for 3723, `-` for None."""
     if seconds is None:
         return MISSING
     minutes, second = divmod(int(seconds), 60)

@@ -1,1 +1,1 @@
-"""Records of a run: metrics, phases, samples, trackers."""
+"""Records of a run on disk and in tracking services: metrics, phases, samples."""

@@ -1,4 +1,4 @@
-"""Work that may fail without stopping the run: every failure is counted, and the first one is reported."""
+"""Calls whose failures do not stop the run: each failure is counted, and the first one is reported."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable
 
 
 def print_warning(text: str) -> None:
-    """Prints a line on stderr, which a live table shows above itself."""
+    """Prints a message to standard error; a live table on the terminal moves below it."""
     print(f"slimx: {text}", file=sys.stderr, flush=True)
 
 
 class Guard:
-    """Runs calls of one named component, such as a tracker's sink, and isolates the run from their failures."""
+    """Calls functions of a component, such as a sink of the tracker, and catches their exceptions. `name`: name of the
+    component in messages. `warn` receives the message about the first failure."""
 
     def __init__(self, name: str, warn: Callable[[str], None]) -> None:
         self.name = name
         self.failures = 0
-        """Number of calls that raised."""
+        """Number of calls that raised an exception."""
         self._warn = warn
 
     def call(self, work: Callable[[], None]) -> None:
-        """Runs `work`. An Exception is counted, and the first one is reported with the component's name."""
+        """Calls `work`. If it raises an Exception, counts that, and reports the first one with the component's name."""
         try:
             work()
         except Exception as error:
             self.failures += 1
             if self.failures == 1:
-                self._warn(f"{self.name} failed, and the run continues: {type(error).__name__}: {error}")
+                self._warn(f"{self.name} failed, but the run continues: {type(error).__name__}: {error}")

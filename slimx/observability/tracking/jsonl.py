@@ -1,4 +1,5 @@
-"""A file with one JSON object per line that survives a kill and a resume, without torn lines or duplicate steps."""
+"""Files with one JSON object per line that stay valid when a run is killed and resumed: without incomplete lines, and
+without lines of a step that is repeated."""
 
 from __future__ import annotations
 
@@ -15,31 +16,31 @@ from slimx.json_types import Json
 
 
 class JsonlFile:
-    """Appends records to a file. Each is in the file when `write` returns, although a power loss may still lose it.
+    """Appends records to a file. When `write` returns, the record survives the end of the process, but perhaps not a
+    power failure.
 
-    With `resume_step = S` the lines of steps >= S are removed first, because the resumed run writes them again. The
-    file is replaced by a rename and never half-written. Lines without a step are kept. `resume_step = None` is a new
-    run and refuses a file with records, because appending would mix two runs.
-    """
+    With `resume_step` S, lines of steps >= S are first removed, because the resumed run writes them again; lines
+    without a step are kept. This replaces the file by a rename, so it is never incomplete. `resume_step` is None for a
+    new run, for which a file with records is an error, because records of two runs would be mixed."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
         self.removed = 0
-        """Lines removed on resume: those of steps >= S, and those without a valid record."""
+        """Number of lines removed on resuming: those of steps >= `resume_step`, and those without a valid record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise SlimxError(
-                    f"{path} has records of an earlier run; resume that run or set another run.dir",
+                    f"{path} contains records of an earlier run; resume that run, or set another run.dir",
                     code="records.exist",
                     about=str(path),
                 )
             self.removed = _truncate(path, resume_step)
-        # Unbuffered, because a buffer would keep the rest of a failed write for the next one.
+        # Unbuffered, because a buffer would write the rest of a failed write again with the next one.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the object
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Appends one line. Raises SlimxError if the write fails, after removing the part that was written."""
+        """Appends `record` as a line. If that fails, removes the part that was written, and raises SlimxError."""
         line = memoryview(msgspec.json.encode(record) + b"\n")
         start = os.fstat(self._file.fileno()).st_size
         try:
@@ -48,18 +49,20 @@ class JsonlFile:
         except OSError as error:
             os.ftruncate(self._file.fileno(), start)
             raise SlimxError(
-                f"{self.path} cannot be written ({error.strerror}); free space or fix the disk, then resume",
+                f"{self.path} cannot be written ({error.strerror}); free disk space or repair the disk, and run "
+                "the same command again to resume",
                 code="records.write",
                 about=str(self.path),
             ) from error
 
     def close(self) -> None:
-        """Closes the file; repeated calls are allowed."""
+        """Closes the file. May be called repeatedly."""
         self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
-    """Yields number (from 1), bytes and object of every line that is not blank; None if it is not a JSON object."""
+    """Yields number (from 1), bytes and JSON object of every line that is not blank; the object is None if the line is
+    not a JSON object."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -72,22 +75,24 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, Json | None]]:
 
 
 def load_records[T](path: Path, parse: Callable[[Json], T]) -> tuple[list[T], list[str]]:
-    """Returns the records of a file, and a sentence for each damaged line, which a reader skips."""
+    """Returns the records in `path`, each decoded by `parse`, and a message about each line that could not be decoded
+    and is left out."""
     records = []
     problems = []
     for number, _, record in read_lines(path):
         try:
             if record is None:
-                raise ValueError("not a JSON object, or cut short")
+                raise ValueError("it is not a complete JSON object")
             records.append(parse(record))
         except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError, SlimxError) as error:
-            problems.append(f"{path.name} line {number} cannot be read ({type(error).__name__}: {error})")
+            problems.append(f"line {number} of {path.name} cannot be read ({type(error).__name__}: {error})")
     return records, problems
 
 
 def _truncate(path: Path, resume_step: int) -> int:
-    """Removes the lines of steps >= `resume_step` and lines without a record; returns their number. An interrupted
-    write leaves one such line at the end; if there are others the file is damaged, and is copied to NAME.damaged."""
+    """Removes the lines of steps >= `resume_step` and lines without a valid record, and returns their number. An
+    interrupted write leaves one invalid line at the end. If there are others, the file is damaged, and a copy of it is
+    kept as NAME.damaged."""
     kept = []
     removed = 0
     torn = 0

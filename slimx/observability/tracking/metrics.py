@@ -1,5 +1,5 @@
-"""Metrics of a step: flat `section/name` keys, one record per step, its strict-JSON form, and the count of steps from
-which a policy learned nothing."""
+"""Metrics of a step: their flat names `section/name`, their record in metrics.jsonl, and the number of consecutive
+steps in which a policy learned nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 STEPS_WITHOUT_SIGNAL = "optim/steps_without_signal"
-"""Metric that counts consecutive steps without a signal."""
+"""Metric that counts consecutive steps in which a policy learned nothing."""
 GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 GRADIENT_NORM = "optim/grad_norm"
 
@@ -19,9 +19,9 @@ GRADIENT_NORM = "optim/grad_norm"
 def flatten(metrics: Mapping[str, object]) -> dict[str, float]:
     """Names nested metrics by their path: `{"loss": {"policy": 0.1}}` becomes `{"loss/policy": 0.1}`.
 
-    A leaf is a number, a boolean, or a one-element array or tensor (read with `.item()`, which waits for its device).
-    A flat mapping is returned unchanged. Raises SlimxError for any other leaf and for a duplicate name.
-    """
+    Values are numbers, booleans, and arrays or tensors with one element, which are read with `.item()` (this waits for
+    their device). Metrics that are not nested keep their names. Raises SlimxError for any other value, and for two
+    metrics of the same name."""
     flat: dict[str, float] = {}
     _collect("", metrics, flat)
     return flat
@@ -43,19 +43,20 @@ def _collect(prefix: str, metrics: Mapping[str, object], flat: dict[str, float])
 
 
 def as_number(name: str, value: object) -> float:
-    """Returns a metric's value as a float, which may be NaN or infinite. Raises SlimxError if it is not one number."""
+    """Converts the value of metric `name` to a float, which may be NaN or infinite. Raises SlimxError if it is not a
+    single number."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         try:
             value = value.item()
-        except (RuntimeError, ValueError) as error:  # torch raises the first, numpy the second
+        except (RuntimeError, ValueError) as error:  # torch raises RuntimeError, numpy ValueError
             raise SlimxError(
-                f"metric {name} has several numbers; reduce it to one before logging",
+                f"metric {name} consists of several numbers; reduce them to one number before logging",
                 code="metrics.number",
                 about=name,
             ) from error
     if not isinstance(value, (int, float)):
         raise SlimxError(
-            f"metric {name} is {value!r}, not a number; leave it out of the step or log a number",
+            f"metric {name} is {value!r}, which is not a number; log a number, or do not log the metric in this step",
             code="metrics.number",
             about=name,
         )
@@ -64,29 +65,29 @@ def as_number(name: str, value: object) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class StepRecord:
-    """Metrics of one step.
+    """Metrics of one step, a line of metrics.jsonl.
 
-    In JSON a number that is not finite is null under `metrics`, and `nonfinite`, otherwise absent, has its name:
-    `{"step": 3, "version": 2, "time": 1.7e9, "metrics": {"loss/policy": null}, "nonfinite": {"loss/policy": "nan"}}`.
-    """
+    In JSON, a value that is not finite is null in `metrics`, and its text is in `nonfinite`, which is present only in
+    this case: `{"step": 3, "version": 2, "time": 1.7e9, "metrics": {"loss/policy": null}, "nonfinite": {"loss/policy":
+    "nan"}}`."""
 
     step: int
-    """Step of the loop, >= 0."""
+    """Number of the step, from 1; 0 for measurements before the first step."""
     version: int | None
-    """Weight version at the step; None without one, as in supervised fine-tuning."""
+    """Version of the engines' weights in this step; None without engines, as in supervised fine-tuning."""
     time: float
-    """Time of logging, unix seconds."""
+    """Unix time at which the record was logged, in seconds."""
     metrics: dict[str, float]
-    """`section/name` -> value, which may be NaN or infinite."""
+    """Value of each metric by its name `section/name`; may be NaN or infinite."""
 
     def __post_init__(self) -> None:
         if self.step < 0:
             raise SlimxError(
-                f"a step record has step {self.step}; steps start at 0",
+                f"the metrics of a step have the step number {self.step}; use a number of at least 0",
             )
 
     def to_json(self) -> Json:
-        """Returns the record as strict JSON values, as described for the class."""
+        """Returns the record as JSON values, without NaN and infinities, in the form that the class describes."""
         metrics: dict[str, float | None] = dict(self.metrics)
         nonfinite = {}
         for key, value in self.metrics.items():
@@ -100,7 +101,8 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, record: Json) -> StepRecord:
-        """Reads a record written by `to_json`. Raises KeyError, TypeError, ValueError or SlimxError for others."""
+        """Creates a record from a result of `to_json`. Raises KeyError, TypeError, ValueError or SlimxError if `record`
+        is anything else."""
         nonfinite = record.get("nonfinite", {})
         metrics = {}
         for key, value in record["metrics"].items():
@@ -109,17 +111,17 @@ class StepRecord:
 
 
 class Signal:
-    """Counts consecutive steps from which a trained policy learned nothing: all rollouts of a group had the same
-    reward, or the gradient was 0. Each process counts from 0."""
+    """Counts consecutive steps in which a policy learned nothing, because in every group all rollouts had the same
+    reward, or because the gradient was 0. The counts start at 0 in every process."""
 
     def __init__(self, compared: Mapping[str, bool]):
-        """Takes `compared`: by the prefix of each policy's metrics, True if its advantages come only from comparing the
-        rollouts of a group."""
+        """Starts the counts. `compared`: for each policy, by the prefix of its metrics, True if its advantages only
+        compare the rollouts of a group, and are therefore 0 if their rewards are equal."""
         self._compared = compared
         self._steps = dict.fromkeys(compared, 0)
 
     def counted(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Updates the counts with a step's metrics, and returns them as metrics."""
+        """Updates the counts from the metrics of a step, and returns the counts as metrics."""
         for prefix, compared in self._compared.items():
             silent = metrics.get(prefix + GRADIENT_NORM) == 0 or (
                 compared and metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1

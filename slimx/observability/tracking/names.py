@@ -1,4 +1,4 @@
-"""Names of a step's metrics with their meanings; docs/metrics.md is generated from this table."""
+"""Names and meanings of all metrics of a step. docs/metrics.md is generated from this table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or all metrics whose names differ only in the parts in braces."""
+    """A metric, or several metrics whose names differ only in the parts in braces."""
 
     name: str
-    """`section/name`; `{part}` stands for any text."""
+    """Name of the metric, `section/name`; `{part}` stands for any text."""
     meaning: str
 
     @property
@@ -24,7 +24,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of the names that this entry describes."""
+        """Pattern that matches the names of all metrics that this entry describes."""
         pattern = ""
         for part in _PARTS.findall(self.name):
             pattern += ".+" if part[0] == "{" else re.escape(part)
@@ -35,138 +35,219 @@ _PARTS = re.compile(r"\{\w+\}|[^{]+")
 
 METRICS = (
     Metric("reward/mean", "Mean reward of the trained trajectories."),
-    Metric("reward/std", "Standard deviation of these rewards."),
-    Metric("reward/groups_without_signal", "Share of groups whose trajectories all have the same reward."),
-    Metric("reward/part/{part}/mean", "Mean of one part of the rewards, over the trajectories that have it."),
-    Metric("reward/part/{part}/std", "Standard deviation of that part."),
-    Metric("reward/part/{part}/count", "Trajectories that have that part."),
-    Metric("source/{source}/reward", "Mean reward of the trajectories whose prompt comes from this data set."),
-    Metric("source/{source}/mean_tokens", "Their mean number of sampled tokens."),
-    Metric("source/{source}/truncated", "Share of them that reached the limit of tokens."),
-    Metric("source/{source}/trajectories", "Their number."),
-    Metric("hook/{name}/mean", "Mean of the values that hooks logged by `ctx.log`; NaN and infinities are left out."),
-    Metric("hook/{name}/min", "Smallest of these values."),
-    Metric("hook/{name}/max", "Largest of these values."),
-    Metric("hook/{name}/count", "Values that were logged, those that are not finite included."),
-    Metric("hook/{name}/nonfinite", "Values that were NaN or infinite; only where there are any."),
+    Metric("reward/std", "Standard deviation of the rewards of the trained trajectories."),
+    Metric("reward/groups_without_signal", "Fraction of groups whose trajectories all have the same reward."),
+    Metric(
+        "reward/part/{part}/mean", "Mean of the named part of the rewards, over the trajectories that have this part."
+    ),
+    Metric("reward/part/{part}/std", "Standard deviation of the named part of the rewards."),
+    Metric("reward/part/{part}/count", "Number of trajectories that have this part of the reward."),
+    Metric("source/{source}/reward", "Mean reward of the trajectories whose prompts come from this data set."),
+    Metric("source/{source}/mean_tokens", "Mean number of sampled tokens of the trajectories from this data set."),
+    Metric(
+        "source/{source}/truncated", "Fraction of the trajectories from this data set that reached the token limit."
+    ),
+    Metric("source/{source}/trajectories", "Number of trajectories from this data set."),
+    Metric("hook/{name}/mean", "Mean of the values that hooks logged with `ctx.log`, without NaN and infinities."),
+    Metric("hook/{name}/min", "Smallest of the values that hooks logged."),
+    Metric("hook/{name}/max", "Largest of the values that hooks logged."),
+    Metric("hook/{name}/count", "Number of values that hooks logged, including NaN and infinities."),
+    Metric("hook/{name}/nonfinite", "Number of logged values that are NaN or infinite; absent if there are none."),
     Metric("response/mean_tokens", "Mean number of sampled tokens of a trajectory."),
-    Metric("response/max_tokens", "Largest number of sampled tokens."),
-    Metric("response/passed_mean_tokens", "Mean number of tokens where the reward reaches `eval.passing`."),
-    Metric("response/failed_mean_tokens", "Mean number of tokens where the reward is lower."),
-    Metric("response/completed_mean_tokens", "Mean number of tokens of responses that the model ended itself."),
-    Metric("response/truncated", "Share of trajectories that reached the limit of tokens."),
-    Metric("rollout/turns_mean", "Mean number of the model's turns in a trajectory."),
-    Metric("rollout/turns_max", "Largest number of turns."),
-    Metric("rollout/regenerated", "Groups generated anew because no step could train them in time."),
-    Metric("rollout/request_retries", "Requests to engines that were sent again, since the start of the process."),
-    Metric("dropped/total", "Groups that were dropped."),
-    Metric("dropped/{reason}", "Groups that were dropped for this reason."),
-    Metric("staleness/mean", "Trainer version minus the oldest version that sampled a trajectory, mean."),
-    Metric("staleness/max", "The largest such difference."),
-    Metric("staleness/mixed", "Share of trajectories that several versions sampled."),
+    Metric("response/max_tokens", "Largest number of sampled tokens of a trajectory."),
+    Metric(
+        "response/passed_mean_tokens",
+        "Mean number of sampled tokens of trajectories whose reward reaches `eval.passing`.",
+    ),
+    Metric(
+        "response/failed_mean_tokens",
+        "Mean number of sampled tokens of trajectories whose reward is below `eval.passing`.",
+    ),
+    Metric(
+        "response/completed_mean_tokens", "Mean number of sampled tokens of trajectories that the model ended itself."
+    ),
+    Metric("response/truncated", "Fraction of trajectories that reached the token limit."),
+    Metric("rollout/turns_mean", "Mean number of model turns of a trajectory."),
+    Metric("rollout/turns_max", "Largest number of model turns of a trajectory."),
+    Metric(
+        "rollout/regenerated",
+        "Number of groups that were generated again because they became too stale to be trained.",
+    ),
+    Metric(
+        "rollout/request_retries",
+        "Number of requests to engines that were sent again since the start of the process.",
+    ),
+    Metric("dropped/total", "Number of groups that were dropped instead of trained."),
+    Metric("dropped/{reason}", "Number of groups that were dropped for this reason."),
+    Metric(
+        "staleness/mean",
+        "Mean staleness: trainer version minus the oldest version that sampled a token of the trajectory.",
+    ),
+    Metric("staleness/max", "Largest staleness of a trajectory."),
+    Metric("staleness/mixed", "Fraction of trajectories that several versions sampled."),
     Metric(
         "eval/accuracy",
-        "Mean reward of the held-out answers; of a reward model the share of pairs whose chosen answer scores higher.",
+        "Mean reward of the answers to held-out prompts; for a reward model, the fraction of held-out pairs whose "
+        "chosen answer scores higher.",
     ),
-    Metric("eval/margin", "Of a reward model: mean difference of the scores of held-out pairs."),
-    Metric("eval/{set}/margin", "The same of one named set."),
-    Metric("eval/pass@{k}", "Chance that one of k answers reaches `eval.passing`."),
-    Metric("eval/failed", "Held-out prompts whose evaluation failed; each counts as 0."),
-    Metric("eval/{set}/accuracy", "The same of one named set."),
-    Metric("eval/{set}/pass@{k}", "The same of one named set."),
-    Metric("eval_reward/part/{part}/{measure}", "As `reward/part`, of the held-out answers."),
-    Metric("eval_hook/{name}/{measure}", "As `hook`, of the held-out answers."),
-    Metric("loss/policy", "Policy loss."),
-    Metric("loss/sft", "Negative log-likelihood of demonstrations."),
+    Metric("eval/margin", "For a reward model: mean score of the chosen minus the rejected answers of held-out pairs."),
+    Metric("eval/{set}/margin", "`eval/margin` of one named set of pairs."),
+    Metric("eval/pass@{k}", "Estimated probability that at least one of k answers reaches `eval.passing`."),
+    Metric(
+        "eval/failed", "Number of held-out prompts whose evaluation failed; the answers to each count with reward 0."
+    ),
+    Metric("eval/{set}/accuracy", "`eval/accuracy` of one named set of prompts."),
+    Metric("eval/{set}/pass@{k}", "`eval/pass@{k}` of one named set of prompts."),
+    Metric("eval_reward/part/{part}/{measure}", "`reward/part/{part}/{measure}` of the answers to held-out prompts."),
+    Metric("eval_hook/{name}/{measure}", "`hook/{name}/{measure}` of the answers to held-out prompts."),
+    Metric("loss/policy", "Loss of the policy."),
+    Metric("loss/sft", "Negative log-likelihood of demonstrations (supervised fine-tuning)."),
     Metric("loss/kl", "KL penalty in the loss."),
-    Metric("loss/clip_fraction", "Share of tokens whose ratio the loss clips."),
-    Metric("policy/entropy", "Mean entropy of the policy at trained tokens, nats."),
-    Metric("kl/reference", "KL to the reference, mean per token."),
-    Metric("kl/rollout", "KL between policy and the engine that sampled, mean per token."),
-    Metric("kl/teacher", "KL to the teacher, mean per token."),
-    Metric("kl/teacher_top", "KL with the teacher over its likeliest tokens, mean per token."),
-    Metric("kl/reward", "KL that is subtracted from token rewards, mean."),
-    Metric("correction/weight", "Mean weight of the off-policy correction."),
-    Metric("correction/outside", "Share of tokens outside the correction's bounds."),
-    Metric("rejection/share", "Share of tokens that rejection takes out of the loss."),
-    Metric("opsm/share", "Share of tokens masked as off-policy sequences."),
+    Metric("loss/clip_fraction", "Fraction of trained tokens whose probability ratio the loss clips."),
+    Metric("policy/entropy", "Mean entropy of the policy at trained tokens, in nats."),
+    Metric("kl/reference", "KL divergence of the policy from the reference, mean over trained tokens."),
+    Metric("kl/rollout", "KL divergence of the policy from the engine that sampled, mean over trained tokens."),
+    Metric("kl/teacher", "KL divergence of the policy from the teacher, mean over trained tokens."),
+    Metric(
+        "kl/teacher_top",
+        "KL divergence between policy and teacher over the teacher's most likely tokens, mean over trained tokens.",
+    ),
+    Metric("kl/reward", "KL penalty that is subtracted from token rewards, mean over trained tokens."),
+    Metric("correction/weight", "Mean weight that the off-policy correction gives to trained tokens."),
+    Metric("correction/outside", "Fraction of tokens whose weight is outside the bounds of the off-policy correction."),
+    Metric("rejection/share", "Fraction of tokens that rejection removes from the loss."),
+    Metric("opsm/share", "Fraction of tokens that are masked because their sequences are off-policy."),
     Metric("advantage/mean", "Mean advantage of trained tokens."),
-    Metric("advantage/std", "Standard deviation of these advantages."),
+    Metric("advantage/std", "Standard deviation of the advantages of trained tokens."),
     Metric("return/mean", "Mean return of trained tokens."),
-    Metric("covariance/{measure}", "Covariance of log-prob and advantage: `mean`, `max`, and the share `selected`."),
-    Metric("dpo/{measure}", "DPO: `loss`, `margin`, `accuracy`, `groups_without_pair`."),
-    Metric("preference/loss", "Bradley-Terry loss of a reward model."),
-    Metric("preference/accuracy", "Share of pairs whose chosen answer scores higher; one that scores alike is half."),
-    Metric("preference/margin", "Mean score of the chosen answers minus that of the rejected ones."),
+    Metric(
+        "covariance/{measure}",
+        "Covariance of log-prob and advantage: `mean`, `max`, and the fraction `selected` of tokens.",
+    ),
+    Metric(
+        "dpo/{measure}",
+        "DPO: mean `loss` and `margin` of pairs, `accuracy` (fraction of pairs with a positive margin), and fraction "
+        "`groups_without_pair`.",
+    ),
+    Metric("preference/loss", "Bradley-Terry loss of a reward model, mean over pairs."),
+    Metric(
+        "preference/accuracy",
+        "Fraction of trained pairs whose chosen answer scores higher; equal scores count as half.",
+    ),
+    Metric("preference/margin", "Mean score of the chosen minus the rejected answers of trained pairs."),
     Metric("value/loss", "Loss of the critic."),
-    Metric("value/mean", "Mean value that the critic predicts."),
-    Metric("value/clip_fraction", "Share of values whose change the loss clips."),
-    Metric("value/explained_variance", "Variance of the returns that the critic explains; 1 is all."),
-    Metric("gap/mean", "Mean |log-prob of the trainer - of the engine| over tokens of the present version."),
-    Metric("gap/max", "Largest such gap."),
-    Metric("gap/tokens", "Tokens over which it is measured."),
-    Metric("gap/tokens_above_1e-5", "Tokens with a larger gap than 1e-5."),
-    Metric("gap/tokens_other_routes", "Tokens among these that another set of experts explains."),
-    Metric("gap/tokens_unexplained", "Tokens among these that no route explains."),
-    Metric("gap/tokens_without_routes", "Tokens among these whose experts the engine did not return."),
-    Metric("mismatch/mean", "Mean |policy - engine| in log-probs over trained tokens of whatever version."),
-    Metric("mismatch/max", "Largest such difference."),
-    Metric("mismatch/k3", "KL(engine || policy), estimator k3."),
-    Metric("mismatch/ratio", "Mean ratio of probabilities, policy / engine."),
-    Metric("mismatch/ess", "Effective sample size as a share; 1 where both agree."),
-    Metric("routes/differing", "Tokens at which the engine chose other experts than the trainer would."),
-    Metric("router/imbalance", "Load of the fullest expert over the mean load, mean over layers."),
-    Metric("router/imbalance_max", "The largest of a layer."),
-    Metric("router/imbalance/{layer}", "That of one layer; `mtpN` for layers of multi-token prediction."),
-    Metric("router/{term}", "A term of the router's loss without its coefficient, such as `z_loss`."),
+    Metric("value/mean", "Mean value that the critic predicts at trained tokens."),
+    Metric("value/clip_fraction", "Fraction of values whose change the loss clips."),
+    Metric("value/explained_variance", "Fraction of the variance of returns that the critic explains; at most 1."),
+    Metric(
+        "gap/mean",
+        "Mean |log-prob of the trainer - log-prob of the engine| over tokens that the current version sampled.",
+    ),
+    Metric("gap/max", "Largest gap of a token that the current version sampled."),
+    Metric("gap/tokens", "Number of tokens over which the gap is measured."),
+    Metric("gap/tokens_above_1e-5", "Number of measured tokens with a gap above 1e-5."),
+    Metric(
+        "gap/tokens_other_routes",
+        "Number of tokens with a gap above 1e-5 for which, or before which, trainer and engine used different experts.",
+    ),
+    Metric(
+        "gap/tokens_unexplained",
+        "Number of tokens with a gap above 1e-5 although trainer and engine used the same experts.",
+    ),
+    Metric(
+        "gap/tokens_without_routes", "Number of tokens with a gap above 1e-5 whose experts the engine did not return."
+    ),
+    Metric(
+        "mismatch/mean", "Mean |log-prob of the policy - log-prob of the engine| over trained tokens of all versions."
+    ),
+    Metric("mismatch/max", "Largest |log-prob of the policy - log-prob of the engine| of a trained token."),
+    Metric("mismatch/k3", "KL(engine || policy), estimated by k3."),
+    Metric("mismatch/ratio", "Mean ratio of the probabilities of trained tokens, policy / engine."),
+    Metric(
+        "mismatch/ess",
+        "Effective sample size of importance weighting as a fraction of the trained tokens; 1 if policy and engine "
+        "agree.",
+    ),
+    Metric("routes/differing", "Number of measured tokens for which the engine used other experts than the trainer."),
+    Metric("router/imbalance", "Load of the busiest expert divided by the mean load, mean over MoE layers."),
+    Metric("router/imbalance_max", "Largest `router/imbalance/{layer}` of a layer."),
+    Metric(
+        "router/imbalance/{layer}",
+        "Load of the busiest expert divided by the mean load in one layer; `mtpN` for layers of multi-token "
+        "prediction.",
+    ),
+    Metric(
+        "router/{term}",
+        "An auxiliary loss of the router without its coefficient, such as `z_loss`, mean over MoE layers.",
+    ),
     Metric("optim/grad_norm", "Norm of the gradient before clipping."),
     Metric("optim/lr", "Learning rate."),
-    Metric("optim/skipped", "Optimizer steps skipped because the gradient was not finite."),
-    Metric("optim/zero_gradient", "Optimizer steps left out because the gradient was 0 everywhere."),
+    Metric("optim/skipped", "Number of optimizer steps skipped because the gradient was not finite."),
+    Metric("optim/zero_gradient", "Number of optimizer steps skipped because the gradient was 0 everywhere."),
     Metric(
         "optim/steps_without_signal",
-        "Steps in a row, this one included, in which all rollouts of each group had the same reward or the gradient "
-        "was 0.",
+        "Number of consecutive steps, including this one, in which all rollouts of each group had the same reward "
+        "or the gradient was 0.",
     ),
     Metric("critic/{measure}", "`grad_norm`, `lr`, `skipped` and `zero_gradient` of the critic."),
-    Metric("batch/microbatches", "Micro-batches of a rank."),
-    Metric("batch/padding", "Share of positions that are padding."),
-    Metric("batch/imbalance", "Work of the busiest rank over the mean, minus 1."),
-    Metric("publish/{stage}_seconds", "Seconds of one stage of the publication; `total`: all."),
+    Metric("batch/microbatches", "Number of micro-batches that each data-parallel rank trains in the step."),
+    Metric("batch/padding", "Fraction of positions in micro-batches that are padding."),
+    Metric("batch/imbalance", "Work of the busiest data-parallel rank divided by the mean work, minus 1."),
+    Metric("publish/{stage}_seconds", "Seconds of one stage of the publication; `total` for all stages."),
     Metric("publish/mib", "MiB published to each engine."),
-    Metric("publish/wire_mib", "MiB that travelled to all engines together (`publish.transport: nixl`)."),
-    Metric("publish/tensors_verified", "Tensors proven equal in every engine."),
-    Metric("publish/engines_verified", "Engines that proved the version."),
-    Metric("engines/serving", "Engines that take part."),
-    Metric("engines/quarantined", "Engines kept out until they prove a version."),
-    Metric("engines/lost", "Engines lost since the start."),
-    Metric("recovery/trainers", "Times that lost trainers were replaced since the start (`recovery.trainers`)."),
-    Metric("recovery/seconds", "Seconds of this step without trainers."),
-    Metric("recovery/trained_again", "Steps that new trainers trained again since the start."),
-    Metric("recovery/mirrored_step", "Newest step of which all ranks' states are mirrored (`recovery.mirror_every`)."),
-    Metric("recovery/data_parallel", "Data-parallel ranks now; fewer than configured after `recovery.shrink_after`."),
-    Metric("recovery/from_mirrors", "Times that new trainers took their state from mirrors since the start."),
-    Metric("recovery/kept_steps", "Steps whose batches the driver keeps, to train them again in new trainers."),
-    Metric("recovery/kept_mib", "MiB of these batches."),
-    Metric("engines/restarted", "Engines started again since the start."),
-    Metric("engines/router_restarts", "Restarts of the router since the start."),
-    Metric("engines/outage_seconds", "Seconds without any engine since the start."),
-    Metric("engines/{group}/{measure}", "The same of a frozen group."),
-    Metric("policy/{policy}/{metric}", "The metric `{metric}` of a further trained policy (section `policies`)."),
-    Metric("perf/tokens_per_second", "Trained positions, prompts included, per second of the step."),
-    Metric("memory/{phase}_peak_mib", "Highest memory of a trainer rank in this phase, MiB."),
+    Metric("publish/wire_mib", "MiB sent to all engines together (`publish.transport: nixl`)."),
+    Metric("publish/tensors_verified", "Number of tensors that every engine verified by checksum."),
+    Metric("publish/engines_verified", "Number of engines that verified the version."),
+    Metric("engines/serving", "Number of engines that serve."),
+    Metric("engines/quarantined", "Number of engines that do not serve until they verify a version."),
+    Metric("engines/lost", "Number of lost engines since the start of the process."),
+    Metric(
+        "recovery/trainers",
+        "Number of times that lost trainer ranks were replaced since the start (`recovery.trainers`).",
+    ),
+    Metric("recovery/seconds", "Seconds of this step in which trainer ranks were being replaced."),
+    Metric("recovery/trained_again", "Number of steps that new trainer ranks trained again since the start."),
+    Metric(
+        "recovery/mirrored_step",
+        "Newest step for which the states of all ranks are mirrored (`recovery.mirror_every`).",
+    ),
+    Metric(
+        "recovery/data_parallel",
+        "Number of data-parallel ranks; fewer than configured after `recovery.shrink_after`.",
+    ),
+    Metric(
+        "recovery/from_mirrors",
+        "Number of times that new trainer ranks loaded their state from mirrors since the start.",
+    ),
+    Metric(
+        "recovery/kept_steps",
+        "Number of steps whose batches the driver keeps, so that new trainer ranks can train them again.",
+    ),
+    Metric("recovery/kept_mib", "Size of the batches that the driver keeps, in MiB."),
+    Metric("engines/restarted", "Number of restarts of engines since the start of the process."),
+    Metric("engines/router_restarts", "Number of restarts of the router since the start of the process."),
+    Metric("engines/outage_seconds", "Seconds without any serving engine since the start of the process."),
+    Metric("engines/{group}/{measure}", "`engines/{measure}` of the engines in a frozen group."),
+    Metric(
+        "policy/{policy}/{metric}",
+        "The metric `{metric}` of a trained policy other than the actor (section `policies`).",
+    ),
+    Metric("perf/tokens_per_second", "Trained positions, including those of prompts, per second of the step."),
+    Metric("memory/{phase}_peak_mib", "Peak memory of a trainer rank in this phase, in MiB."),
     Metric("time/step", "Seconds of the whole step."),
     Metric("time/{phase}", "Seconds of one phase of the step."),
 )
 
 LEAVES = ("mean", "min", "max", "count", "nonfinite")
-"""Last parts of the metrics derived from hooks' values; the name that a hook logs may not end in one."""
+"""Last parts of the names of metrics that derive from values logged by hooks. Hooks must not log names that end in one
+of them."""
 _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
-@lru_cache(4096)  # hooks log the same names in every rollout
+@lru_cache(4096)  # cached, because hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
-    """Returns the entry that describes a metric; one without braces takes precedence."""
+    """Returns the entry that describes metric `name`; None if there is none. An entry without braces takes
+    precedence."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
 
 
@@ -174,23 +255,26 @@ _EXACT_FIRST = sorted(METRICS, key=lambda metric: metric.name.count("{"))
 
 
 def check_hook_name(name: str) -> None:
-    """Raises SlimxError for a name that hooks may not log: a malformed one, or a name of a slimx metric."""
+    """Raises SlimxError if a hook must not log a value as `name`: it is malformed, or it is the name of a metric of
+    slimx."""
     if not isinstance(name, str) or not _FORM.fullmatch(name):
         raise SlimxError(
-            f"ctx.log got the name {name!r}; use letters, digits and _ . - in parts separated by single slashes",
+            f"a hook called ctx.log with the name {name!r}; use letters, digits and the characters _ . - in parts "
+            "separated by single slashes",
             code="metrics.name",
             about=str(name),
         )
     if find(name) is not None:
         raise SlimxError(
-            f"ctx.log got the name {name}, which is a metric of slimx (docs/metrics.md); use another name",
+            f"a hook called ctx.log with the name {name}, which is a metric of slimx (docs/metrics.md); use "
+            "another name",
             code="metrics.own_name",
             about=name,
         )
     if name.rpartition("/")[2] in LEAVES:
         raise SlimxError(
-            f"ctx.log got the name {name}, but slimx adds mean, min, max, count and nonfinite to names; leave the last "
-            "part out",
+            f"a hook called ctx.log with the name {name}, but slimx appends mean, min, max, count and nonfinite to "
+            "names itself; remove the last part of the name",
             code="metrics.name",
             about=name,
         )

@@ -1,5 +1,5 @@
-"""Phases of work, timed on concurrent tracks and written to `RUN/timeline.jsonl`, and their placement: lane in the
-track, depth inside other phases, time without inner phases."""
+"""Phases of a run, such as generating and training, timed on concurrent tracks and written to `RUN/timeline.jsonl`.
+Also computes for the report how phases are nested."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from slimx.observability.tracking.guard import Guard, print_warning
 from slimx.observability.tracking.jsonl import JsonlFile
 
 TOLERANCE_SECONDS = 2e-6
-"""Tolerance of comparisons: unix seconds as floats have a resolution of about 0.2 us."""
+"""Tolerance for comparing times, in seconds: Unix times as floats have a resolution of about 0.2 us."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Phase:
-    """One stretch of work, `{"name": "generate", "step": 3, "track": "rollout", "start": 1.7e9, "seconds": 12.5}`."""
+    """A period of work on a track, a line of timeline.jsonl: `{"name": "generate", "step": 3, "track": "rollout",
+    "start": 1.7e9, "seconds": 12.5}`."""
 
     name: str
     step: int | None
-    """Step of the work; None for work outside of steps, such as start-up."""
+    """Step that the work belongs to; None for work outside of steps, such as startup."""
     track: str
-    """Name of an independent activity, such as `main` or `rollout`. Phases of one track nest; tracks may overlap."""
+    """Name of the activity that the work belongs to, such as `main` or `rollout`. Phases of one track are normally
+    nested or disjoint; those of different tracks may overlap."""
     start: float
-    """Unix seconds."""
+    """Unix time at which the phase started, in seconds."""
     seconds: float
     detail: str = ""
-    """Further information about the phase, such as why a restart was needed."""
+    """Further information about the phase, such as the reason for a restart."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Placed:
-    """A phase with its placement."""
+    """A phase with its nesting among the phases of its track."""
 
     phase: Phase
     lane: int
-    """0 while the phases of a track nest; a phase that overlaps another without nesting is in the next lane."""
+    """Number of the lane of the track in which the phase is drawn: 0, or a higher number if it partly overlaps phases
+    of all lower lanes."""
     depth: int
-    """Number of phases of its lane that contain it."""
+    """Number of phases in the same lane that contain this phase."""
     self_seconds: float
-    """Seconds without those of directly inner phases; over a lane they add up to the covered time."""
+    """Duration in seconds without the phases nested directly in this one. The sum over a lane is the time that its
+    phases cover."""
 
 
 def place(phases: Iterable[Phase]) -> list[Placed]:
-    """Places every phase, tracks in the order of their first start, then by start.
-
-    Nesting follows from the times: a phase within another phase of the track is nested in it.
-    """
+    """Computes the nesting of all phases. They are returned track by track, in the order in which the tracks start, and
+    within a track by start. A phase that is within the time of another phase on the same track is nested in it."""
     by_track: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
         by_track[phase.track].append(phase)
@@ -63,7 +65,9 @@ def place(phases: Iterable[Phase]) -> list[Placed]:
 
 
 def _place_track(phases: list[Phase]) -> list[Placed]:
-    lanes: list[list[Placed]] = []  # per lane, the phases open at the start of the current one, outermost first
+    lanes: list[
+        list[Placed]
+    ] = []  # for each lane, the phases that have not ended when the current one starts, outermost first
     result = []
     for phase in phases:
         lane = 0
@@ -82,7 +86,8 @@ def _place_track(phases: list[Phase]) -> list[Placed]:
 
 
 def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
-    """Removes the phases that end before `phase` starts, and returns True if the others contain it."""
+    """Removes from `open_phases`, those of a lane that have not ended, the phases that end before `phase` starts.
+    Returns True if the remaining ones contain `phase` completely."""
     while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
         open_phases.pop()
     return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS
@@ -93,25 +98,26 @@ def _end(phase: Phase) -> float:
 
 
 class Timeline:
-    """Times phases with the monotonic clock; usable from several threads and asyncio tasks at once.
+    """Times phases with a monotonic clock. May be used from several threads and asyncio tasks at the same time.
 
-    A phase is written when it ends, also by an exception. `resume_step` is that of JsonlFile. If the file can no longer
-    be written, the run continues: the failure is reported once and counted by `close`, and `take` stays correct.
-    """
+    A phase is written when it ends, even by an exception. `resume_step`: see JsonlFile. If the file cannot be written
+    any more, the run continues: the first failure is reported, `close` returns the number of failures, and `take` stays
+    correct."""
 
     def __init__(
         self, run_dir: Path, *, resume_step: int | None = None, warn: Callable[[str], None] = print_warning
     ) -> None:
         self._file = JsonlFile(run_dir / "timeline.jsonl", resume_step=resume_step)
         self._guard = Guard("timeline.jsonl", warn)
-        # One anchor per process keeps order and lengths of phases even if the wall clock is changed.
+        # With one offset per process, order and durations stay correct even if the system clock is changed.
         self._anchor = time.time() - time.perf_counter()
         self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._lock = threading.Lock()
 
     @contextmanager
     def phase(self, name: str, *, step: int | None = None, track: str = "main") -> Iterator[None]:
-        """Measures the block as a phase. Phases may nest, on one track or across tracks; each has its full length."""
+        """Measures the duration of the `with` block as phase `name`. Phases may be nested, on one track or on several;
+        the duration of each includes those nested in it."""
         start = time.perf_counter()
         try:
             yield
@@ -120,15 +126,15 @@ class Timeline:
             self.add(Phase(name=name, step=step, track=track, start=self._anchor + start, seconds=seconds))
 
     def add(self, phase: Phase) -> None:
-        """Adds a phase that was timed elsewhere, such as in a trainer's process."""
+        """Adds a phase that was timed elsewhere, such as a restart."""
         with self._lock:
             if phase.step is not None:
                 self._seconds[phase.step][phase.name] += phase.seconds
             self._guard.call(lambda: self._file.write(_record(phase)))
 
     def take(self, step: int) -> dict[str, float]:
-        """Returns the seconds of one step by phase name, summed over repeated phases; {} for an unknown step. It and
-        earlier steps are then discarded."""
+        """Returns the seconds of each phase of step `step` by name, summed over repetitions; {} for an unknown step.
+        Discards the phases of this and earlier steps."""
         with self._lock:
             taken = dict(self._seconds.get(step, {}))
             for known in list(self._seconds):
@@ -137,13 +143,13 @@ class Timeline:
         return taken
 
     def close(self) -> int:
-        """Closes the file; returns the number of phases that could not be written."""
+        """Closes the file, and returns the number of phases that could not be written."""
         self._file.close()
         return self._guard.failures
 
 
 def _record(phase: Phase) -> Json:
-    """Returns a line of the file, without `detail` if it is empty."""
+    """Returns the line of `phase` in the file, without `detail` if it is empty."""
     record = asdict(phase)
     if not record["detail"]:
         del record["detail"]

@@ -1,4 +1,4 @@
-"""Reading of a run directory for its report; missing and damaged files are reported, not skipped silently."""
+"""Reads the directory of a run for its report. Missing and damaged files are reported, not skipped silently."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ FILES = ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "config.yaml", "sum
 
 @dataclass(kw_only=True, slots=True)
 class RunFiles:
-    """Contents of a run directory."""
+    """Contents of the files in a run's directory."""
 
     directory: Path
     steps: list[StepRecord] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     samples: list[RecordedSample] = field(default_factory=list)
     config: str | None = None
-    """YAML text of config.yaml."""
+    """Text of config.yaml."""
     summary: Json | None = None
-    """Headline numbers, label -> value, in the file's order."""
+    """Values in summary.json by their description, in the order of the file."""
     missing: list[str] = field(default_factory=list)
-    """Names in FILES that the directory does not have."""
+    """Those of `FILES` that the directory does not contain."""
     problems: list[str] = field(default_factory=list)
-    """A sentence for each failure to read."""
+    """A message about each file that could not be read completely."""
 
 
 def up_to_date(directory: Path, *names: str) -> bool:
-    """Returns True if these files of a run were written after its last step."""
+    """Returns True if the files `names` in `directory` exist and are newer than the last step of the run."""
     files = [directory / name for name in ("metrics.jsonl", *names)]
     if not all(file.exists() for file in files):
         return False
@@ -51,19 +51,19 @@ def up_to_date(directory: Path, *names: str) -> bool:
 
 
 def check_run(directory: Path) -> None:
-    """Raises SlimxError for a directory without a run."""
+    """Raises SlimxError if `directory` is not the directory of a run."""
     if not (directory / "config.yaml").is_file():
         raise SlimxError(
-            f"{directory} is not a run directory (it has no config.yaml); give a run.dir",
+            f"{directory} is not the directory of a run, because it has no config.yaml; pass the run.dir of a run",
             code="run.none",
             about=str(directory),
         )
 
 
 def read_config(directory: Path) -> Json:
-    """Returns the `config.yaml` of the run in `directory` as plain values, with `${oc.env:...}` resolved from this
-    process's environment, or with all `${...}` unresolved if that fails. Raises SlimxError without a run, or for a
-    damaged file."""
+    """Returns the `config.yaml` of the run in `directory` as plain values. `${oc.env:...}` is resolved from the
+    environment of this process; if that fails, all `${...}` stay unresolved. Raises SlimxError if `directory` is not
+    that of a run, or if the file is damaged."""
     check_run(directory)
     file = directory / "config.yaml"
     try:
@@ -75,20 +75,21 @@ def read_config(directory: Path) -> Json:
     except OmegaConfBaseException:
         values = OmegaConf.to_container(tree, resolve=False)
     if not isinstance(values, dict) or not {"run", "schedule"} <= values.keys():
-        raise _damaged(file, "sections of a run are missing")
+        raise _damaged(file, "it lacks section run or schedule")
     return cast(Json, values)
 
 
 def _damaged(file: Path, why: str) -> SlimxError:
-    return SlimxError(f"{file} is damaged ({why}); start the run again to rewrite it")
+    return SlimxError(f"{file} is damaged ({why}); start the run again, which writes the file again")
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Reads the files of a run. Raises SlimxError for a directory that has none of FILES."""
+    """Reads all files of the run in `directory`. Raises SlimxError if it contains none of `FILES`."""
     run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
     if len(run.missing) == len(FILES):
         raise SlimxError(
-            f"{directory} is not a run directory: it has none of {', '.join(FILES)}; give the directory of a run",
+            f"{directory} is not the directory of a run, because it has none of {', '.join(FILES)}; pass the "
+            "run.dir of a run",
             code="run.none",
             about=str(directory),
         )
@@ -112,6 +113,6 @@ def _records[T](run: RunFiles, name: str, parse: Callable[[Json], T]) -> list[T]
     if problems:
         lines = problems[0]
         if len(problems) > 1:
-            lines += f", and {len(problems) - 1} more lines"
-        run.problems.append(f"{lines}; left out")
+            lines += f", and neither can {len(problems) - 1} more lines"
+        run.problems.append(f"{lines}; these lines are left out")
     return records

@@ -1,4 +1,5 @@
-"""Recorded rollouts (`RUN/samples.jsonl`), and comparison of prompts over the training."""
+"""Rollouts recorded as text (`RUN/samples.jsonl`), and the comparison of rollouts of the same prompts at several
+steps."""
 
 from __future__ import annotations
 
@@ -9,32 +10,32 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class RecordedSample:
-    """A rollout as text."""
+    """A rollout as text, a line of samples.jsonl."""
 
     step: int
-    """Step of the run in which it was recorded."""
+    """Step in which the rollout was recorded."""
     prompt: str
     answer: str | None
-    """Answer that the verifier expects; None or empty without one."""
+    """Reference answer of the prompt; None or empty if it has none."""
     response: str
     reward: float
     version: int
-    """Weight version that sampled it."""
+    """Version of the weights that the step or evaluation used."""
     evaluation: bool
-    """True for a rollout of an evaluation."""
+    """True if the rollout belongs to an evaluation."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SampleRow:
-    """One prompt over the run."""
+    """Rollouts of one prompt at several steps."""
 
     prompt: str
     samples: list[RecordedSample | None]
-    """Rollout at each step of the comparison; None: there is none."""
+    """Rollout of the prompt at each step of the comparison; None where it has none."""
 
     @property
     def answer(self) -> str:
-        """Expected answer, from the first step with a rollout."""
+        """Reference answer of the prompt, from its first rollout; "" if it has none."""
         for sample in self.samples:
             if sample is not None:
                 return sample.answer or ""
@@ -43,14 +44,16 @@ class SampleRow:
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """The same prompts at several recorded steps."""
+    """Rollouts of the same prompts at several steps."""
 
     steps: list[int]
-    """First and last recorded step with steps between them; a single one if only one step has samples."""
+    """First and last recorded step, and steps between them; only one step if no other has samples."""
     evaluation: bool
-    """True if the rollouts are of evaluations; training rollouts are compared only if there are none."""
+    """True if the rollouts are those of evaluations. Rollouts of training are compared only if there are no
+    evaluations."""
     rows: list[SampleRow]
-    """Prompts of both the first and the last step, then the others, each in the order of the file."""
+    """A row for each prompt: first the prompts that both the first and the last step have, then the others, each in the
+    order of the file."""
 
     @property
     def common(self) -> int:
@@ -59,11 +62,10 @@ class Comparison:
 
 
 def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison | None:
-    """Compares the rollouts of the first and the last recorded step and of steps between, `columns` steps at most, with
-    one rollout per prompt and step. Returns None without rollouts.
+    """Compares rollouts of the same prompts at `columns` recorded steps at most: the first, the last, and evenly spaced
+    ones between them. Each prompt has one rollout per step. Returns None if there are no rollouts.
 
-    Rollouts of evaluations are preferred, because their prompts recur; those of training rarely do.
-    """
+    Rollouts of evaluations are preferred, because evaluations repeat the same prompts and training rarely does."""
     chosen = [sample for sample in samples if sample.evaluation] or list(samples)
     if not chosen:
         return None
@@ -76,13 +78,13 @@ def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison |
     for prompt in prompts:
         row = [by_step[step].get(prompt) for step in steps]
         rows.append(SampleRow(prompt=prompt, samples=row))
-    # A stable sort keeps the file's order within both parts.
+    # The sort is stable, so both parts stay in the order of the file.
     rows.sort(key=lambda row: row.samples[0] is None or row.samples[-1] is None)
     return Comparison(steps=steps, evaluation=chosen[0].evaluation, rows=rows)
 
 
 def spread[T](values: Sequence[T], most: int) -> list[T]:
-    """Returns at most `most` (2 or more) of `values`, evenly spaced, including the first and the last."""
+    """Selects at most `most` (at least 2) of `values`, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]

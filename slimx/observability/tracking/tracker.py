@@ -1,7 +1,8 @@
-"""Tracker of a run: sends each step's metrics and recorded samples to a JSONL file and to every sink.
+"""Tracker of a run, which sends the metrics and recorded samples of each step to a JSONL file and to sinks.
 
-Sinks are entry points of the group `slimx.sinks`, each named after the key of section `track` that turns it on. The
-entry point is a function of a `TrackedRun` and the key's value that returns a `Sink`, or None if the value is off.
+A sink, such as a tracking service, is an entry point of the group `slimx.sinks` with the name of the key in section
+`track` that enables it. The entry point is a function that receives a `TrackedRun` and the value of the key, and
+returns a `Sink`, or None if the value disables it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.samples import RecordedSample
 
 SINKS = "slimx.sinks"
-"""Group of entry points."""
+"""Entry-point group of the functions that create sinks."""
 
 
 class Tracker:
-    """Sends each step's metrics to a JSONL file and to every sink.
+    """Sends the metrics of each step to a JSONL file and to all sinks.
 
-    The file (`metrics.jsonl`, one StepRecord per line) is the run's record, which the report reads: `log` raises if it
-    fails. Failures of a sink are counted; `warn` gets the first error, and `close` reports the count.
-    """
+    The file, metrics.jsonl with one StepRecord per line, is the permanent record of the run, from which the report is
+    made. So `log` raises SlimxError if it cannot be written. Failures of a sink are counted; `warn` receives a message
+    about the first one, and `close` reports their number."""
 
     def __init__(
         self, jsonl: JsonlFile, others: Sequence[Sink] = (), warn: Callable[[str], None] = print_warning
@@ -45,32 +46,36 @@ class Tracker:
 
     @property
     def removed(self) -> int:
-        """Number of lines removed from metrics.jsonl when the run was resumed: later steps, and a torn line."""
+        """Number of lines that were removed from metrics.jsonl when the run was resumed: those of repeated steps, and
+        incomplete ones."""
         return self._jsonl.removed
 
     def log(self, step: int, metrics: Mapping[str, object], *, version: int | None = None) -> None:
-        """Logs one step's flat or nested `metrics` (see `flatten`). `version`: the current weight version."""
+        """Logs the metrics of a step, flat or nested (see `flatten`). `version`: version of the engines' weights in
+        this step."""
         record = StepRecord(step=step, version=version, time=time.time(), metrics=flatten(metrics))
         self._jsonl.write(record.to_json())
         for sink, guard in self._others:
             guard.call(partial(sink.log, record))
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Sends recorded rollouts of one step to every sink; either all or none of them are of an evaluation."""
+        """Sends recorded rollouts of a step to all sinks. Either all or none of them belong to an evaluation."""
         if not samples:
             return
         for sink, guard in self._others:
             guard.call(partial(sink.samples, step, samples))
 
     def close(self) -> dict[str, int]:
-        """Closes every sink, and reports and returns the number of failures by sink. Repeated calls are allowed."""
+        """Closes all sinks, and reports and returns the number of failures of each sink by name. May be called
+        repeatedly."""
         if not self._closed:
             self._closed = True
             for sink, guard in self._others:
                 guard.call(sink.close)
                 if guard.failures:
                     self._warn(
-                        f"{guard.name} failed {guard.failures} times; metrics.jsonl in the run directory is complete"
+                        f"{guard.name} failed {guard.failures} times and lacks data; metrics.jsonl in the run "
+                        "directory is complete"
                     )
             self._jsonl.close()
         return {guard.name: guard.failures for _, guard in self._others}
@@ -86,12 +91,12 @@ def make_tracker(
     settings: Mapping[str, object],
     warn: Callable[[str], None] = print_warning,
 ) -> Tracker:
-    """Creates the tracker of one run. Raises SlimxError if a sink cannot start.
+    """Creates the tracker of a run. Raises SlimxError if a sink cannot be created.
 
-    `resume_step`: the next step of a resumed run (0 if it ended before its first checkpoint); None for a new run, which
-    refuses a directory with metrics. `config` is sent to every sink. `settings`: values of the keys of section `track`.
-    """
-    with ExitStack() as undo:  # closes earlier sinks if one cannot start
+    `resume_step`: first step that a resumed run does (0 if it has no checkpoint yet); None for a new run, for which a
+    directory with metrics is an error. `config`: configuration, which all sinks receive. `settings`: section `track` by
+    key."""
+    with ExitStack() as undo:  # closes the sinks that exist if another cannot be created
         run = TrackedRun(run_dir, project, name, config, resume_step)
         others: list[Sink] = []
         for key in entry_points.find(SINKS):
@@ -101,7 +106,7 @@ def make_tracker(
             if sink is not None:
                 others.append(sink)
                 undo.callback(sink.close)
-        # Last, because it removes lines, which must not happen if a sink refuses.
+        # Last, because it removes lines, which must not happen if a sink cannot be created.
         jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.pop_all()
     return Tracker(jsonl, others, warn)
@@ -109,35 +114,37 @@ def make_tracker(
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """Identity of a run for its sinks."""
+    """Identity of a run, for its sinks."""
 
     directory: Path
     project: str
     name: str
     config: Mapping[str, object]
     resume_step: int | None = None
-    """Next step of a resumed run; None: a new run."""
+    """First step that a resumed run does; None for a new run."""
 
     def id_in(self, file: str) -> str:
-        """Returns the run's id at a service, which is stored in `file` of its directory for resumed runs."""
+        """Returns the id of the run at a tracking service. It is created once and stored in `file` in the run's
+        directory, so that a resumed run has the same id."""
         path = self.directory / file
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text().strip()
 
     def named(self, file: str) -> Json:
-        """Returns the arguments with which wandb and SwanLab start the run, or resume the one whose id is in `file`."""
+        """Returns the arguments with which wandb and SwanLab start a run, or resume it if its id is in `file` in the
+        run's directory."""
         id_ = self.id_in(file)
         return {"project": self.project, "name": self.name, "config": dict(self.config), "id": id_, "resume": "allow"}
 
     @property
     def yaml(self) -> str:
-        """Configuration as YAML."""
+        """Configuration of the run as YAML."""
         return yaml.safe_dump(dict(self.config), sort_keys=False)
 
 
 class Sink(Protocol):
-    """Destination of step records and samples."""
+    """Destination of step records and samples, such as a tracking service."""
 
     name: str
 

@@ -53,9 +53,7 @@ async def _answers(group: RankGroup, rank: int, deadline_s: float) -> SlimxError
                 if group.calling is not None:
                     silent_since = time()
                 elif time() - silent_since > deadline_s:
-                    return _lost(
-                        group, rank, (f"has not responded for {deadline_s:g} s although no call keeps it busy")
-                    )
+                    return _lost(group, rank, f"has not responded for {deadline_s:g} s although no call keeps it busy")
             answer.result()
         except Exception as error:
             what = group.calling or "a pause between two calls"

@@ -200,7 +200,7 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
         return False, f"{name} is not needed with one data-parallel rank"
     if engine:
         return True, f"{name} takes place during the backward pass, bucket by bucket"
-    return False, (f"{name} takes place after the backward pass because Transformer Engine does not compute the layers")
+    return False, f"{name} takes place after the backward pass because Transformer Engine does not compute the layers"
 
 
 def _gather(trainer: Trainer, overlap: bool) -> tuple[str, ...]:

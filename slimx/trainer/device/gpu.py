@@ -172,7 +172,7 @@ def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     reasons = sorted(gpu.throttled())
     if not reasons:
         return ()
-    return (f"GPU {gpu.uuid} has lowered its clocks: {', '.join(reasons)}",)
+    return (f"{gpu.uuid} has lowered its clocks: {', '.join(reasons)}",)
 
 
 def refuse_xids(gpu: NvmlGpu) -> None:
