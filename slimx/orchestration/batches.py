@@ -25,7 +25,7 @@ from slimx.models.flops import sequence_flops
 from slimx.numerics.rounding import rounding_of
 
 Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
-"""Packs the rows of one update into micro-batches for every data-parallel rank."""
+"""Function that packs the rows of one update into micro-batches for every data-parallel rank."""
 
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
@@ -85,8 +85,8 @@ def make_update_rows(
 
 
 def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
-    """Splits groups into `updates` consecutive parts of nearly equal size, in their order: the update in which a group
-    is trained does not depend on its length or reward."""
+    """Splits groups, in their order, into `updates` consecutive parts of nearly equal size, so that the update in which
+    a group is trained does not depend on its length or reward."""
     size, remainder = divmod(len(groups), updates)
     parts = []
     start = 0

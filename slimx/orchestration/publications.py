@@ -23,10 +23,10 @@ from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.tasks import in_thread, while_served
 
 type Deliver = Callable[[int], Awaitable[Publication]]
-"""Publishes the weights of a step, and repeats that until at least one engine has them."""
+"""Function that publishes the weights of a step, and repeats that until at least one engine has them."""
 type Lasting = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
-"""Awaits the coroutine function that it receives, which needs trainers, and calls it again if trainer ranks were lost
-and replaced meanwhile."""
+"""Function that awaits the result of its argument, a coroutine function that needs trainers, and calls it again if
+trainer ranks were lost and replaced meanwhile."""
 
 
 async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
@@ -37,8 +37,8 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     lasting: Lasting = staticmethod(_once)
-    """Awaits a coroutine function that needs trainers. By default it is called once; a `RankLossHandler` may repeat it
-    after replacing lost ranks."""
+    """Function that awaits the result of a coroutine function that needs trainers. By default it calls it once; a
+    `RankLossHandler` may call it again after replacing lost ranks."""
 
     def renew(self) -> None:
         """Prepares for new trainer ranks, which have replaced lost ones."""
@@ -266,7 +266,7 @@ class WeightSource:
         self.name = name
 
     async def begin(self, manifest: Manifest) -> None:
-        """Does nothing, because this source needs no preparation: ranks pack the weights that they hold."""
+        """Does nothing, because this source needs no preparation: ranks pack the weights that they have."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.trainers.plans[self.name].forms()

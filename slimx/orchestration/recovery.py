@@ -17,7 +17,7 @@ from slimx.orchestration.state.recording import Records
 from slimx.reshard.plan.copy_plan import Plan
 
 Replan = Callable[[Sizes], Mapping[str, Plan]]
-"""Returns the plans of exports and publications for trainer ranks of other parallel sizes."""
+"""Function that returns the plans of exports and publications for trainer ranks of other parallel sizes."""
 
 
 class RankLossHandler:
@@ -38,8 +38,8 @@ class RankLossHandler:
         if `checkpoint` was written with the current parallel sizes."""
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Records a training step, so that new ranks can repeat it. `step`: number of completed steps before it.
-        `version`: version of the engines' weights meanwhile. `metrics`: its results."""
+        """Records a training step, so that new ranks can repeat it. `step`: number of steps completed before it.
+        `version`: version of the engines' weights during the step. `metrics`: metrics of the step."""
 
     async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of `work`, which calls trainers. If ranks are lost and replaced meanwhile, calls `work`
@@ -47,15 +47,15 @@ class RankLossHandler:
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Does what the handler needs regularly, after `step` completed steps. `phase` marks a named phase of the step
-        in the timeline."""
+        """Does the handler's periodic work after `step` completed steps, such as mirroring states. `phase`: context
+        manager that marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
         """Returns the steps at whose states new ranks may start; the references of these steps must be kept."""
         return set()
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of a step about replaced ranks."""
+        """Returns metrics of a step about replacements of lost ranks."""
         return {}
 
     async def stop(self) -> None:

@@ -1,4 +1,5 @@
-"""A running run: its engines, trainers and state, its current step, and what the training loop does with them."""
+"""A running run: its engines, its trainers, its state and its current step, and the operations from which the training
+loop is composed."""
 
 from __future__ import annotations
 
@@ -149,7 +150,7 @@ class Run:
         return await work
 
     async def unless_leaving[T](self, work: Awaitable[T]) -> T | None:
-        """Returns the result of `work`. If the run must save and stop before, cancels `work` and returns None."""
+        """Returns the result of `work`. If the run must save and stop first, cancels `work` and returns None."""
         return await unless(self.leaving, work)
 
     async def leave(self) -> NoReturn:
@@ -161,8 +162,8 @@ class Run:
         raise Preempted(self.step, self.config.schedule.steps)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Marks what the `with` block does as phase `name` of the current step, in the timeline, the live table and
-        `slimx status`."""
+        """Marks the `with` block as phase `name` of the current step, in the timeline, the live table and `slimx
+        status`."""
         return self.records.phase(name, self.current)
 
     def activity(self) -> Json:
@@ -184,7 +185,7 @@ class Run:
             part.mark(f"step {step}: {phase}")
 
     def _serving(self) -> list[EngineGroup]:
-        """Returns the engine groups of all policies; a group that several policies share is contained once."""
+        """Returns the engine groups of all policies, each group once even if several policies share it."""
         groups = {}
         for policy in self.policies.values():
             if policy.engines is not None:
@@ -217,7 +218,7 @@ class Run:
     # Work -------------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> Batch:
-        """Waits for the groups of the next step and returns them. If the run must save and stop before, writes a
+        """Waits for the groups of the next step and returns them. If the run must save and stop first, writes a
         checkpoint and raises Preempted."""
         self.current = self.step + 1
         with self.phase("generate"):

@@ -1,5 +1,5 @@
-"""A run from its configuration to its end: checks and starts everything, runs the training loop, and stops everything
-after any outcome."""
+"""A run from its configuration to its end: checks and starts everything, runs the training loop, and stops everything,
+whatever the outcome."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def _replanned(prepared: PreparedPolicy, device: str, sizes: Sizes) -> dict[str,
     """Returns the plans of exports and publications for new trainer ranks of parallel sizes `sizes`, which replace
     those in `prepared`."""
     plans, encoding = make_plans(prepared.config, prepared.spec, sizes, device)
-    assert encoding == prepared.encoding, "engines got the encoding at their start"
+    assert encoding == prepared.encoding, "the encoding must not change, because engines received it at their start"
     return plans
 
 

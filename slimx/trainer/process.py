@@ -53,9 +53,9 @@ def prepare_process(
 
 
 def install_adapters(*, plain: bool = False, deep_ep: bool = False) -> list[str]:
-    """Adapts megatron-core to this process and device; must be called before its first import. Returns the names of the
-    active adaptations. `plain`: True to use plain torch layers even on a GPU. `deep_ep`: True for the flex dispatcher.
-    """
+    """Adapts megatron-core to this process and device; must be called before megatron-core is first imported. Returns
+    the names of the active adaptations. `plain`: True to use plain torch layers even on a GPU. `deep_ep`: True for the
+    flex dispatcher."""
     import torch
 
     device = device_named("cuda" if torch.cuda.is_available() else "cpu")

@@ -79,7 +79,8 @@ class TrainerRank:
         self.hardware = {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def meet(self, init_method: str) -> None:
-        """Creates the process groups together with all other ranks. `init_method`: as for torch.distributed."""
+        """Creates the process groups together with all other ranks. `init_method`: address of the rendezvous, in the
+        form of torch.distributed."""
         self._parallel = ParallelState(
             sizes_of(self.config.trainer),
             rank=self.number,
@@ -140,7 +141,7 @@ class TrainerRank:
 
     @operation()
     def reload(self) -> None:
-        """Moves everything that `offload` released back to the device."""
+        """Moves back to the device everything that `offload` has released."""
         for role in self.roles.values():
             role.reload()
 

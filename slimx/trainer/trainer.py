@@ -36,7 +36,8 @@ from slimx.trainer.trained_model import TrainedModel
 
 
 class PolicyTrainer(TrainedModel):
-    """Trains the policy on one rank: model, optimizer, pipeline, and passes of reference and teacher."""
+    """Trainer of the policy on one rank: its model, its optimizer, its pipeline, and the forward passes of reference
+    and teacher."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         mode = mode_of(config)
@@ -76,8 +77,8 @@ class PolicyTrainer(TrainedModel):
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
         """Performs all updates of training step `step`, counted from 0: one optimizer step for each list of this
-        data-parallel rank's micro-batches. Returns the metrics of the step; except on ranks of the last pipeline stage,
-        only the optimizer's.
+        data-parallel rank's micro-batches. Returns the metrics of the step; ranks of earlier pipeline stages than the
+        last return only those of the optimizer.
 
         `version`: version of the engines' weights. The log-prob gap is measured in the first update, on tokens that
         this version sampled, because in later updates trainers and engines have different weights."""
@@ -109,8 +110,8 @@ class PolicyTrainer(TrainedModel):
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
         """Returns values of the last training step, by update and micro-batch: `logprobs` float32 [T], the log-prob of
         each label with the weights with which it was trained; and `other_experts` bool [T], True where a router chose
-        other experts than the engine's. [] except on the last pipeline stage, and when called again. Collective over
-        context-parallel ranks."""
+        other experts than the engine's. Returns [] except on the last pipeline stage, and when called a second time.
+        Collective over context-parallel ranks."""
         trained = self._trained
         self._trained = []
         out = []
@@ -145,7 +146,7 @@ class PolicyTrainer(TrainedModel):
         `batches`: micro-batches with this rank's tokens. `others`: results of earlier forward passes on them. `replay`:
         experts to use; None if each router chooses. `packings`: choices of other layers to repeat, or None. `totals`:
         denominators of the auxiliary losses of routers. `step`: number of optimizer steps before this one. `version`:
-        version of the engines with the same weights; None if there is none."""
+        version of the engines' weights, if they are those of this update; None otherwise."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others, packings)

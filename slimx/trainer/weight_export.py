@@ -84,7 +84,7 @@ class WeightExport:
 
     @operation()
     def prepare(self, *, name: str, plan: bytes, remote: Sequence[int], on_device: bool, holders: int = 1) -> None:
-        """Prepares buckets by `plan`, an encoded `Plan`, under the name `name`.
+        """Prepares the buckets of a plan. `name`: name of the plan. `plan`: the encoded `Plan`.
 
         `remote`: ranks that cannot open the publisher's memory. `on_device`: True if buckets are in GPU memory.
         `holders`: number of ranks whose memory contains buckets; if there are several, the part of a bucket for each

@@ -49,7 +49,7 @@ def assign_preferences(
         by_rollout: dict[str, list[int]] = {}
         rewards: dict[str, list[float]] = {}
         for index, trajectory in enumerate(group.trajectories, first):
-            assert trajectory.reward is not None, "the groups of a step have rewards"
+            assert trajectory.reward is not None, "the trajectories of a step must have rewards"
             by_rollout.setdefault(trajectory.rollout_id, []).append(index)
             rewards.setdefault(trajectory.rollout_id, []).append(trajectory.reward)
             rows[index].advantages = np.zeros(len(rows[index]), np.float32)

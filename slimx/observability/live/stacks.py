@@ -33,8 +33,8 @@ class Member:
     """A process that belongs to a run."""
 
     name: str
-    """Name of the part of the run (driver, trainer-0, engine-actor-0), and except for the driver the title of the
-    process. A child process has its parent's part."""
+    """Part of the run that the process belongs to, such as driver, trainer-0 or engine-actor-0; for processes other
+    than the driver, followed by the title of the process. A child process belongs to the part of its parent."""
     pid: int
 
 
@@ -44,7 +44,7 @@ class Stack:
 
     member: Member
     text: str
-    """The stacks, or the reason why they could not be read."""
+    """Stacks of the threads of the process, or the reason why they could not be read."""
     found: bool
     """True if `text` contains stacks."""
 
@@ -146,7 +146,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Returns a short command line of a process, or its title if it has set one."""
+    """Returns program and first arguments of a process; for a process that has set a title, the title."""
     try:
         words = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def print_warning(text: str) -> None:
-    """Prints a message to standard error; a live table on the terminal moves below it."""
+    """Prints a message to standard error; a live table on the terminal shows it above itself."""
     print(f"slimx: {text}", file=sys.stderr, flush=True)
 
 
@@ -22,7 +22,7 @@ class Guard:
         self._warn = warn
 
     def call(self, work: Callable[[], None]) -> None:
-        """Calls `work`. If it raises an Exception, counts that, and reports the first one with the component's name."""
+        """Calls `work`. Counts an Exception that it raises, and reports the first one with the component's name."""
         try:
             work()
         except Exception as error:

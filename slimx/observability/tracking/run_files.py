@@ -114,5 +114,5 @@ def _records[T](run: RunFiles, name: str, parse: Callable[[Json], T]) -> list[T]
         lines = problems[0]
         if len(problems) > 1:
             lines += f", and neither can {len(problems) - 1} more lines"
-        run.problems.append(f"{lines}; these lines are left out")
+        run.problems.append(f"{lines}; unreadable lines are left out")
     return records

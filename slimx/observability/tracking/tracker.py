@@ -114,7 +114,7 @@ def make_tracker(
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """Identity of a run, for its sinks."""
+    """Identity and configuration of a run, as its sinks receive them."""
 
     directory: Path
     project: str

@@ -70,7 +70,7 @@ class FrozenEngines:
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the groups' metrics of a step, such as `engines/GROUP/serving`."""
+        """Returns metrics of each group for a step, such as `engines/GROUP/serving`."""
         return {}
 
     async def stop(self) -> None:
@@ -283,8 +283,8 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
 
 
 def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
-    """Raises SlimxError if `remote`, the addresses of engines on other machines than the publisher by engine name, is
-    not empty. `transport` and `publisher`: the transport's name and the publisher's address, for the message."""
+    """Raises SlimxError if engines are on another machine than the publisher, naming one of them. `remote`: addresses
+    of these engines by name. `publisher`: address of the publisher. `transport`: value of `publish.transport`."""
     for name, engine in remote.items():
         raise SlimxError(
             f"publish.transport={transport} works only within one machine, but engine {name} is on {engine} and "

@@ -26,8 +26,8 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Number of threads that check the weight files of a directory: with one, the check of hundreds of GB would take longer
-than the start of the servers."""
+"""Number of threads that check the weight files of a directory; a single thread would delay the servers of models with
+hundreds of GB."""
 
 
 @asynccontextmanager
@@ -58,7 +58,8 @@ async def serving(
 
 
 async def _stamp_version_0(engine: EngineHandle) -> None:
-    """Sets the version of the weights on a server to 0: tokens that report no version are refused."""
+    """Sets the version of the weights on a server to 0, because tokens that a server reports without a version are
+    refused."""
     await engine.perform("stamp", None, "0")
 
 
@@ -94,8 +95,8 @@ async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Aw
 
 
 async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds restarted engines to the router as `admit_joining` does, until no engine is left that could be restarted.
-    Requests to the group raise that error."""
+    """Adds restarted engines to the router as `admit_joining` does. Returns when no engine is left that could be
+    restarted; requests to the group then raise the error of the last lost engine."""
     with suppress(SlimxError):
         while True:
             await group.members.back()

@@ -20,7 +20,7 @@ from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import ReceiverLost
 
 Deliver = Callable[[int], Awaitable[Publication]]
-"""Publishes the weights of a step, and repeats that until at least one engine has them."""
+"""Function that publishes the weights of a step, and repeats that until at least one engine has them."""
 
 
 class SharedEngines:

@@ -29,7 +29,8 @@ from slimx.observability.live.stacks import write_stacks
 from slimx.runtime.tasks import in_thread
 
 WRITE_S = 45.0
-"""Deadline for writing the stacks of all processes, in seconds; a run that stops waits no longer for them."""
+"""Deadline for writing the stacks of all processes, in seconds; a run that is stopping does not wait longer for
+them."""
 
 SILENT = ("rank.silent", "engine.silent", "engine.useless")
 """Error codes of a part of the run that did not respond, or responded without doing its work."""
@@ -44,7 +45,8 @@ STRIKE_S = 60.0
 """CPU seconds added to the countdown of `GilWatch` while the pulse's thread writes the stacks and the message, because
 the blocked loop may use CPU time meanwhile."""
 SIGNAL = signal.SIGRTMAX
-"""Signal on which faulthandler writes the stacks of all threads from C code, without needing the GIL."""
+"""Signal for which faulthandler is registered: it writes the stacks of all threads from C code, without needing the
+GIL."""
 STACKS_S = 1.0
 """CPU seconds between writing these stacks and the end of the process."""
 SIGEV_SIGNAL = 0
@@ -153,7 +155,7 @@ def pulse_deadline(config: Config) -> float:
 
 
 class Pulse:
-    """Detects from a thread that the event loop in which it is entered is blocked. Time in which the process or the
+    """Detects from a thread that an event loop is blocked; to be entered in that loop. Time in which the process or the
     thread did not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
 
     def __init__(self, deadline_s: float, strike: Callable[[DeadlineError], None], time: Callable[[], float]):

@@ -39,7 +39,8 @@ START_END_S = 5.0
 """Deadline for the process to exit, in seconds, if a signal arrives while Ray is starting, because Ray's library may
 ignore signals then."""
 LINGER_S = 10.0
-"""Deadline for the remaining tasks to end when the event loop is closed, in seconds; later ones are abandoned."""
+"""Deadline for the remaining tasks to end when the event loop is closed, in seconds; tasks that need longer are
+abandoned."""
 
 
 class Alarm:
@@ -62,8 +63,8 @@ class Alarm:
             self.rung.set_result(error)
 
     def ring_after(self, watch: Coroutine[object, None, SlimxError]) -> None:
-        """Runs `watch` in the background, and stops the run with the error that it returns, or that reports its
-        failure."""
+        """Runs `watch` in the background. Stops the run with the error that `watch` returns, or with an error about an
+        exception in it."""
 
         def ring(watched: asyncio.Task[SlimxError]) -> None:
             if watched.cancelled():
@@ -85,7 +86,7 @@ class Alarm:
         self._watches.add(task)
 
     def quiet(self) -> None:
-        """Stops all watches, because the parts of the run exit regularly from now on."""
+        """Stops all watches, because from now on the parts of the run are expected to exit."""
         for watch in self._watches:
             watch.cancel()
 

@@ -34,9 +34,9 @@ ENDED = (1, -signal.SIGABRT)
 LOG = "/python-core-driver-"
 """Part of the path of the log that Ray's library writes in a driver."""
 WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check failed")
-"""Messages in that log with which the library of ray 2.60 ends its process."""
+"""Pattern of the messages with which the library of ray 2.60 ends its process, in the log at `LOG`."""
 AGENT = re.compile(r"agent_name = (\w+)")
-"""Name of the agent whose death ended the raylet, in the raylet's log."""
+"""Pattern of the name of the agent whose death ended the raylet, in a raylet's log."""
 RAYLET_LINES = 1000
 """Number of last lines of a raylet's log that are searched for the agent: after the agent, workers may log their ends,
 too."""

@@ -116,8 +116,8 @@ class RankGroup:
         return self.started
 
     async def identify(self, deadline_s: float | None = None) -> None:
-        """Adds process id, machine and Ray node id of each rank to `started`, for which ranks need not be started, but
-        must have a process within `deadline_s` (default: the deadline of a start)."""
+        """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but they
+        must get a process within `deadline_s` seconds (default: the deadline for starting them)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
         what = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s
@@ -128,7 +128,7 @@ class RankGroup:
         self.started = [known | result for known, result in zip(previous, results, strict=True)]
 
     async def placed(self) -> int:
-        """Returns the number of ranks that have a process, for which Ray has found resources."""
+        """Returns the number of ranks that have a process, because Ray has found resources for them."""
         tasks = [asyncio.ensure_future(_result(actor.__ray_call__.remote(identity_of))) for actor in self.actors]
         try:
             done, _ = await asyncio.wait(tasks, timeout=PLACED_S)

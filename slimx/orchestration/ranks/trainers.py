@@ -166,17 +166,17 @@ class TrainerGroup(RankGroup):
         await self.call("model.refresh_reference", "the replacement of the reference", path=directory)
 
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
-        """Computes the log-probs of `batch` with the current weights, without training, and returns the gap to the
-        engines' log-probs over the tokens that `version` sampled. With `mismatch`, also returns metrics of the mismatch
-        over all tokens."""
+        """Computes the log-probs of `batch` with the current weights, without training. Returns metrics of the gap to
+        the engines' log-probs, over the tokens that `version` sampled. With `mismatch`, also compares the log-probs of
+        all trained tokens, whatever version sampled them."""
         per_rank = await self.sharded(self.folded(batch.shards))
         what = "the measurement of the log-prob gap"
         results = await self.call("model.measure_gap", what, per_rank=per_rank, version=version, mismatch=mismatch)
         return self.metrics_of(results)
 
     async def check_files(self, path: Path, records: Sequence[bytes]) -> None:
-        """Makes every rank verify a part of the files in checkpoint `path` by size and digest. `records`: encoded sizes
-        and digests of each rank's part."""
+        """Makes every rank verify some of the files of the checkpoint in `path` by their digests. `records`: for each
+        rank, encoded sizes and digests of its files."""
         per_rank = [(part,) for part in records]
         await self.call(
             "model.check_files", f"the verification of the files in {path}", per_rank=per_rank, path=str(path)
@@ -215,7 +215,7 @@ class TrainerGroup(RankGroup):
         await self.call("rank.offload", "the offloading of the trainers", weights=weights)
 
     async def reload(self) -> None:
-        """Loads everything that `offload` released back onto the devices."""
+        """Loads back onto the devices everything that `offload` has released."""
         await self.call("rank.reload", "the reloading of the trainers")
 
     async def memory(self) -> dict[str, float]:
@@ -252,8 +252,8 @@ class TrainerGroup(RankGroup):
         return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
-        """Sends the plans to all ranks. Before, determines for each plan if all ranks can write into each other's
-        memory, or only into the publisher's."""
+        """Determines for each plan if all ranks can write into each other's memory or only into the publisher's, and
+        then sends the plan to all ranks."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
             if publish is not None and not transport_of(publish).gathers:

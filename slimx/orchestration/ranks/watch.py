@@ -1,4 +1,4 @@
-"""Watches ranks, so that one that dies or stops responding is reported soon, and only that one.
+"""Watches ranks, so that a rank that dies or stops responding is reported soon, and no other rank is blamed.
 
 During a call, all ranks wait for the missing one, so the call's deadline names all of them. Between calls, each rank is
 pinged separately. A stopped process (SIGSTOP) on this machine is detected by its state, even during a call.

@@ -94,7 +94,7 @@ def _check_loadable(weights: Path, key: str) -> None:
 
 
 PACKAGES = ("torch", "ray", "sglang", "transformers", "pydantic", "numpy")
-"""Packages that must not be shadowed by a file of the same name in the working directory."""
+"""Packages that must not be shadowed by a single file of the same name on the import path."""
 
 LOADED = {
     "weights": "trainer.load",

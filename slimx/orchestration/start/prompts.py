@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES = "slimx.prompt_sources"
-"""Entry-point group of the classes of `DataSource`."""
+"""Entry-point group of classes that implement `DataSource`; the class named "mixed" mixes the prompts of
+`rollout.sources`."""
 
 
 def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:

@@ -108,8 +108,7 @@ class Records:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Marks what the `with` block does as phase `name` of step `step`, in the timeline, the live table and `slimx
-        status`."""
+        """Marks the `with` block as phase `name` of step `step`, in the timeline, the live table and `slimx status`."""
         self.table.phase(name)
         self._phase = name
         self._phases += 1

@@ -87,7 +87,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def reference_path(directory: Path, step: int) -> Path:
-    """Returns the directory that contains the reference since step `step` of the run in `directory`."""
+    """Returns the directory of the reference that was made after `step` steps of the run in `directory`."""
     return directory / f"reference-{step:06d}"
 
 

@@ -1,5 +1,4 @@
 """Checkpoints of the trainer in Megatron's torch_dist format.
 
-`state` defines the content, `save` copies it and writes it in the background, `load` reads it without executing code
-from it, `files` lists the files of a checkpoint. `files` needs neither torch nor megatron-core.
-"""
+`state` defines the content. `save` copies it and writes it in the background. `load` reads it without executing code
+from it. `files`, which needs neither torch nor megatron-core, records the files of a checkpoint and verifies them."""

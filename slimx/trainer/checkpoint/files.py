@@ -143,8 +143,8 @@ def decode_records(text: bytes) -> dict[str, FileRecord]:
 
 
 def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Writes the manifest into checkpoint `directory`, which marks the checkpoint as complete. `files`: size and digest
-    of each file, by path relative to `directory`."""
+    """Writes the manifest, which marks the checkpoint in `directory` as complete. `files`: size and digest of each
+    file, by path relative to `directory`."""
     write(directory / MANIFEST, encode_records(files))
 
 

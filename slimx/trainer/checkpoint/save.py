@@ -139,8 +139,7 @@ class Saver:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             reason += (
-                f"; this rank writes {_nbytes(contents)} bytes, and the disk has {shutil.disk_usage(directory).free} "
-                "bytes free"
+                f"; this rank writes {_nbytes(contents)} bytes, and only {shutil.disk_usage(directory).free} are free"
             )
             try:
                 files.write_failure(directory, self.rank, reason)

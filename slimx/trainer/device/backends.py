@@ -32,7 +32,8 @@ class Backends:
     """Kernels that the trainer of a run uses, the same on all ranks."""
 
     attention: Attention
-    """Name of a member of megatron-core's AttnBackend; with auto, Transformer Engine chooses."""
+    """Name of the attention backend in megatron-core's AttnBackend; with "auto", Transformer Engine chooses a
+    kernel."""
     dispatcher: Literal["alltoall", "flex"]
     flex_backend: Literal["deepep", "hybridep"]
     transformer_engine: bool

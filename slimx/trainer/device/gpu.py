@@ -88,8 +88,8 @@ class NvmlGpu:
         return self._query(self._nvml.nvmlDeviceGetTotalEccErrors, kind, since, default=0)
 
     def remapped_rows(self) -> tuple[bool, bool]:
-        """Returns two flags about defective rows of the GPU's memory: some wait for a reset to be remapped; remapping
-        some has failed."""
+        """Returns two flags about defective rows of the GPU's memory: True if rows wait for a reset to be remapped, and
+        True if remapping a row has failed."""
         rows = self._query(self._nvml.nvmlDeviceGetRemappedRows, default=(0, 0, False, False))
         return bool(rows[2]), bool(rows[3])
 
@@ -205,7 +205,7 @@ def set_affinity(
 
 
 class MemoryGuard:
-    """Check before a training step that the GPU has enough free memory."""
+    """Guard that checks before a training step that the GPU has enough free memory."""
 
     def __init__(self, gpu: NvmlGpu, margin: int, *, free_caches: Callable[[], None]):
         """Sets the limits of the check. `margin`: number of bytes that must be free; 0 disables the check.

@@ -233,9 +233,9 @@ class _TopIndices(NamedTuple):
     tensors."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
-    """Their indices in the chunk's rows of `Targets.top`, [C, k]."""
+    """Indices of the tokens in the chunk's rows of `Targets.top`, [C, k]."""
     columns: tuple[torch.Tensor, torch.Tensor]
-    """Their indices in the chunk's logits, [C, V / TP]."""
+    """Indices of the tokens in the chunk's logits, [C, V / TP]."""
 
 
 class _OutputLayer:

@@ -198,7 +198,7 @@ def check_megatron_fields(fields: Iterable[str], kind: type[TransformerConfig]) 
     for key in fields:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "; remove it"
             raise SlimxError(
                 f"trainer.megatron.{key} is not a field of megatron-core's {kind.__name__}{hint}",
                 code="trainer.megatron_field",

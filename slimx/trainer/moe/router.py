@@ -79,8 +79,8 @@ class RouterWatch:
         return RouterChoice(tokens, self.row, first=True)
 
     def finish(self, *, trainable: bool) -> None:
-        """Checks at the end of the pass that all calls to be recomputed were. If not, and the router is `trainable`,
-        raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires one."""
+        """Checks at the end of a pass that every checkpointed call was recomputed. If one was not and the router is
+        `trainable`, raises SlimxError: a checkpointed layer gets no gradient if nothing before it requires one."""
         if self._again and trainable:
             raise SlimxError(
                 f"{self.name} is trained, but the backward pass did not recompute its layer for {len(self._again)} "
@@ -108,8 +108,8 @@ class RouterChoice:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the selected entries of `scores` [t, experts] and their experts, both [t, k]. Has the signature of
-        megatron-core's RouterReplay, in whose place the router calls it."""
+        """Returns the selected entries of `scores` [t, experts] and their experts, both [t, k]. The router calls this
+        method in place of the one of megatron-core's RouterReplay, whose signature it has."""
         tokens = self.tokens
         row = self.row
         if row is not None and tokens.replayed is not None:

@@ -18,8 +18,8 @@ from slimx.errors import SlimxError
 
 def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
     """Returns the engine's routes in a micro-batch for `layers` (global indices), uint8 or int16 [layers, T, k]. Tokens
-    that are padding are distributed over all experts. Raises SlimxError if another token has no route, or if routes
-    have another shape than the model."""
+    that are padding are distributed over all experts. Raises SlimxError if another token has no route, or if the routes
+    do not fit the model."""
     count = len(batch.tokens)
     spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
     if not (known_routes(batch) | batch.padding).all():

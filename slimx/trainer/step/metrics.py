@@ -15,7 +15,7 @@ GAP_LIMIT = 1e-5
 
 
 def summed(metrics: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
-    """Sums the metrics of all micro-batches by name, to be summed over ranks, too."""
+    """Sums the metrics of all micro-batches by name. The results must be summed over ranks, too."""
     out: Sums = {}
     for name, first in metrics[0].items():
         total = first
@@ -90,7 +90,7 @@ def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def quotient(value: float, count: float) -> float:
-    """Returns value / count; NaN if `count` is 0, so nothing was measured."""
+    """Returns value / count; NaN if `count` is 0, because nothing was measured then."""
     return value / count if count else float("nan")
 
 
@@ -118,7 +118,7 @@ COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "c
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combines the metrics of the updates of a step.
 
-    Counts (`COUNTS`) are summed, the largest of maxima (`.../max`, `..._max`) is taken, and learning rates (`LAST`) are
+    Counts (`COUNTS`) are summed, of maxima (`.../max`, `..._max`) the largest is taken, and learning rates (`LAST`) are
     those of the last update. All other metrics are averaged over the updates that have them, without weights, because
     each update normalizes its loss separately and changes the weights once."""
     values: dict[str, list[float]] = {}

@@ -35,7 +35,8 @@ from slimx.errors import SlimxError
 from slimx.trainer.model.transformer import DTYPES
 
 STATES = "slimx.optimizer_states"
-"""Entry-point group of the subclasses of `ExternalState`, by the location of the optimizer's state."""
+"""Entry-point group of the subclasses of `ExternalState`. Their names are the locations of the state, such as
+"host"."""
 
 
 class ExternalState:
@@ -156,10 +157,10 @@ class OptimizerStep:
         key: str = "trainer.optimizer",
         metrics: str = "optim",
     ):
-        """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: its section of the configuration, at
-        key `key`. `named`: this rank's trainable parameters in the order of the forward pass, by their names in
-        messages. `group`: process group of all ranks of the model on the host. `metrics`: first component of the
-        metrics' names."""
+        """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: section of the configuration with
+        its settings, whose key is `key`. `named`: this rank's trainable parameters in the order of the forward pass, by
+        their names in messages. `group`: process group of all ranks of the model on the host. `metrics`: first
+        component of the metrics' names."""
         self.optimizer = optimizer
         self.options = options
         self.named = dict(named)
@@ -226,9 +227,9 @@ class OptimizerStep:
 def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> str:
     """Returns a description of where gradients are not finite, the same on all ranks. Collective.
 
-    Names the last affected parameter in the order of the forward pass: the backward pass reached it first, and the
-    parameters before it are affected as a consequence. Ranks of later pipeline stages have higher numbers, so it is
-    that of the last affected rank."""
+    On each rank, the last affected parameter in the order of the forward pass counts, because the backward pass reached
+    it first and affected the parameters before it as a consequence. Ranks of later pipeline stages have higher numbers,
+    so the description names the parameter of the affected rank with the highest number."""
     bad = [name for name, parameter in named.items() if not _finite(parameter)]
     last = bad[-1] if bad else None
     report = (last, len(bad), len(named))
