@@ -24,7 +24,7 @@ class Rounding:
     """No rounding: weights and activations are multiplied as they are. Base class of all roundings."""
 
     TOKENS: ClassVar[int] = 1
-    """The number of tokens on each rank must be divisible by this number."""
+    """Number by which the number of tokens on each rank must be divisible."""
     VARIABLES: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a trainer's process with a GPU needs, set before torch is imported."""
 
@@ -49,7 +49,8 @@ class Rounding:
         """Frees the rounded weights that the modules `chunks` cache from one micro-batch to the next."""
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns the size of these caches on a GPU for `elements` weights, in bytes."""
+        """Returns the size on a GPU of the rounded weights that modules cache between micro-batches, in bytes.
+        `elements`: number of weights."""
         return 0
 
 

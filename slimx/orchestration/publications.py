@@ -60,7 +60,8 @@ class Publications:
         """Releases the device memory of colocated engines."""
 
     async def wake(self) -> None:
-        """Restores the memory of colocated engines' weights without their contents; a publication must follow."""
+        """Allocates the memory of colocated engines' weights again, without restoring its contents; a publication must
+        follow."""
 
 
 class EnginePublications(Publications):
@@ -91,8 +92,8 @@ class EnginePublications(Publications):
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared
         self._based: dict[str, int] = {}
-        """Name of each engine that has received the base weights of the adapters -> number of its start at that time; a
-        restarted engine has another number."""
+        """Name of an engine -> its incarnation (the number of its start) that has received the base weights of the
+        adapters."""
         self._brought = False
         """True once these trainers have published their base weights, which engines compare with those of other
         policies."""

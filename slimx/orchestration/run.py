@@ -229,8 +229,9 @@ class Run:
         return batch
 
     def updates(self, groups: Sequence[Group]) -> StepRows:
-        """Returns the training rows of each policy and update from the groups of a step, after `algorithm.credit` has
-        assigned their rewards. Raises SlimxError if a user's credit or advantage hook has corrupted a group."""
+        """Returns the training rows of each policy and update from the groups of a step, with the rewards that
+        `algorithm.credit` assigns to the trajectories. Raises SlimxError if a user's credit or advantage hook has
+        corrupted a group."""
         algorithm = self.config.algorithm
         credits = credited(groups, algorithm.credit)
         rows = {name: policy.updates(credits) for name, policy in self.policies.items()}

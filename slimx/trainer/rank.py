@@ -44,7 +44,8 @@ class Role(Protocol):
 
 
 class TrainerRank:
-    """Roles of one rank, and what they share. Every operation is called on all ranks at the same time."""
+    """Roles of one rank, and the process groups and the device that they share. Every operation is called on all ranks
+    at the same time."""
 
     def __init__(self, config: Config, number: int, device: str):
         """Sets up the device. On CUDA, raises SlimxError for a defective GPU, restricts the process to the CPUs near

@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 STEPS_WITHOUT_SIGNAL = "optim/steps_without_signal"
-"""Metric that counts consecutive steps in which a policy learned nothing."""
+"""Name of the metric that counts consecutive steps in which a policy learned nothing."""
 GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 GRADIENT_NORM = "optim/grad_norm"
 

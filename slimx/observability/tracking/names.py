@@ -122,7 +122,8 @@ METRICS = (
     Metric("return/mean", "Mean return of trained tokens."),
     Metric(
         "covariance/{measure}",
-        "Covariance of log-prob and advantage: `mean`, `max`, and the fraction `selected` of tokens.",
+        "Covariance of log-prob and advantage at trained tokens: its `mean` and `max`, and the fraction of tokens "
+        "`selected` by their covariance.",
     ),
     Metric(
         "dpo/{measure}",

@@ -86,8 +86,8 @@ def _place_track(phases: list[Phase]) -> list[Placed]:
 
 
 def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
-    """Removes from `open_phases`, those of a lane that have not ended, the phases that end before `phase` starts.
-    Returns True if the remaining ones contain `phase` completely."""
+    """Removes from `open_phases`, the unfinished phases of a lane, those that end before `phase` starts. Returns True
+    if the remaining ones contain `phase` completely."""
     while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
         open_phases.pop()
     return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS

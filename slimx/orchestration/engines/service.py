@@ -62,7 +62,8 @@ class FrozenEngines:
         """Starts the servers of all groups and returns when they serve. From then on they are watched and restarted."""
 
     async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises SlimxError if the model of a started engine cannot be used with a policy that has `tokenizer`."""
+        """Raises SlimxError if the model of a group cannot be used with a policy that has `tokenizer`. Called when all
+        servers have started."""
 
     def scorer(self) -> Score | None:
         """Returns the function that scores finished rollouts with the frozen models; None if no group scores

@@ -33,11 +33,10 @@ class SharedEngines:
         self.membership = members
         self.owner = policies[0]
         self.based: dict[str, int] = {}
-        """Name of each engine that has received the base weights -> number of its start at that time; a restarted
-        engine has another number."""
+        """Name of an engine -> its incarnation (the number of its start) that has received the base weights."""
         self._loaded: dict[str, dict[str, int]] = {policy: {} for policy in policies}
-        """Policy -> name of each engine that has loaded the policy's adapters -> number of the engine's start at that
-        time."""
+        """Policy -> name of an engine -> its incarnation (the number of its start) that has loaded the policy's
+        adapters."""
         self._newest: dict[str, int] = {}
         """Policy -> step of its last publication."""
         self._deliver: dict[str, Deliver] = {}

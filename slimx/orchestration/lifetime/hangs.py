@@ -48,7 +48,7 @@ SIGNAL = signal.SIGRTMAX
 """Signal for which faulthandler is registered: it writes the stacks of all threads from C code, without needing the
 GIL."""
 STACKS_S = 1.0
-"""CPU seconds between writing these stacks and the end of the process."""
+"""CPU seconds between the signal that writes the stacks of all threads and the end of the process."""
 SIGEV_SIGNAL = 0
 SIGEV_THREAD = 2
 

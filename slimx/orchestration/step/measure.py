@@ -191,11 +191,11 @@ async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, f
 
 
 async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Lets an engine compute log-probs for a few of the step's rollouts with the current version, and returns their gap
-    to the trainers' log-probs.
+    """Makes an engine compute the log-probs of a few of the step's rollouts with the current version, and returns
+    metrics of the gap to the trainers' log-probs.
 
-    For steps whose trained tokens were all sampled by an older version: trainers and engines have the same weights only
-    after the next publication."""
+    Used after steps whose trained tokens were all sampled by an older version, because trainers and engines have the
+    same weights only after the next publication."""
     actor = run.policies[ACTOR]
     options = run.config.rollout
     count = max(options.gap_probe, actor.sizes.data)

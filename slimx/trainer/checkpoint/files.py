@@ -54,9 +54,9 @@ class Item(msgspec.Struct, frozen=True):
     """Index of the shard's first element in the tensor, by dimension; None for an object."""
     file: str
     position: int
-    """Offset in the file, in bytes."""
+    """Offset of the shard or object in `file`, in bytes."""
     length: int
-    """Length in the file, in bytes."""
+    """Length of the shard or object in `file`, in bytes."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -94,10 +94,10 @@ def choose_backends(
     fusion, why_fusion = _fusion(device, packages)
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":
-        why_dispatcher = f"the dispatcher of tokens is flex ({trainer.moe.flex_backend}), as configured"
+        why_dispatcher = f"the token dispatcher is flex ({trainer.moe.flex_backend}), as configured"
         _check_flex(trainer, device, packages)
     else:
-        why_dispatcher = "the dispatcher of tokens is alltoall, as configured"
+        why_dispatcher = "the token dispatcher is alltoall, as configured"
     why_rounding = rounding_of(trainer).reasons(device, engine=has_engine(device, packages))
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)

@@ -28,7 +28,7 @@ class StorageGroup:
 
     storages: list[torch.UntypedStorage]
     keep: bool
-    """True if their values are restored by reloading; False if they become zeros."""
+    """True if the values of the storages are restored by reloading; False if they become zeros."""
     sizes: list[int] = field(default_factory=list)
     """Size of each storage in bytes while the group is offloaded; empty otherwise."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -131,8 +131,8 @@ class PolicyModel(PolicyOutput, GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer with full recomputation, which 0.19.2 refuses if several decoder layers are recomputed
-    together."""
+    """megatron-core's MTP layer with full recomputation, which release 0.19.2 refuses if several decoder layers are
+    recomputed together."""
 
     def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":

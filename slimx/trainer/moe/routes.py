@@ -70,6 +70,6 @@ def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
 
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Extends the marks in `differs`, bool [T], to all later positions of the same sequence, because attention makes
-    these depend on the marked one. `lengths`: lengths of the sequences."""
+    """Extends the marks in `differs`, bool [T], to all later positions of the same sequence, because through attention
+    they depend on the marked position. `lengths`: lengths of the sequences."""
     return torch.cat([part.cummax(0).values for part in differs.to(torch.uint8).split(lengths)]).bool()

@@ -227,9 +227,9 @@ class OptimizerStep:
 def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> str:
     """Returns a description of where gradients are not finite, the same on all ranks. Collective.
 
-    On each rank, the last affected parameter in the order of the forward pass counts, because the backward pass reached
-    it first and affected the parameters before it as a consequence. Ranks of later pipeline stages have higher numbers,
-    so the description names the parameter of the affected rank with the highest number."""
+    The description names a parameter and its rank: the last affected parameter, in the order of the forward pass, on
+    the affected rank with the highest number. The backward pass reached this parameter first, because ranks of later
+    pipeline stages have higher numbers, and the parameters before it are affected as a consequence."""
     bad = [name for name, parameter in named.items() if not _finite(parameter)]
     last = bad[-1] if bad else None
     report = (last, len(bad), len(named))
