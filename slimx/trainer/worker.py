@@ -46,7 +46,8 @@ class TrainerWorker:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes `text` as a marker into the log, such as the step to which the following lines belong."""
+        """Writes a marker with `text` into the log, which names the step and phase that the following lines belong
+        to."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:

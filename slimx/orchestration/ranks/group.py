@@ -144,8 +144,8 @@ class RankGroup:
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     def mark(self, text: str) -> None:
-        """Writes `text` as a marker into the logs of all ranks, such as the step to which the following lines belong.
-        Returns without waiting for the ranks."""
+        """Writes a marker with `text` into the logs of all ranks, which names the step and phase that the following
+        lines belong to. Returns without waiting for the ranks."""
         for actor in self.actors:
             actor.mark.options(num_returns=0).remote(text)
 

@@ -304,9 +304,10 @@ class _OutputLayer:
         tail_grad: torch.Tensor | None,
         tail: torch.Tensor,
     ) -> None:
-        """Adds to `factor` [C, V / TP], by which the gradient of the logits multiplies the probabilities p, the terms
-        of the log-probs of `top` and of the tail, all other tokens together: d log p_i / d x_j = [i = j] - p_j, without
-        its first term, and d log p_tail / d x_j = [j in tail] p_j / p_tail - p_j."""
+        """Adds to `factor` [C, V / TP] the terms of the gradients of two log-probs with respect to the logits x: those
+        of the tokens in `top`, d log p_i / d x_j = [i = j] - p_j (without [i = j], which the caller adds), and that of
+        the tail, all other tokens together, d log p_tail / d x_j = [j in tail] p_j / p_tail - p_j. The gradient of the
+        logits is the factor times the probabilities p."""
         if top_grad is not None:
             factor.sub_(top_grad[part].sum(1, keepdim=True))
         if tail_grad is not None:
