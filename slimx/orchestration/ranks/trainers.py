@@ -49,8 +49,8 @@ class TrainerGroup(RankGroup):
         *,
         name: str = "trainer",
     ):
-        """Creates the actors without starting the ranks. `table`: weight table of the model. `plans`: how weights leave
-        the trainers, by use: "export", "publish" and "adapters"."""
+        """Creates the actors without starting the ranks. `table`: weight table of the model. `plans`: plans that define
+        how weights leave the trainers, by use: "export", "publish" and "adapters"."""
         critic = config.critic is not None and config.critic.placement == "shared"
         roles = ["model", "critic"] if critic else ["model"]
         super().__init__(name, config, sizes, log_dir, device, roles, worker)

@@ -53,8 +53,8 @@ class PreparedPolicy(ServedPolicy):
 
     sizes: Sizes
     plans: dict[str, Plan]
-    """How weights leave the trainers, by use: "export"; "publish" if there are engines; "adapters" if adapters are
-    published without the base weights."""
+    """Plans that define how weights leave the trainers, by use: "export"; "publish" if there are engines; "adapters" if
+    adapters are published without the base weights."""
     backends: Backends
     """Kernels that the trainers use, with the reason for each choice."""
     encoding: Encoding

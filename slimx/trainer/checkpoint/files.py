@@ -47,7 +47,7 @@ class Damaged(SlimxError):
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Where a shard of a tensor, or a serialized object, is stored in the files of a checkpoint."""
+    """Location of a shard of a tensor, or of a serialized object, in the files of a checkpoint."""
 
     key: str
     offset: list[int] | None
