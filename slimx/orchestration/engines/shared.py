@@ -58,7 +58,7 @@ class SharedEngines:
                 await self._deliver[behind](step)
             return done
 
-    def gave(self, policy: str, engine: EngineHandle) -> bool:
+    def record_adapters(self, policy: str, engine: EngineHandle) -> bool:
         """Records that `engine` has the adapters of `policy`. Returns True if the engine now has the adapters of every
         policy."""
         self._loaded[policy][engine.name] = engine.incarnation
@@ -97,7 +97,7 @@ class SharedMembers:
     async def admit(self, engine: EngineHandle) -> None:
         """Records that `engine` has a verified version of this policy's adapters, and adds it to the router if it has
         those of every policy. Raises ReceiverLost if the engine has been lost meanwhile."""
-        if self._shared.gave(self._policy, engine):
+        if self._shared.record_adapters(self._policy, engine):
             await self._members.admit(engine)
         elif not engine.standing.runs:
             raise ReceiverLost(
