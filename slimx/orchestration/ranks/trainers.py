@@ -58,7 +58,7 @@ class TrainerGroup(RankGroup):
         self.plans: Mapping[str, PlannedBuckets] = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.holders = 1
         """Number of ranks whose memory contains published buckets: 1 (only the publisher) or all ranks."""
-        self.folds = 1
+        self.shards_per_rank = 1
         """Number of batch shards that each data-parallel rank trains: 1, or more after the number of ranks was reduced.
         """
 
@@ -69,7 +69,7 @@ class TrainerGroup(RankGroup):
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})
         other.sizes = sizes
-        other.folds = self.folds * self.sizes.data // sizes.data
+        other.shards_per_rank = self.shards_per_rank * self.sizes.data // sizes.data
         other.logs = self.logs[: sizes.world]
         other.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         other.actors = other._launch()
@@ -82,25 +82,25 @@ class TrainerGroup(RankGroup):
         self.config = successor.config
         self.sizes = successor.sizes
         self.logs = successor.logs
-        self.folds = successor.folds
+        self.shards_per_rank = successor.shards_per_rank
         self.plans = successor.plans
         self.holders = successor.holders
 
     def folded[T](self, shards: Sequence[Sequence[T]]) -> list[list[T]]:
         """Merges the batch's shards into one list of micro-batches for each data-parallel rank."""
-        folds = self.folds
+        count = self.shards_per_rank
         by_rank = []
-        for first in range(0, len(shards), folds):
-            by_rank.append(list(chain.from_iterable(shards[first : first + folds])))
+        for first in range(0, len(shards), count):
+            by_rank.append(list(chain.from_iterable(shards[first : first + count])))
         return by_rank
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
         by_rank = super().by_shard(results)
-        if self.folds == 1:
+        if self.shards_per_rank == 1:
             return by_rank
         shards: list[Sequence[T]] = []
         for values in by_rank:
-            count = len(values) // self.folds
+            count = len(values) // self.shards_per_rank
             shards += [values[i : i + count] for i in range(0, len(values), count)]
         return shards
 

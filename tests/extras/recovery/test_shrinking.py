@@ -52,7 +52,7 @@ def test_what_cannot_shrink_or_was_never_seen_to_is_refused(
 
 def test_a_rank_for_several_takes_their_micro_batches_in_order() -> None:
     group = object.__new__(TrainerGroup)
-    group.sizes, group.folds = Sizes(data=2), 2
+    group.sizes, group.shards_per_rank = Sizes(data=2), 2
     shards = [[f"{shard}{batch}" for batch in range(3)] for shard in range(4)]
     folded = group.folded(shards)
     assert folded == [shards[0] + shards[1], shards[2] + shards[3]]
