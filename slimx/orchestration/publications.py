@@ -24,7 +24,7 @@ from slimx.runtime.tasks import in_thread, while_served
 
 type Deliver = Callable[[int], Awaitable[Publication]]
 """Function that publishes the weights of a step, and repeats that until at least one engine has them."""
-type Lasting = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
+type WithRetry = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
 """Function that awaits the result of its argument, a coroutine function that needs trainers, and calls it again if
 trainer ranks were lost and replaced meanwhile."""
 
@@ -36,7 +36,7 @@ async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
 class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
-    lasting: Lasting = staticmethod(_once)
+    with_retry: WithRetry = staticmethod(_once)
     """Function that awaits the result of a coroutine function that needs trainers. By default it calls it once; a
     `RankLossHandler` may call it again after replacing lost ranks."""
 
@@ -115,7 +115,7 @@ class EnginePublications(Publications):
     async def publish(self, step: int) -> Publication:
         """Publishes the weights after `step` steps as version `step`. If no engine can complete the publication, waits
         for engines to restart and publishes again."""
-        return await self.lasting(lambda: self._publish(step))
+        return await self.with_retry(lambda: self._publish(step))
 
     async def publish_metrics(self, step: int) -> dict[str, float]:
         return publication_metrics(await self.publish(step)) | self.engines.members.metrics()

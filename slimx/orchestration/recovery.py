@@ -41,7 +41,7 @@ class RankLossHandler:
         """Records a training step, so that new ranks can repeat it. `step`: number of steps completed before it.
         `version`: version of the engines' weights during the step. `metrics`: metrics of the step."""
 
-    async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
+    async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of `work`, which calls trainers. If ranks are lost and replaced meanwhile, calls `work`
         again."""
         return await work()

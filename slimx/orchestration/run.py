@@ -84,7 +84,7 @@ class Run:
         self.recovery = recovery
         records.entered = self._mark
         actor = self.policies[ACTOR]
-        actor.publications.lasting = recovery.lasting
+        actor.publications.with_retry = recovery.with_retry
         recovery.on_replaced = actor.publications.renew
         self.sampled = actor.engines is not None
         """True if engines generate rollouts; False if rollouts are replayed or the run needs none."""
@@ -302,7 +302,7 @@ class Run:
         with self.phase("save"):
             state = self.checkpoints.state(self.step, self.version, self.rollouts.state())
             async with self.trainers_turn():
-                await self.recovery.lasting(lambda: self.checkpoints.save(state))
+                await self.recovery.with_retry(lambda: self.checkpoints.save(state))
 
     async def finish_save(self) -> None:
         """Waits until the last checkpoint is written completely."""
@@ -329,11 +329,11 @@ class Run:
         """Exports the current weights to the Hugging Face directory `name` in the run's directory."""
         with self.phase("export"):
             async with self.trainers_turn():
-                await self.recovery.lasting(lambda: self.checkpoints.export(self.directory / name))
+                await self.recovery.with_retry(lambda: self.checkpoints.export(self.directory / name))
 
     async def trainer_metrics(self) -> dict[str, float]:
         """Returns the trainers' peak memory, and metrics about replaced ranks."""
-        memory = await metrics_of(self.policies, lambda policy: self.recovery.lasting(policy.trainers.memory))
+        memory = await metrics_of(self.policies, lambda policy: self.recovery.with_retry(policy.trainers.memory))
         return memory | self.recovery.metrics()
 
     # Records ----------------------------------------------------------------------------------------------------------

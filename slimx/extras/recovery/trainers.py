@@ -6,7 +6,7 @@
       they train the steps since then   on the batches kept by the driver; every metric must be the same
       the failed call is repeated
 
-Callers reach trainers through `lasting`, which waits during a replacement and repeats a failed call. No call reaches
+Callers reach trainers through `with_retry`, which waits during a replacement and repeats a failed call. No call reaches
 new ranks before they have the state of the old ones: until then the group's actors are the dead ones.
 """
 
@@ -96,7 +96,7 @@ class TrainerRecovery(RankLossHandler):
         every = self.options.mirror_every
         if every and step % every == 0:
             with phase("mirror"):
-                await self.lasting(lambda: self.mirrors.take(step))
+                await self.with_retry(lambda: self.mirrors.take(step))
 
     def bases(self) -> set[int]:
         bases = {self.ledger.base.step}
@@ -127,7 +127,7 @@ class TrainerRecovery(RankLossHandler):
 
     # Calls of trainers -----------------------------------------------------------------------------------------------
 
-    async def lasting[T](self, work: Callable[[], Awaitable[T]]) -> T:
+    async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """Returns the result of `work`, which calls trainers and can be repeated from its beginning. If ranks were lost
         meanwhile, an error is ignored and `work` is repeated with new ranks."""
         while True:

@@ -215,7 +215,7 @@ async def _probe_gap(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     version = run.version
     async with run.trainers_turn():
         batch = actor.packer(rows)
-        return await run.recovery.lasting(lambda: actor.trainers.measure_gap(batch, version=version))
+        return await run.recovery.with_retry(lambda: actor.trainers.measure_gap(batch, version=version))
 
 
 def check_gap(config: Config, metrics: Mapping[str, float], step: int) -> None:

@@ -26,7 +26,7 @@ async def refresh_reference(run: Run) -> None:
     if not run.due(run.config.algorithm.reference_refresh):
         return
     async with run.trainers_turn():
-        await run.recovery.lasting(run.policies[ACTOR].trainers.refresh_reference)
+        await run.recovery.with_retry(run.policies[ACTOR].trainers.refresh_reference)
     await run.export(reference_path(run.directory, run.step).name)
     every = run.config.algorithm.reference_refresh
     written = {run.step}

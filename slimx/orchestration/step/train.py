@@ -51,7 +51,7 @@ async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Bat
     if critic is None:
         step = run.step
         version = run.version
-        metrics = await run.recovery.lasting(lambda: _updates(run, groups, rows, batches))
+        metrics = await run.recovery.with_retry(lambda: _updates(run, groups, rows, batches))
         run.recovery.trained(step, version, batches[ACTOR], metrics)
         return metrics
     if critic.dedicated is None:
@@ -115,5 +115,5 @@ async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["polic
     """Returns the log-probs of `rows` with the policy's weights or the reference's."""
     actor = run.policies[ACTOR]
     batch = actor.packer(rows)
-    logprobs = await run.recovery.lasting(lambda: actor.trainers.logprobs(batch, under=under))
+    logprobs = await run.recovery.with_retry(lambda: actor.trainers.logprobs(batch, under=under))
     return batch.unpack(logprobs, rows)

@@ -170,15 +170,15 @@ class Stand:
         return self
 
     async def train(self, step: int) -> None:
-        metrics = await self.lasting(lambda: self.group.train_step([], step=step, version=step))
+        metrics = await self.with_retry(lambda: self.group.train_step([], step=step, version=step))
         self.recovery.trained(step, step, [], metrics)
 
     async def mirror(self, step: int) -> None:
         await self.recovery.after_step(step, nullcontext)
 
     async def save(self, step: int) -> None:
-        await self.lasting(lambda: self.checkpoints.save(state(step)))
+        await self.with_retry(lambda: self.checkpoints.save(state(step)))
 
-    async def lasting(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def with_retry(self, work: Callable[[], Awaitable[Any]]) -> Any:
         async with asyncio.timeout(60):
-            return await self.recovery.lasting(work)
+            return await self.recovery.with_retry(work)

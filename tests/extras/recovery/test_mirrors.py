@@ -151,7 +151,7 @@ async def test_mirrors_beyond_a_save_that_must_be_written_again_are_passed_over(
     stand, world = mirrored.stand, mirrored.stand.world
     await stand.train(0)
     world.writes = False
-    await stand.lasting(lambda: stand.checkpoints.save(state(1)))
+    await stand.with_retry(lambda: stand.checkpoints.save(state(1)))
     await stand.train(1)
     await mirrored.take(2)
     world.done.clear()

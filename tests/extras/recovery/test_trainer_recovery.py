@@ -69,7 +69,7 @@ async def test_a_failure_of_ranks_that_are_well_is_no_loss(tmp_path: Path) -> No
         raise SlimxError("a parameter is not finite", code="optim.skipped")
 
     with refused("optim.skipped"):
-        await stand.lasting(fails)
+        await stand.with_retry(fails)
     assert stand.recovery.replaced == 0
 
 
@@ -86,7 +86,7 @@ async def test_a_failure_that_a_death_caused_elsewhere_is_one(tmp_path: Path) ->
         stand.group.dead = len(errors) == 2
         raise errors.pop(0)
 
-    assert await stand.lasting(broken) == 7
+    assert await stand.with_retry(broken) == 7
     assert stand.recovery.replaced == 2
 
 

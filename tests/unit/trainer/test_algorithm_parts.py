@@ -180,11 +180,11 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     (rows,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
     trainers = FakeTrainers()
 
-    async def lasting(work):
+    async def with_retry(work):
         return await work()
 
     actor = SimpleNamespace(trainers=trainers, packer=lambda r: pack(r, data_size=2, max_tokens=4))
-    recovery = SimpleNamespace(lasting=lasting)
+    recovery = SimpleNamespace(with_retry=with_retry)
     run = SimpleNamespace(config=config, step=3, critic=None, policies={"actor": actor}, recovery=recovery)
     assert config.algorithm.needs_whole_step
     metrics = await estimate_advantages(run, groups, [rows])
@@ -204,7 +204,7 @@ class FakeRun:
     """Counts steps, and writes an empty directory for an export."""
 
     def __init__(self, directory: Path, refresh: int) -> None:
-        self.recovery = SimpleNamespace(bases=set, lasting=self.lasting)
+        self.recovery = SimpleNamespace(bases=set, with_retry=self.with_retry)
         self.directory, self.step, self.loaded = directory, 0, []
         self.config = config_of(algorithm__reference=True, algorithm__reference_refresh=refresh)
         self.policies = {"actor": SimpleNamespace(trainers=self)}
@@ -216,7 +216,7 @@ class FakeRun:
     async def trainers_turn(self) -> AsyncIterator[None]:
         yield
 
-    async def lasting(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def with_retry(self, work: Callable[[], Awaitable[None]]) -> None:
         await work()
 
     async def refresh_reference(self, path: Path | None = None) -> None:
