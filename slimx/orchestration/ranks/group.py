@@ -41,7 +41,7 @@ async def _result[T](reference: Awaitable[T]) -> T:
 class PendingCall:
     """A call that some ranks have not finished."""
 
-    what: str
+    description: str
     ranks: dict[Awaitable[object], int]
     """Reference of each result -> rank that computes it."""
 
@@ -119,9 +119,9 @@ class RankGroup:
         """Adds process id, machine and Ray node id of each rank to `started`. The ranks need not be started, but they
         must get a process within `deadline_s` seconds (default: the deadline for starting them)."""
         references = [actor.__ray_call__.remote(identity_of) for actor in self.actors]
-        what = f"the processes of the {self.name} ranks"
+        description = f"the processes of the {self.name} ranks"
         limit = deadline_s or self.start_deadline_s
-        self._merge_started(await self.answers(references, range(self.sizes.world), what, limit))
+        self._merge_started(await self.answers(references, range(self.sizes.world), description, limit))
 
     def _merge_started(self, results: Sequence[Json]) -> None:
         previous = self.started or [{} for _ in results]
@@ -152,7 +152,7 @@ class RankGroup:
     async def call(
         self,
         method: str,
-        what: str,
+        description: str,
         /,
         *,
         per_rank: Sequence[tuple[object, ...]] | None = None,
@@ -161,25 +161,30 @@ class RankGroup:
     ) -> list[Any]:
         """Calls an operation, named "role.method" (`slimx.trainer.operation`), on all ranks or on `ranks`, and returns
         their results in the same order. `per_rank`: positional arguments of each rank. `arguments`: keyword arguments,
-        the same for all ranks. `what`: description of the call for messages."""
+        the same for all ranks. `description`: the call as a noun phrase, for messages."""
         ranks = range(self.sizes.world) if ranks is None else ranks
         positional = per_rank or [()] * len(ranks)
         references = []
         for rank, values in zip(ranks, positional, strict=True):
             references.append(self.actors[rank].call.remote(method, *values, **arguments))
-        return await self.answers(references, ranks, what)
+        return await self.answers(references, ranks, description)
 
     async def answers[T](
-        self, references: Sequence[Awaitable[T]], ranks: Sequence[int], what: str, deadline_s: float | None = None
+        self,
+        references: Sequence[Awaitable[T]],
+        ranks: Sequence[int],
+        description: str,
+        deadline_s: float | None = None,
     ) -> list[T]:
-        """Returns the results of calls that were sent to `ranks`, in the same order. Until then, `what` is reported as
-        the current call. Raises DeadlineError naming the ranks that miss the deadline (default: `trainer.deadline`)."""
-        call = PendingCall(what, dict(zip(references, ranks, strict=True)))
+        """Returns the results of calls that were sent to `ranks`, in the same order. Until then, `description` is
+        reported as the current call. Raises DeadlineError naming the ranks that miss the deadline (default:
+        `trainer.deadline`)."""
+        call = PendingCall(description, dict(zip(references, ranks, strict=True)))
         self._calls.append(call)
         try:
             return await gather(
                 references,
-                what=what,
+                what=description,
                 holders=[self.holder(rank) for rank in ranks],
                 deadline_s=deadline_s or self.config.trainer.deadline,
                 logs=[self.logs[rank] for rank in ranks],
@@ -206,7 +211,7 @@ class RankGroup:
     @property
     def calling(self) -> str | None:
         """Description of the latest call that ranks are executing; None between calls."""
-        return self._calls[-1].what if self._calls else None
+        return self._calls[-1].description if self._calls else None
 
     def late(self) -> Json | None:
         """Returns the current call for `slimx status`; None between calls. `what`: description of the call. `ranks` and
@@ -218,7 +223,7 @@ class RankGroup:
         _, waiting = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         ranks = sorted(call.ranks[reference] for reference in waiting)
         return {
-            "what": call.what,
+            "what": call.description,
             "ranks": [self.holder(rank) for rank in ranks],
             "logs": [str(self.logs[rank]) for rank in ranks],
             "of": len(references),
