@@ -29,9 +29,9 @@ Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
 
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
-    """Returns a function that packs the rows of an update for the parallel sizes `sizes`, within the token limit and by
-    the balancing cost that section trainer of `config` sets. `spec`: model whose FLOPs are the cost if
-    `trainer.balance` is "flops"."""
+    """Returns a function that packs the rows of an update into micro-batches for the parallel sizes `sizes`. Section
+    trainer of `config` sets the token limit of a micro-batch and the cost that is balanced over data-parallel ranks.
+    `spec`: model whose FLOPs are the cost if `trainer.balance` is "flops"."""
     cost: Callable[[int], float] = float
     if config.trainer.balance == "flops":
         cost = sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)

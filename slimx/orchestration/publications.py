@@ -23,10 +23,10 @@ from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.tasks import in_thread, while_served
 
 type Deliver = Callable[[int], Awaitable[Publication]]
-"""Function that publishes the weights of a step, and repeats that until at least one engine has them."""
+"""Function that publishes the weights of a step, and retries until at least one engine has them."""
 type WithRetry = Callable[[Callable[[], Awaitable[Publication]]], Awaitable[Publication]]
-"""Function that awaits the result of its argument, a coroutine function that needs trainers, and calls it again if
-trainer ranks were lost and replaced meanwhile."""
+"""Function that calls its argument, a coroutine function that needs trainers, and returns its result. It calls the
+argument again if trainer ranks are lost and replaced during the call."""
 
 
 async def _once(work: Callable[[], Awaitable[Publication]]) -> Publication:
@@ -37,8 +37,8 @@ class Publications:
     """Publications of a policy's weights. This base class is used without engines and publishes nothing."""
 
     with_retry: WithRetry = staticmethod(_once)
-    """Function that awaits the result of a coroutine function that needs trainers. By default it calls it once; a
-    `RankLossHandler` may call it again after replacing lost ranks."""
+    """Function that calls a coroutine function that needs trainers: by default once, without retries.
+    `RankLossHandler.with_retry` calls it again after replacing lost ranks."""
 
     def renew(self) -> None:
         """Prepares for new trainer ranks, which have replaced lost ones."""
@@ -52,8 +52,8 @@ class Publications:
         return {}
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile. `step`: number
-        of completed steps; `training`: True if `work` changes the trainers' weights."""
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it.
+        `step`: number of completed steps. `training`: True if `work` changes the trainers' weights."""
         return await work
 
     async def sleep(self) -> None:
@@ -78,9 +78,9 @@ class EnginePublications(Publications):
         records: Records,
         shared: SharedEngines | None = None,
     ):
-        """Connects trainers and engines. `config`: configuration of the policy. `maker`: is notified of each published
-        version. `encoding`: encoding in which engines receive the weights. `shared`: if set, the engines also serve the
-        adapters of other policies."""
+        """Connects trainers and engines. `config`: configuration of the policy. `maker`: group maker that is notified
+        of each published version. `encoding`: encoding in which engines receive the weights. `shared`: if set, the
+        engines also serve the adapters of other policies."""
         self.policy = policy
         self.config = config
         self.engines = engines
@@ -132,7 +132,7 @@ class EnginePublications(Publications):
         return await self._shared.publish(self.policy, step)
 
     async def _deliver(self, step: int) -> Publication:
-        """Publishes the weights of `step`, and repeats that until at least one engine has completed the publication."""
+        """Publishes the weights of `step`, and retries until at least one engine has completed the publication."""
         self._maker.begun[self.policy] = step
         while True:
             if self.config.schedule.colocate:
@@ -173,13 +173,13 @@ class EnginePublications(Publications):
         self.engines.members.turn.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile and none can be
-        restarted.
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it and
+        none can be restarted.
 
-        If no engine serves and one restarts, the weights of `step` are published to it, with two exceptions: with
-        `training`, when the trainers' weights are between two versions, and while colocated engines sleep. Then the
-        next publication follows anyway. A delivery that stores versions sends the current one to every engine that
-        restarts while engines are awake."""
+        If no engine serves and one restarts, the weights of `step` are published to it, except in two cases, in which a
+        publication follows anyway: with `training`, when the trainers' weights are between two versions, and while
+        colocated engines sleep. If the delivery stores versions and the engines are awake, every engine that restarts
+        receives the current version from it."""
         if self._shared is not None and self._shared.owner != self.policy:
             return await work  # the owner of engines that several policies share watches them
         members = self.engines.members

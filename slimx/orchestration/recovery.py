@@ -33,17 +33,17 @@ class RankLossHandler:
         return await watch_ranks(self.trainers, self.trainers.config.trainer.watch_deadline)
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
-        """Starts to replace lost ranks from now on. The running ranks have the state after `step` steps, loaded from
-        `checkpoint`, or the initial weights if it is None. `checkpoints` will write later states. `same_layout`: True
-        if `checkpoint` was written with the current parallel sizes."""
+        """Enables the replacement of lost ranks from now on. The running ranks have the state after `step` steps,
+        loaded from `checkpoint`, or the initial weights if it is None. `checkpoints` will write later states.
+        `same_layout`: True if `checkpoint` was written with the current parallel sizes."""
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
         """Records a training step, so that new ranks can repeat it. `step`: number of steps completed before it.
         `version`: version of the engines' weights during the step. `metrics`: metrics of the step."""
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `work`, which calls trainers. If ranks are lost and replaced meanwhile, calls `work`
-        again."""
+        """Returns the result of `work`, which calls trainers. If ranks are lost and replaced during the call, calls
+        `work` again."""
         return await work()
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -51,7 +51,7 @@ class RankLossHandler:
         manager that marks a named phase of the step in the timeline."""
 
     def bases(self) -> set[int]:
-        """Returns the steps at whose states new ranks may start; the references of these steps must be kept."""
+        """Returns the steps whose states new ranks may start from; the references of these steps must be kept."""
         return set()
 
     def metrics(self) -> dict[str, float]:

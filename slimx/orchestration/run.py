@@ -143,8 +143,8 @@ class Run:
     # Waiting ----------------------------------------------------------------------------------------------------------
 
     async def watched[T](self, work: Awaitable[T], *, training: bool = False) -> T:
-        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost meanwhile; see
-        `EnginePublications.watched`."""
+        """Returns the result of `work`. Raises SlimxError if all engines of the run are lost while waiting for it
+        (`EnginePublications.watched`). `training`: True if `work` changes the trainers' weights."""
         for policy in self.policies.values():
             work = policy.publications.watched(work, self.step, training=training)
         return await work
@@ -200,7 +200,8 @@ class Run:
         return groups
 
     def _in_flight(self) -> str:
-        """Returns a message about the requests that are lost with the router, and the groups that they belong to."""
+        """Returns a message, for the loss of the router, about the requests in flight and the groups that they belong
+        to."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
         groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]
@@ -261,7 +262,7 @@ class Run:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Marks the part of a step in which trainers compute. Colocated trainers use the devices of the engines, which
-        sleep meanwhile."""
+        sleep until it ends."""
         colocated = self.config.schedule.colocate
         if colocated:
             with self.phase("sleep"):
@@ -276,7 +277,8 @@ class Run:
     @asynccontextmanager
     async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
         """Gives the trainers their devices for work between two steps, such as a checkpoint. Colocated engines sleep
-        meanwhile and then receive the current weights again; `publish=False` leaves that to a later publication."""
+        during that work and then receive the current weights again; `publish=False` leaves that to a later
+        publication."""
         if not self.config.schedule.colocate:
             yield
             return

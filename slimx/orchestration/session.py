@@ -78,7 +78,7 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     check_start(config, directory, saves)  # before the slow reading of models; `resume_point` checks again
     prepared = check_run(config)
     with begun(directory):
-        (directory / FILE).unlink(missing_ok=True)  # of an earlier process; `slimx status` would show it
+        (directory / FILE).unlink(missing_ok=True)  # an earlier process's file, which `slimx status` would show
         with open_events(config, partial(_say, console)) as events:
             while True:
                 try:
@@ -130,8 +130,8 @@ def _attempt(
 
 def _skip_damaged(error: Damaged, saves: Saves, strategy: str) -> str:
     """Renames a damaged checkpoint, so that the run resumes from the previous one, and returns a message about it.
-    Raises `error` if `strategy` (`checkpoint.damaged`) is not "skip", if the checkpoint is another run's, or if there
-    is no previous one."""
+    Raises `error` if `strategy` (`checkpoint.damaged`) is not "skip", if the checkpoint belongs to another run, or if
+    there is no previous one."""
     forked = error.checkpoint.parent != saves.directory
     aside = None
     if strategy == "skip" and not forked:
@@ -309,7 +309,7 @@ async def start_parts(
     shared = []
     if config.schedule.colocate:
         # Engines are placed on the trainers' GPUs, which are known once the trainers have started. SGLang sizes its KV
-        # cache by the free memory at its start, so the trainers must be offloaded before.
+        # cache by the free memory at its start, so the trainers must be offloaded first.
         await together(starting)
         starting = []
         if service.device == "cuda":

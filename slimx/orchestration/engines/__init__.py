@@ -1,1 +1,1 @@
-"""Engines of a run: those that serve trained policies, frozen ones, and those of commands without trainers."""
+"""Engines of a run, which serve its trained policies or frozen models, and engines of commands without trainers."""

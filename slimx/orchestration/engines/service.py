@@ -87,8 +87,8 @@ class EngineService:
             await service.open(context)
             maker = service.make_maker()
 
-    Leaving the block stops everything in reverse order. If that fails, too, the error that ended the block is raised
-    nevertheless."""
+    Leaving the block stops everything in reverse order. If stopping fails as well, the error that ended the block is
+    still the one raised."""
 
     def __init__(
         self,
@@ -241,9 +241,9 @@ def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Ca
 
 
 async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
-    """Raises SlimxError naming an engine on another machine than the publisher, the trainer rank that packs the
-    weights, if `publish.transport` works only within one machine. Called as soon as Ray has placed the actors, before
-    weights are loaded."""
+    """Raises SlimxError naming an engine that is on a different machine from the publisher (the trainer rank that packs
+    the weights), if `publish.transport` works only within one machine. Called as soon as Ray has placed the actors,
+    before weights are loaded."""
     config = engines.config
     if not config.publish.one_machine:
         return
@@ -284,8 +284,9 @@ async def check_reach(trainers: RankGroup, engines: EngineGroup) -> None:
 
 
 def refuse_elsewhere(transport: str, publisher: str, remote: Mapping[str, str]) -> None:
-    """Raises SlimxError if engines are on another machine than the publisher, naming one of them. `remote`: addresses
-    of these engines by name. `publisher`: address of the publisher. `transport`: value of `publish.transport`."""
+    """Raises SlimxError naming an engine that is on a different machine from the publisher, if there is one. `remote`:
+    addresses of all such engines by name. `publisher`: address of the publisher. `transport`: value of
+    `publish.transport`."""
     for name, engine in remote.items():
         raise SlimxError(
             f"publish.transport={transport} works only within one machine, but engine {name} is on {engine} and "

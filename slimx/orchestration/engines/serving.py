@@ -26,8 +26,8 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.parties import ReceiverLost
 
 READING = 8
-"""Number of threads that check the weight files of a directory; a single thread would delay the servers of models with
-hundreds of GB."""
+"""Number of threads that check the weight files of a directory; with a single thread, the servers of a model with
+hundreds of GB would wait for the check."""
 
 
 @asynccontextmanager
@@ -64,8 +64,8 @@ async def _stamp_version_0(engine: EngineHandle) -> None:
 
 
 async def check_stored(model: str, groups: Iterable[Engines]) -> None:
-    """Checks, while the servers of `groups` start, the safetensors files that they load: those of the group's own
-    model, else of `model`. Raises SlimxError for weights that are NaN or infinite, because SGLang would serve them
+    """Checks the safetensors files that the servers of `groups` load, while these servers start. A group loads its own
+    model if it has one, else `model`. Raises SlimxError if a weight is NaN or infinite, because SGLang would serve it
     without an error."""
     directories = set()
     for group in groups:
@@ -85,7 +85,7 @@ async def _check(reader: CheckpointReader, names: Iterator[str]) -> None:
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
-    """Adds all started engines that do not serve yet to the router, with the weights that they loaded themselves.
+    """Adds every engine that has started but does not serve yet to the router, with the weights that it loaded itself.
     `prepare` is awaited for each engine before it is added."""
     for engine in group.members.joining():
         with suppress(ReceiverLost):  # the engine was lost again, and may be restarted

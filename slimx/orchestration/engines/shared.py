@@ -5,7 +5,7 @@
 Publications of the policies alternate, and an engine receives requests once it has the adapters of all policies. Each
 policy has a publisher with its own versions. The first publication of each policy also contains the base weights, which
 the engine compares with those that it has. A restarted engine has no weights: the first policy to publish sends it the
-base, and policies whose current version is published already publish it again.
+base, and policies that have already published their current version publish it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slimx.reshard.manifest import Publication
 from slimx.reshard.parties import ReceiverLost
 
 Deliver = Callable[[int], Awaitable[Publication]]
-"""Function that publishes the weights of a step, and repeats that until at least one engine has them."""
+"""Function that publishes the weights of a step, and retries until at least one engine has them."""
 
 
 class SharedEngines:
@@ -28,8 +28,8 @@ class SharedEngines:
     received."""
 
     def __init__(self, members: Membership, policies: Sequence[str]):
-        """Creates the record without weights. `members`: engines of the group. `policies`: names of the policies, of
-        which the first owns the engines."""
+        """Creates an empty record. `members`: engines of the group. `policies`: names of the policies, of which the
+        first owns the engines."""
         self.membership = members
         self.owner = policies[0]
         self.based: dict[str, int] = {}
@@ -49,8 +49,8 @@ class SharedEngines:
         return SharedMembers(self, policy)
 
     async def publish(self, policy: str, step: int) -> Publication:
-        """Publishes the weights of `policy` for `step`, one policy at a time. Then publishes again the weights of other
-        policies for the same `step` if a restarted engine lacks them."""
+        """Publishes the weights of `policy` for `step`, and then publishes the weights of other policies for the same
+        step again if a restarted engine lacks them. Calls run one at a time."""
         async with self._turn:
             done = await self._deliver[policy](step)
             self._newest[policy] = step
@@ -96,7 +96,7 @@ class SharedMembers:
 
     async def admit(self, engine: EngineHandle) -> None:
         """Records that `engine` has a verified version of this policy's adapters, and adds it to the router if it has
-        those of every policy. Raises ReceiverLost if the engine has been lost meanwhile."""
+        those of every policy. Raises ReceiverLost if the engine has been lost in the meantime."""
         if self._shared.record_adapters(self._policy, engine):
             await self._members.admit(engine)
         elif not engine.standing.runs:

@@ -43,7 +43,7 @@ LOOK_S = 0.5
 """Interval between two checks of the event loop, in seconds."""
 STRIKE_S = 60.0
 """CPU seconds added to the countdown of `GilWatch` while the pulse's thread writes the stacks and the message, because
-the blocked loop may use CPU time meanwhile."""
+the blocked loop may use CPU time in the meantime."""
 SIGNAL = signal.SIGRTMAX
 """Signal for which faulthandler is registered: it writes the stacks of all threads from C code, without needing the
 GIL."""
@@ -155,8 +155,8 @@ def pulse_deadline(config: Config) -> float:
 
 
 class Pulse:
-    """Detects from a thread that an event loop is blocked; to be entered in that loop. Time in which the process or the
-    thread did not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
+    """Detects from a thread that an event loop is blocked; must be entered in that loop. Time during which the process
+    or the thread did not run (SIGSTOP, garbage collection) does not count: see RunningClock."""
 
     def __init__(self, deadline_s: float, strike: Callable[[DeadlineError], None], time: Callable[[], float]):
         """Sets the deadline. `strike` is called once, in the thread, if the loop is blocked for `deadline_s` seconds,

@@ -26,7 +26,7 @@ KILL_S = 10.0
 
 
 def watch_over_this_process() -> None:
-    """Starts a child process that kills what this process leaves behind when it ends."""
+    """Starts a child process that kills the descendants of this process that outlive it."""
     subprocess.Popen(
         python_argv(__name__, str(os.getpid())),
         env=child_environment(os.environ),

@@ -63,8 +63,8 @@ class Alarm:
             self.rung.set_result(error)
 
     def ring_after(self, watch: Coroutine[object, None, SlimxError]) -> None:
-        """Runs `watch` in the background. Stops the run with the error that `watch` returns, or with an error about an
-        exception in it."""
+        """Runs `watch` in the background. Stops the run with the error that `watch` returns; if `watch` raises an
+        exception, with an error that reports it."""
 
         def ring(watched: asyncio.Task[SlimxError]) -> None:
             if watched.cancelled():
@@ -95,8 +95,8 @@ async def _nothing(error: BaseException) -> None: ...
 
 
 class EndingStack(AsyncExitStack):
-    """An exit stack that first stops the alarm's watches: closing a part ends other parts, which must not count as
-    lost. Then it reports how the run ends, so that the deadline for stopping starts before any part is closed."""
+    """An exit stack that first stops the alarm's watches: closing one part of the run ends others, which must not count
+    as lost. Then it reports how the run ends, so that the deadline for stopping starts before any part is closed."""
 
     def __init__(self, alarm: Alarm, failing: Callable[[BaseException], Awaitable[None]] = _nothing):
         """Creates the stack. If the run ends with an error, `failing` is called with it while all parts are still
@@ -173,8 +173,8 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
 
 
 def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work, watchdog: Watchdog) -> Work:
-    """Wraps `work` so that it stops when a process of Ray is lost, and so that the process is killed when the event
-    loop is blocked."""
+    """Wraps `work` so that it is stopped when one of Ray's `processes` is lost, and `watchdog` kills this process when
+    the event loop is blocked."""
 
     def strike(error: DeadlineError) -> None:
         asyncio.run(keep_stacks(Path(config.run.dir), partial(print, file=sys.stderr), error))

@@ -27,8 +27,8 @@ from slimx.runtime.process import end_with_parent
 LOOK_S = 2.0
 """Interval between two searches for the log that Ray's library writes in the driver, in seconds."""
 SENT = (0, -1, -6)
-"""Values of `si_code` of signals that a process has sent (SI_USER, SI_QUEUE, SI_TKILL), and that are forwarded. Signals
-of a terminal reach the driver directly."""
+"""Values of `si_code` for signals that were sent by a process (SI_USER, SI_QUEUE, SI_TKILL); only these are forwarded.
+Signals of a terminal reach the driver directly."""
 ENDED = (1, -signal.SIGABRT)
 """Exit statuses with which Ray's library ends its process."""
 LOG = "/python-core-driver-"
@@ -38,8 +38,8 @@ WORDS = re.compile(r"Terminate the process|Exiting because the Raylet|Check fail
 AGENT = re.compile(r"agent_name = (\w+)")
 """Pattern of the name of the agent whose death ended the raylet, in a raylet's log."""
 RAYLET_LINES = 1000
-"""Number of last lines of a raylet's log that are searched for the agent: after the agent, workers may log their ends,
-too."""
+"""Number of last lines of a raylet's log that are searched for the agent: workers may log their own exits after the
+agent's."""
 
 
 def supervised() -> Callable[[], object]:
@@ -84,8 +84,8 @@ def _written(pipe: int) -> bool:
 
 
 def _wait(driver: int) -> tuple[int, Path | None]:
-    """Forwards signals to the driver until it exits. Returns its exit status and the log of Ray's library in it, if one
-    was found."""
+    """Forwards signals to the driver until it exits. Returns its exit status, and the path of the log that Ray's
+    library wrote in it, if one was found."""
     log: Path | None = None
     while True:
         if log is None:
@@ -101,8 +101,8 @@ def _wait(driver: int) -> tuple[int, Path | None]:
 
 
 def _log_of(driver: int) -> Path | None:
-    """Returns the log that Ray's library has open in the driver; None before Ray has started."""
-    with contextlib.suppress(OSError):  # files may be closed and the driver may exit meanwhile
+    """Returns the path of the log that Ray's library has open in the driver; None before Ray has started."""
+    with contextlib.suppress(OSError):  # files may be closed and the driver may exit during this
         for file in Path(f"/proc/{driver}/fd").iterdir():
             path = os.readlink(file)
             if LOG in path:

@@ -1,1 +1,1 @@
-"""Groups of trainer ranks, the Ray actors of one torch.distributed world each."""
+"""Groups of trainer ranks. Each group consists of the Ray actors of one torch.distributed world."""

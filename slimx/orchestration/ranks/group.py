@@ -76,7 +76,7 @@ class RankGroup:
         self.actors = self._launch()
         self.started: list[Json] = []
         """Information about each rank, merged from the results of `start` and `identify`, such as its process id; []
-        before."""
+        until one of them returns."""
         self._calls: list[PendingCall] = []
 
     def _launch(self) -> list[Actor]:
@@ -101,7 +101,7 @@ class RankGroup:
         return other
 
     def adopt(self, successor: RankGroup) -> None:
-        """Replaces the ranks of this group by the started ranks of `successor`."""
+        """Replaces the ranks of this group with the started ranks of `successor`."""
         self.actors = successor.actors
         self.started = successor.started
 
@@ -144,8 +144,8 @@ class RankGroup:
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     def mark(self, text: str) -> None:
-        """Writes a marker with `text` into the logs of all ranks, which names the step and phase that the following
-        lines belong to. Returns without waiting for the ranks."""
+        """Writes a marker line with `text`, the step and phase that the following lines belong to, into the logs of all
+        ranks. Returns without waiting for the ranks."""
         for actor in self.actors:
             actor.mark.options(num_returns=0).remote(text)
 
@@ -256,8 +256,8 @@ class RankGroup:
         return results[self.sizes.stage * (self.sizes.pipeline - 1)]
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-        """Selects per-token results by data-parallel shard: each is the result of a rank of the last pipeline stage
-        that has all tokens of the shard."""
+        """Selects the per-token results of each data-parallel shard, from a rank of the last pipeline stage that has
+        all tokens of the shard."""
         last = self.sizes.stage * (self.sizes.pipeline - 1)
         return [results[last + data * self.sizes.tensor * self.sizes.context] for data in range(self.sizes.data)]
 

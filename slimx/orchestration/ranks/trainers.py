@@ -106,8 +106,8 @@ class TrainerGroup(RankGroup):
 
     async def start(self) -> list[Json]:
         """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
-        such as its process id and machine. Raises SlimxError if a rank computes by another numerical contract than
-        this process."""
+        such as its process id and machine. Raises SlimxError if a rank uses a different numerical contract from this
+        process."""
         started = await super().start()
         contract = mode_of(self.config).contract(self.config.numerics.dtype)
         for rank, result in enumerate(started):
@@ -160,7 +160,7 @@ class TrainerGroup(RankGroup):
         return [list(shard) for shard in self.by_shard(results)]
 
     async def refresh_reference(self, path: Path | None = None) -> None:
-        """Replaces the reference by the weights in the Hugging Face directory `path`; by default, by the current
+        """Replaces the reference with the weights in the Hugging Face directory `path`; by default, with the current
         weights."""
         directory = None if path is None else str(path)
         await self.call("model.refresh_reference", "the replacement of the reference", path=directory)
@@ -211,7 +211,7 @@ class TrainerGroup(RankGroup):
 
     async def offload(self, *, weights: bool = True) -> None:
         """Releases the trainers' device memory for colocated engines. `weights=False` keeps the weights on the devices,
-        from where they are published next."""
+        for a publication that follows."""
         await self.call("rank.offload", "the offloading of the trainers", weights=weights)
 
     async def reload(self) -> None:
@@ -252,8 +252,8 @@ class TrainerGroup(RankGroup):
         return range(1 if name == "export" else self.holders)
 
     async def _prepare(self) -> None:
-        """Determines for each plan if all ranks can write into each other's memory or only into the publisher's, and
-        then sends the plan to all ranks."""
+        """Determines for each plan whether all ranks can write into each other's memory or only into the publisher's,
+        and then sends the plan to all ranks."""
         for name, buckets in self.plans.items():
             publish = None if name == "export" else self.config.publish
             if publish is not None and not transport_of(publish).gathers:

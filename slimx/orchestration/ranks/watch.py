@@ -20,8 +20,8 @@ from slimx.runtime.tasks import first_of
 LOOK_S = 0.5
 """Interval between two checks of a rank that has not responded, in seconds."""
 PING_S = 1.0
-"""Minimum interval between two pings of a rank, in seconds; large groups have a longer one, at which 100 ranks are
-pinged per second."""
+"""Minimum interval between two pings of a rank, in seconds; large groups use a longer one, so that 100 ranks are pinged
+per second."""
 
 
 async def watch_ranks(group: RankGroup, deadline_s: float) -> SlimxError:

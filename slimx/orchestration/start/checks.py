@@ -148,7 +148,7 @@ def generation_config(config: Config, checkpoint: Path | None) -> Config:
 def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
     """Returns the configuration of `slimx eval` with engines that load `checkpoint`. Raises SlimxError if it cannot
     start."""
-    options = config.eval.model_copy(update={"every": None})  # as a run need not evaluate in training
+    options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
     config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
     if not config.eval.files:
         raise SlimxError(

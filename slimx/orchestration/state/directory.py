@@ -59,7 +59,7 @@ def check_start(config: Config, directory: Path, saves: Saves) -> None:
         checkpoint = Saves(Path(fork) / "checkpoints", keep=1).newest()
         hint = "set it to a RUN/checkpoints/iter_NNNNNNN"
         if checkpoint is not None:
-            hint = f"set it to the newest one in there, {checkpoint}"
+            hint = f"set it to the newest checkpoint of that run, {checkpoint}"
         raise SlimxError(f"run.fork: {fork} is not a complete checkpoint; {hint}", code="run.fork", about=fork)
 
 
@@ -162,7 +162,7 @@ def begun(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryContents:
-    """Contents of a run's directory before a start, as far as they are needed to restore them."""
+    """The parts of a run directory's contents that must be restored if a start is refused."""
 
     missing: list[Path]
     """The directory and those of its parents that did not exist, innermost first."""

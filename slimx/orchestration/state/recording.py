@@ -193,7 +193,7 @@ class Records:
         self._saving.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def kept(self) -> None:
-        """Waits until everything is saved that `keep` and `keep_trained` have started to save. Raises SlimxError if
+        """Waits until everything that `keep` and `keep_trained` have started to save is saved. Raises SlimxError if
         that fails."""
         if self._saving is not None:
             await self._saving
@@ -241,7 +241,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def summary(directory: Path) -> Json:
-    """Computes the summary of a finished run from its metrics.jsonl: a value by description."""
+    """Computes the summary of a finished run, values by their descriptions, from its metrics.jsonl."""
     rows = []
     with (directory / "metrics.jsonl").open() as file:
         for line in file:

@@ -18,7 +18,7 @@ from slimx.trainer.checkpoint import files
 
 
 class SavedPolicy(Protocol):
-    """A trained policy as far as `check_resume` needs it: its configuration and its parallel sizes."""
+    """The parts of a trained policy that `check_resume` needs: its configuration and its parallel sizes."""
 
     @property
     def config(self) -> Config: ...
@@ -60,7 +60,7 @@ def layout_of(sizes: Sizes) -> Json:
 def check_resume(path: Path, state: RunState, policies: Mapping[str, SavedPolicy], critic: Sizes | None = None) -> None:
     """Checks, before anything is started, that a run that trains `policies` can resume from checkpoint `path`, whose
     run state is `state`. `critic`: parallel sizes of the run's critic, if any. Raises SlimxError naming what differs,
-    or the file that is missing or has another size."""
+    or the file that is missing or has the wrong size."""
     config = policies[ACTOR].config
     files.check_sizes(path, files.read_manifest(path))
     if "replay" in state.rollouts and not config.rollout.replay:

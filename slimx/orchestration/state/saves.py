@@ -11,7 +11,7 @@
             slimx/manifest.json              size and digest of every file; written last
 
 A save writes into `iter_0000040.partial` and renames this directory when everything is on disk. If the run is killed
-before, the last complete checkpoint is still the newest.
+before the rename, the previous complete checkpoint remains the newest.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Saves:
         return partial
 
     def commit(self, partial: Path, driver_files: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
-        """Completes a save: adds `driver_files`, contents by path, to the files that ranks have `written`, renames the
-        directory to its final name, which it returns, and removes checkpoints that are not kept."""
+        """Completes a save and returns the checkpoint's final path: adds `driver_files`, contents by path, to the files
+        that ranks have `written`, renames the directory, and removes checkpoints that need not be kept."""
         for reports in list(partial.rglob(REPORTS)):
             shutil.rmtree(reports)
         records = dict(written)
@@ -171,8 +171,8 @@ def saved_step(directory: Path) -> int:
 
 
 def read_state(path: Path) -> RunState:
-    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if another
-    release of slimx wrote other fields."""
+    """Reads the run's state from checkpoint `path`. Raises Damaged naming a damaged file, and SlimxError if a release
+    of slimx with different fields wrote it."""
     fields = _read(path, _RUN, json.loads)
     tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:
@@ -180,8 +180,8 @@ def read_state(path: Path) -> RunState:
         return RunState(**fields)
     except (TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path / _RUN} has other fields than this release of slimx expects ({error}); use the release that "
-            "wrote it, or start a new run from its weights (trainer.load)",
+            f"{path / _RUN} does not have the fields that this release of slimx expects ({error}); use the release "
+            "that wrote it, or start a new run from its weights (trainer.load)",
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""Metrics of a step's groups: rewards, lengths, dropped groups and staleness. Also measures the log-prob gap in steps
-whose trained tokens cannot show it."""
+"""Metrics of a step's groups: rewards, lengths, dropped groups and staleness. Also measures the log-prob gap after
+steps that trained no token of the current version."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 
 async def measure_gap(run: Run, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Measures the log-prob gap after a step in whose `metrics` no trained token shows it, and returns the gap metrics;
-    {} after other steps. Raises SlimxError if exact mode has a gap."""
+    """Measures the log-prob gap after a step that trained no token of the current version (`gap/tokens` is 0 in
+    `metrics`), and returns the gap metrics; {} after any other step. Raises SlimxError if exact mode has a gap."""
     if not run.sampled:
         return {}
     probed: dict[str, float] = {}

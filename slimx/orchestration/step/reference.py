@@ -1,7 +1,7 @@
-"""Periodic replacement of the reference by the policy's current weights (`algorithm.reference_refresh`).
+"""Periodic replacement of the reference model with the policy's current weights (`algorithm.reference_refresh`).
 
 A checkpoint contains only the policy, so each new reference is also written as RUN/reference-NNNNNN for runs that
-resume. A run that forks a checkpoint copies the reference of the other run. References that no checkpoint needs are
+resume. A run that forks another run's checkpoint copies that run's reference. References that no checkpoint needs are
 removed."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
 
 
 async def refresh_reference(run: Run) -> None:
-    """Makes the current weights the reference and saves them, if that is due after the current step, and removes
-    references that are no longer needed."""
+    """Refreshes the reference if that is due after the current step: makes the current weights the reference, saves
+    them, and removes references that are no longer needed."""
     if not run.due(run.config.algorithm.reference_refresh):
         return
     async with run.trainers_turn():
@@ -45,7 +45,7 @@ async def refresh_reference(run: Run) -> None:
 
 async def restore_reference(run: Run, checkpoint: Path) -> None:
     """Loads the reference that belongs to `checkpoint`, from which `run` has resumed. Before the first replacement, the
-    reference is the initial weights, with which trainers start anyway. Raises SlimxError if the reference is missing.
+    reference is the initial weights, which trainers have loaded already. Raises SlimxError if the reference is missing.
     """
     every = run.config.algorithm.reference_refresh
     last = reference_step(run.step, every)

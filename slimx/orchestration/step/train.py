@@ -42,7 +42,7 @@ async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[
 
 
 async def _train(run: Run, groups: Sequence[Group], rows: StepRows, batches: Batches) -> dict[str, float]:
-    """Trains all policies concurrently, and the critic: also concurrently if it has dedicated ranks, else after the
+    """Trains all policies concurrently. A critic is trained at the same time if it has dedicated ranks, else after the
     policy. Returns the metrics.
 
     `rows` and `batches`: the updates of `groups` for each policy, before and after packing. While the critic warms up,
@@ -107,7 +107,7 @@ async def estimate_advantages(
         values=values,
         seed=(run.config.run.seed, run.step),
     )
-    # In a thread, because it takes a second for a million tokens, and the event loop watches the engines meanwhile.
+    # In a thread, because it takes a second for a million tokens, during which the event loop must watch the engines.
     return await in_thread(finish_advantages, algorithm, step)
 
 
