@@ -77,8 +77,8 @@ class PolicyTrainer(TrainedModel):
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
         """Performs all updates of training step `step`, counted from 0: one optimizer step for each list of this
-        data-parallel rank's micro-batches. Returns the metrics of the step; ranks of earlier pipeline stages than the
-        last return only those of the optimizer.
+        data-parallel rank's micro-batches. Returns the metrics of the step; ranks of earlier pipeline stages return
+        only those of the optimizer.
 
         `version`: version of the engines' weights. The log-prob gap is measured in the first update, on tokens that
         this version sampled, because in later updates trainers and engines have different weights."""
@@ -110,8 +110,8 @@ class PolicyTrainer(TrainedModel):
     def trained_tokens(self) -> list[list[dict[str, np.ndarray]]]:
         """Returns values of the last training step, by update and micro-batch: `logprobs` float32 [T], the log-prob of
         each label with the weights with which it was trained; and `other_experts` bool [T], True where a router chose
-        other experts than the engine's. Returns [] except on the last pipeline stage, and when called a second time.
-        Collective over context-parallel ranks."""
+        different experts from the engine's. Returns [] except on the last pipeline stage, and when called a second
+        time. Collective over context-parallel ranks."""
         trained = self._trained
         self._trained = []
         out = []
@@ -199,7 +199,7 @@ class PolicyTrainer(TrainedModel):
 
     @operation(needs="weights")
     def refresh_reference(self, *, path: str | None = None) -> None:
-        """Replaces the reference by the weights in the Hugging Face directory `path`; by default, by the current
+        """Replaces the reference with the weights in the Hugging Face directory `path`; by default, with the current
         weights."""
         if path is None:
             self.passes.refresh_reference()
@@ -213,8 +213,8 @@ class PolicyTrainer(TrainedModel):
         return self.context.local(within_sequence(full, lengths), lengths)
 
     def _differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns True for this rank's tokens, bool [sum of T], for which a layer on any pipeline stage used other
-        experts than the engine. Collective over tensor-parallel ranks and pipeline stages."""
+        """Returns a mask of this rank's tokens, bool [sum of T], for which a layer on any pipeline stage used different
+        experts from the engine's. Collective over tensor-parallel ranks and pipeline stages."""
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
             marks = differs.to(torch.uint8)
@@ -232,8 +232,8 @@ class PolicyTrainer(TrainedModel):
         mismatch: bool = True,
     ) -> dict[str, float]:
         """Computes the metrics of a pass from its `results` by micro-batch, reduced over ranks. `version`: version
-        whose tokens show the log-prob gap; None for no gap. `differs`: result of `_differing`. `mismatch`: False if
-        only the gap is measured, on other tokens than those of a training step."""
+        whose tokens show the log-prob gap; None for no gap. `differs`: result of `_differing`. `mismatch`: False if the
+        tokens are not those of a training step, so that only the gap is measured."""
         if not self.parallel.last_stage:
             return {}
         values = summed([metrics for metrics, _ in results])

@@ -26,7 +26,7 @@ from slimx.trainer.operation import operation
 from slimx.trainer.trained_model import TrainedModel
 
 PROBE_BYTES = 16
-"""Size of the memory with which ranks test if they can write into each other's memory, in bytes."""
+"""Size of the memory with which ranks test whether they can write into each other's memory, in bytes."""
 
 
 class WeightExport:
@@ -59,7 +59,7 @@ class WeightExport:
     @operation()
     def probe(self, *, on_device: bool) -> tuple[str, bytes]:
         """Allocates memory on this rank's GPU or on the host, writes random bytes into it, and returns its path and
-        these bytes. `reaches` tests on other ranks if they can open it."""
+        these bytes. `reaches` tests on other ranks whether they can open it."""
         self._probe = DeviceMemory(PROBE_BYTES, self.device) if on_device else MemoryFile(PROBE_BYTES)
         # Random bytes, because on another host the same path may belong to the memory of another rank.
         content = secrets.token_bytes(PROBE_BYTES)

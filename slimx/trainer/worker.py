@@ -46,8 +46,7 @@ class TrainerWorker:
             self.rank.check_saves()
 
     def mark(self, text: str) -> None:
-        """Writes a marker with `text` into the log, which names the step and phase that the following lines belong
-        to."""
+        """Writes a marker line with `text`, the step and phase that the following lines belong to, into the log."""
         print(marked(f"rank {self.number}, {text}"), flush=True)
 
     def rendezvous(self) -> str:

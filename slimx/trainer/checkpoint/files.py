@@ -60,7 +60,8 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Report of a rank that has written all of its files of a checkpoint, with the shards in them."""
+    """Report of a rank that has written all of its files of a checkpoint: the files, and the shards and objects in
+    them."""
 
     files: dict[str, FileRecord]
     """Size and digest of each file, by path relative to the checkpoint."""

@@ -1,8 +1,8 @@
 """Loads torch_dist checkpoints under any parallel sizes, without executing code that they contain.
 
-torch loads tensors, `common.pt` and the objects of single ranks with `weights_only`: they consist of numbers, strings,
-tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From checkpoints that are not
-resumed, such as those of other programs, only tensors are read.
+torch loads tensors, `common.pt` and the objects of single ranks with `weights_only`, because all of these consist of
+numbers, strings, tensors and `argparse.Namespace`. `slimx.models.files.safe_pickle` reads `.metadata`. From checkpoints
+that are not resumed, such as those of other programs, only tensors are read.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _read(sharded: ShardedStateDict, path: Path, metadata: Metadata, *, tensors_
 
 
 class _Reader(torch_checkpoint.FileSystemReader):
-    """Reader of checkpoint files that uses metadata which has been read already."""
+    """Reader of checkpoint files that uses `metadata`, which has already been read."""
 
     def __init__(self, path: str | Path, metadata: Metadata):
         super().__init__(path)

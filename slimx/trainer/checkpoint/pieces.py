@@ -67,8 +67,8 @@ _PREFIX = "optimizer.state"
 
 
 def in_pieces(optimizer: ChainedOptimizer) -> bool:
-    """Returns True if all parts of `optimizer` are distributed optimizers, whose shards start and end within
-    parameters."""
+    """Returns True if `optimizer` is saved in pieces, because all of its parts are distributed optimizers, whose shards
+    may start and end within a parameter."""
     return all(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
 
 
@@ -88,8 +88,8 @@ def sharded_optimizer(optimizer: ChainedOptimizer, model: ShardedStateDict) -> S
 
 
 def load_groups(optimizer: ChainedOptimizer, saved: StateDict) -> None:
-    """Restores the step counts and rates of the parameter groups from `saved`, a loaded result of `sharded_optimizer`
-    with the same parts and groups."""
+    """Restores the step counts, learning rates and other values of the parameter groups from `saved`, a loaded result
+    of `sharded_optimizer` with the same parts and groups."""
     parts = optimizer.chained_optimizers
     for index, part in enumerate(parts):
         saved_part = saved if len(parts) == 1 else saved[index]
@@ -119,8 +119,8 @@ def _sharded_part(part: DistributedOptimizer, by_parameter: dict[torch.nn.Parame
 
 
 def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Yields each parameter of which this rank has optimizer state, with the first and the last (exclusive) element
-    that the state is for."""
+    """Yields each parameter for which this rank has optimizer state, with the first and the last (exclusive) element
+    that the state covers."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -129,8 +129,8 @@ def _local_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 
 def _regions(sharded: Sharded, parameter: torch.Tensor) -> Iterator[tuple[ShardedTensor, Box]]:
-    """Yields the tensors as which a checkpoint stores a parameter, each with its box in the parameter: usually one, but
-    two for joined gate and up projections."""
+    """Yields the tensors that a checkpoint stores for a parameter, each with the box of the parameter that it contains:
+    usually one, but two for joined gate and up projections."""
     if isinstance(sharded, ShardedTensor):
         yield sharded, ((0,) * parameter.dim(), tuple(parameter.shape))
         return
@@ -156,8 +156,8 @@ def _pieces(
     states: dict[str, torch.Tensor],
 ) -> Iterator[ShardedStateDict]:
     """Yields, as sharded tensors, the optimizer state of elements `start` to `end` of a parameter with shape `shape`,
-    as far as they are in the box `region`, which the checkpoint stores as `sharded`. `states`: flat state of these
-    elements by kind, such as exp_avg."""
+    limited to the box `region`, which the checkpoint stores as `sharded`. `states`: flat state of these elements by
+    kind, such as exp_avg."""
     first = start
     region_start, region_sizes = region
     for offsets, sizes in boxes(shape, start, end):

@@ -7,8 +7,8 @@ copy in a background thread.
     (training continues)               rank 0: all reports -> .metadata -> its report  all reports -> commit
 
 After the copy, ranks use no collectives, which could interleave with those of training: they synchronize through the
-reports in the checkpoint directory. The plan, which tells where each shard is stored, is gathered once and reused until
-it changes.
+reports in the checkpoint directory. The plan, which defines where each shard is stored, is gathered once and reused
+until it changes.
 
 megatron-core's asynchronous writer is not used: it starts a process that outlives a killed trainer.
 """
@@ -108,8 +108,8 @@ class Saver:
                 )
 
     def _planned(self, sharded: ShardedStateDict) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
-        """Returns this rank's plan of a save, and what to write for each of the plan's indices. The plans of all ranks
-        are gathered again if any rank's plan has changed."""
+        """Returns this rank's plan of a save, and the content to write for each index in the plan. The plans of all
+        ranks are gathered again if any rank's plan has changed."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat), is_coordinator=self.rank == 0)
@@ -182,16 +182,16 @@ class Saver:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which training does not change. Copies of device memory are in pinned memory
-    that later saves reuse, because allocating it takes longer than copying."""
+    """Copies of tensors in host memory, so that training may change the originals. Tensors on the device are copied to
+    pinned memory that later saves reuse, because allocating it takes longer than copying."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def copy(self, contents: Mapping[MetadataIndex, Content]) -> dict[MetadataIndex, Content]:
-        """Returns a copy of each tensor in `contents` under its index. Objects are serialized already and not
-        copied."""
+        """Returns a copy of each tensor in `contents` under its index. Objects are not copied, because they are already
+        serialized."""
         out: dict[MetadataIndex, Content] = {}
         on_device: dict[MetadataIndex, torch.Tensor] = {}
         for index, value in contents.items():

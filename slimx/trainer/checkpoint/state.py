@@ -71,7 +71,7 @@ def optimizer_state(
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
     pieces = in_pieces(optimizer)
     if pieces or not loading:
-        # Adam creates its moments in the first step that is not skipped; before, there are none to write or to
+        # Adam creates its moments in the first step that is not skipped; before that, there are none to write or to
         # read into. Missing moments are created as zeros, with which Adam would start.
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
@@ -120,8 +120,8 @@ def common_state(chunks: Sequence[torch.nn.Module], step: int, data_size: int) -
     with its own.
 
     It contains no `rng_state`, because slimx stores random state for each rank (`random_state`), and no
-    `opt_param_scheduler`, because slimx computes the learning rate from the step. Megatron-LM therefore loads the
-    weights with --finetune, or with --no-load-optim and the iteration."""
+    `opt_param_scheduler`, because slimx computes the learning rate from the step. Megatron-LM can therefore load the
+    weights with --finetune, or the weights and the iteration with --no-load-optim."""
     model = unwrap(chunks[0])
     content = metadata()
     del content["dp_cp_group"]

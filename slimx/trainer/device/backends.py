@@ -20,7 +20,7 @@ _MODULES = ("transformer_engine", "deep_ep", "fla", "mamba_ssm", "causal_conv1d"
 NVIDIA's apex."""
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions in whose metadata Transformer Engine 2.20 looks for FlashAttention. Importing flash_attn would not show
-if it is installed, because flash-attn-4, which SGLang installs, contains a part of that module."""
+whether it is installed, because flash-attn-4, which SGLang installs, contains a part of that module."""
 HYBRID = "HybridEPBuffer"
 """Class that only the branch hybrid-ep of DeepEP has; sgl-deep-ep 0.1.2 lacks it on every architecture."""
 
@@ -170,8 +170,8 @@ def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
 
 
 def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
-    """Decides if tokens are sorted by expert with fused kernels, and returns the decision and its reason. Without them,
-    the host waits for `masked_select` on the GPU in every MoE layer."""
+    """Decides whether tokens are sorted by expert with fused kernels, and returns the decision and its reason. Without
+    them, the host waits for `masked_select` on the GPU in every MoE layer."""
     name = "permutation of tokens"
     if device != "cuda":
         return False, f"{name} is unfused because there is no CUDA device"
@@ -259,7 +259,7 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
         )
     if trainer.expert * trainer.expert_tensor_size == 1:
         raise SlimxError(
-            f"{choice} has no use with trainer.expert=1, where tokens stay on their ranks; raise trainer.expert or "
+            f"{choice} is of no use with trainer.expert=1, where tokens stay on their ranks; raise trainer.expert or "
             "set trainer.moe.dispatcher=alltoall",
             code="trainer.nothing_to_dispatch",
             about="trainer.moe.dispatcher",

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class _NvmlProcess(Protocol):
-    """Attributes that are used of NVML's record of a process on a GPU."""
+    """Attributes of NVML's record of a process on a GPU that are used here."""
 
     pid: int
     usedGpuMemory: int | None
@@ -94,7 +94,7 @@ class NvmlGpu:
         return bool(rows[2]), bool(rows[3])
 
     def throttled(self) -> set[str]:
-        """Returns the reasons why the GPU currently lowers its clocks, out of those that indicate a problem."""
+        """Returns the reasons why the GPU currently lowers its clocks, limited to reasons that indicate a problem."""
         active = self._query(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, default=0)
         names = {
             self._nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",

@@ -45,7 +45,7 @@ class ProcessMeter:
 
 
 Meter = CudaMeter | ProcessMeter
-"""Measures the peak of memory, in bytes, since the last call of its `begin`."""
+"""Meter of the peak memory, in bytes, since the last call of its `begin`."""
 
 
 class PhasePeaks:

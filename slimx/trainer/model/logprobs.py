@@ -289,8 +289,8 @@ class _OutputLayer:
         return _TopIndices((rows, slots), (rows, ids[rows, slots]))
 
     def local_top(self) -> torch.Tensor:
-        """Returns True where a token of `targets.top` is in this rank's part of the vocabulary, bool [T, k]; [T, 0]
-        without `targets.top`."""
+        """Returns a mask of the tokens of `targets.top` that are in this rank's part of the vocabulary, bool [T, k];
+        [T, 0] without `targets.top`."""
         if self.targets.top is None:
             return self.local_labels.new_zeros((len(self.local_labels), 0))
         return (self.targets.top >= self.vocabulary.start) & (self.targets.top < self.vocabulary.stop)

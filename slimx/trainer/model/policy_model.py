@@ -30,10 +30,11 @@ from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 class PolicyOutput:
     """Mixin that makes a model of megatron-core return log-probs instead of logits.
 
-    megatron-core's models return logits, or with labels their losses. This one takes `Targets` as labels and returns
-    the results of `label_logprobs`: log-probs and entropies, fp32 [T], and those of `Targets.top`. Logits exist only
-    for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If the model has MTP layers, a `loss_mask` adds
-    their loss to the backward pass. Without labels, it returns all logits [1, T, V / TP], as megatron-core's models do.
+    megatron-core's models return logits, or with labels their losses. A model with this mixin takes `Targets` as labels
+    and returns the results of `label_logprobs`: log-probs and entropies, fp32 [T], and those of `Targets.top`. Logits
+    exist only for one chunk of tokens at a time (`slimx.trainer.model.logprobs`). If the model has MTP layers, a
+    `loss_mask` adds their loss to the backward pass. Without labels, it returns all logits [1, T, V / TP], as
+    megatron-core's models do.
     """
 
     config: TransformerConfig
@@ -119,8 +120,8 @@ class PolicyOutput:
 
 def bounds_alone(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
     """Returns a copy of `sequences` with only the bounds of the packed sequences, without the choices that decoder
-    layers have recorded in it. MTP layers must not replay these: megatron-core numbers them from 1 again, and they run
-    in no pass before the updates."""
+    layers have recorded in it. MTP layers must not replay these choices: megatron-core numbers MTP layers from 1 again,
+    and MTP layers run in no pass before the updates."""
     if sequences is None:
         return None
     return PackedSeqParams(**{field.name: getattr(sequences, field.name) for field in fields(PackedSeqParams)})
@@ -131,8 +132,8 @@ class PolicyModel(PolicyOutput, GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's MTP layer with full recomputation, which release 0.19.2 refuses if several decoder layers are
-    recomputed together."""
+    """megatron-core's MTP layer with full recomputation. megatron-core 0.19.2 refuses full recomputation of MTP layers
+    if several decoder layers are recomputed together."""
 
     def _checkpointed_forward(self, **inputs: object) -> torch.Tensor:
         if self.config.recompute_method == "block":

@@ -43,7 +43,7 @@ class ProjectionNorm(torch.nn.Module):
         flat = x.flatten(-2)
         squares = flat.float().square().sum(-1, keepdim=True)
         if self.group.size() > 1:
-            # The sum is used for the heads of every rank, so its gradient is summed over the ranks, too.
+            # The sum is used for the heads of every rank, so its gradient is also summed over the ranks.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         return rms_scale(flat, squares / self.width, self.weight, self.eps).view_as(x)
@@ -94,7 +94,7 @@ def install(block: TransformerBlockSubmodules, config: TransformerConfig) -> Non
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
             raise SlimxError(
                 "the norms of this model span all heads, which is supported only in megatron-core's SelfAttention, "
-                f"but a layer has {attention.module}; use a model without other attention",
+                f"but a layer has {attention.module}; use a model in which all layers have SelfAttention",
                 code="trainer.projection_norm",
                 about=str(attention.module),
             )

@@ -28,8 +28,8 @@ these function objects."""
 
 @dataclasses.dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """TransformerConfig with the fields that GPTModel reads if position_embedding_type is yarn, which megatron-core
-    0.19.2 does not declare."""
+    """TransformerConfig with additional fields: GPTModel reads them if position_embedding_type is yarn, but
+    TransformerConfig in megatron-core 0.19.2 does not declare them."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096

@@ -129,7 +129,7 @@ class Weights:
 
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
-        """Yields a function that replaces the parameters' values by those of a copy. After the block, the values from
+        """Yields a function that replaces the parameters' values with those of a copy. After the block, the values from
         before are restored, bit for bit. The optimizer's fp32 weights are not changed.
 
         The first replacement copies the current values to host memory, which is allocated once and reused. So using
@@ -183,7 +183,6 @@ class Weights:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors by name. On CUDA all copies run in the current stream, in which the kernels that read them run,
-    too."""
+    """Copies tensors by name. On CUDA, all copies run in the current stream, as do the kernels that read them."""
     for name, tensor in source.items():
         target[name].copy_(tensor, non_blocking=True)

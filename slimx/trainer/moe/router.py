@@ -93,7 +93,8 @@ class RouterWatch:
 
 @dataclass(slots=True)
 class RouterChoice:
-    """Chooses the experts for one call of a router: those to be replayed, or by the router's own rule."""
+    """Chooses the experts for one call of a router: the replayed ones if there are any, else those that the router's
+    own rule selects."""
 
     tokens: RoutedTokens
     row: int | None
@@ -109,7 +110,7 @@ class RouterChoice:
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the selected entries of `scores` [t, experts] and their experts, both [t, k]. The router calls this
-        method in place of the one of megatron-core's RouterReplay, whose signature it has."""
+        method instead of the method of megatron-core's RouterReplay with the same name and signature."""
         tokens = self.tokens
         row = self.row
         if row is not None and tokens.replayed is not None:

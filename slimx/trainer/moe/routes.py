@@ -53,7 +53,7 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
 
 
 def known_routes(batch: MicroBatch) -> np.ndarray:
-    """Returns True where the micro-batch contains the engine's route of a token, bool [T]."""
+    """Returns a mask of the tokens whose routes in the engine the micro-batch contains, bool [T]."""
     if batch.routed_experts is None:
         return np.zeros(len(batch.tokens), bool)
     return ~batch.padding if batch.routed is None else batch.routed
@@ -64,8 +64,8 @@ def _dtype(experts: int) -> type:
 
 
 def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    """Returns True for tokens for which any layer uses different sets of experts in the two routes, bool [t]. `chosen`
-    and `engine`: the trainer's and the engine's routes, both [routers, t, k]."""
+    """Returns a mask of the tokens for which any layer uses different sets of experts in the two routes, bool [t].
+    `chosen` and `engine`: the trainer's and the engine's routes, both [routers, t, k]."""
     return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 

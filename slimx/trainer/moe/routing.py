@@ -95,9 +95,9 @@ class Routing:
     def training(
         self, batches: list[MicroBatch], *, totals: Totals | None, replay: Routes | None = None
     ) -> Iterator[None]:
-        """Wraps a forward and backward pass over this rank's parts of `batches`, which also counts the tokens of each
-        expert and applies the auxiliary losses. `totals`: denominators of these losses. `replay`: experts that the
-        routers must use."""
+        """Wraps a forward and backward pass over this rank's parts of `batches`, counts the tokens of each expert in
+        it, and applies the auxiliary losses. `totals`: denominators of these losses. `replay`: experts that the routers
+        must use."""
         self._sums.zero_()
         with self._pass(batches, replay, totals=totals, training=True):
             yield
@@ -183,8 +183,8 @@ class Routing:
         return torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns True for tokens of all `batches`, bool [sum of T], for which a layer of this rank used other experts
-        in the last pass than the engine. Collective over tensor-parallel ranks."""
+        """Returns a mask of the tokens of all `batches`, bool [sum of T], for which a layer of this rank used different
+        experts in the last pass from the engine's. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
             differs = torch.zeros(len(tokens.counted), dtype=torch.bool, device=self._parallel.device)
@@ -205,7 +205,7 @@ class Routing:
         return torch.cat(parts).bool()
 
     def comparable(self, batch: MicroBatch) -> torch.Tensor:
-        """Returns True for this rank's tokens of a micro-batch, bool [T], whose routes can be compared with the
+        """Returns a mask of this rank's tokens of a micro-batch, bool [T], whose routes can be compared with the
         engine's. In a dense model these are all tokens."""
         known = known_routes(batch) if self.experts else np.ones(len(batch.tokens), bool)
         return to_device(known, self._parallel.device)

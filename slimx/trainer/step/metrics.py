@@ -15,7 +15,7 @@ GAP_LIMIT = 1e-5
 
 
 def summed(metrics: Sequence[Mapping[str, torch.Tensor]]) -> Sums:
-    """Sums the metrics of all micro-batches by name. The results must be summed over ranks, too."""
+    """Sums the metrics of all micro-batches by name. The results must also be summed over ranks."""
     out: Sums = {}
     for name, first in metrics[0].items():
         total = first
@@ -34,7 +34,7 @@ def gap_metrics(
     comparable: torch.Tensor,
 ) -> Sums:
     """Computes, for this rank's tokens, the log-prob gap |trainer - engine| over the tokens in `measured`. All
-    arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine chose other
+    arguments have shape [T]. `rollout`: the engine's log-probs. `other_routes`: True where the engine chose different
     experts for this token. `other_routes_before`: True where it did for this or an earlier token of the sequence.
     `comparable`: True where the engine's experts are known, or the model has none. The caller reduces the results over
     ranks."""
@@ -73,10 +73,10 @@ def mismatch_sums(logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.
 
 
 def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Replaces the results of `mismatch_sums`, reduced over ranks, by metrics: mean and maximum of |log-prob of policy
-    - log-prob of engine|, KL(engine || policy) estimated by k3, the mean ratio policy / engine, and the effective
-    sample size (sum of ratios)^2 / (n x sum of squared ratios), which is the fraction of n tokens that importance
-    weighting would effectively use (1 if both agree). Other metrics are unchanged."""
+    """Replaces the results of `mismatch_sums`, reduced over ranks, with metrics: mean and maximum of |log-prob of
+    policy - log-prob of engine|, KL(engine || policy) estimated by k3, the mean ratio policy / engine, and the
+    effective sample size (sum of ratios)^2 / (n x sum of squared ratios), which is the fraction of n tokens that
+    importance weighting would effectively use (1 if both agree). Other metrics are unchanged."""
     metrics = dict(sums)
     if "mismatch/tokens" not in metrics:
         return metrics

@@ -47,10 +47,10 @@ class ForwardPasses:
         recorder: Callable[[], Packing] | None = None,
         samples_known: bool = False,
     ):
-        """Copies the weights of the reference and the teacher to the host, as far as `algorithm` needs them. `weights`:
-        must be the initial ones, which become the reference. `replay`: value of `trainer.moe.routing_replay`.
-        `recorder`: result of `LayerKind.recorder`. `samples_known`: True if the engines' log-probs equal the policy's
-        before each step, bit for bit, so that they need not be recomputed."""
+        """Copies the weights of the reference and of the teacher to the host, each only if `algorithm` needs it.
+        `weights`: must be the initial ones, which become the reference. `replay`: value of
+        `trainer.moe.routing_replay`. `recorder`: result of `LayerKind.recorder`. `samples_known`: True if the engines'
+        log-probs equal the policy's before each step, bit for bit, so that they need not be recomputed."""
         self._pipeline = pipeline
         self._routing = routing
         self._weights = weights
@@ -66,11 +66,11 @@ class ForwardPasses:
             self._copies["teacher"] = weights.copy_of(algorithm.teacher)
 
     def refresh_reference(self) -> None:
-        """Replaces the reference by a copy of the current weights."""
+        """Replaces the reference with a copy of the current weights."""
         self._weights.snapshot(into=self._copies["reference"])
 
     def load_reference(self, path: str) -> None:
-        """Replaces the reference by the weights in the Hugging Face directory `path`."""
+        """Replaces the reference with the weights in the Hugging Face directory `path`."""
         self._weights.copy_of(path, into=self._copies["reference"])
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
