@@ -62,8 +62,8 @@ def _padded_attention(
 
 
 def _visible(positions: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """Returns True where a query may attend to a key: bool [..., Q, keys] for queries at `positions` [..., Q] of a
-    sequence and its first `keys` tokens."""
+    """Returns a mask that is True where a query may attend to a key: bool [..., Q, keys] for queries at `positions`
+    [..., Q] of a sequence and its first `keys` tokens."""
     distance = positions[..., None] - torch.arange(keys, device=positions.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 

@@ -67,7 +67,8 @@ class NumericsMode:
 
     def exchange_layers(self, block: object, transformer: object, gpt: Json) -> Json:
         """Replaces modules in `block`, the spec of a decoder (TransformerBlockSubmodules), for the TransformerConfig
-        `transformer`. Returns the arguments of GPTModel: `gpt`, or others in their place."""
+        `transformer`. Returns the keyword arguments with which GPTModel is built: `gpt`, with the changes that this
+        mode requires."""
         return gpt
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
@@ -106,6 +107,6 @@ def mode_of(config: Config) -> NumericsMode:
 
 
 def server_mode(argv: Sequence[str]) -> NumericsMode:
-    """Returns the mode that the command line of `slimx.engines.server.launch` selects. `argv`: sys.argv, which child
-    processes of a server have, too."""
+    """Returns the mode that the command line of `slimx.engines.server.launch` selects. `argv`: sys.argv, which is the
+    same in a server's child processes."""
     return entry_points.by_option(GROUP, argv) or NumericsMode()

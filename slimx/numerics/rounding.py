@@ -34,12 +34,13 @@ class Rounding:
         return {}
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
-        """Returns messages for the log about how layers on `device` round. `engine`: True if Transformer Engine
-        computes the layers. Raises SlimxError if these layers cannot round."""
+        """Returns messages for the log about how layers on `device` round their operands. `engine`: True if Transformer
+        Engine computes the layers. Raises SlimxError if these layers cannot round."""
         return ()
 
     def exchange_layers(self, block: object) -> None:
-        """Replaces plain torch layers in the spec of a decoder (TransformerBlockSubmodules) by layers that round."""
+        """Replaces plain torch layers in the spec of a decoder (TransformerBlockSubmodules) with layers that round
+        their operands."""
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any) -> None:

@@ -12,7 +12,7 @@ from slimx.json_types import Json
 
 Kind = Literal[
     "stalled",  # a phase takes too long (track.stall)
-    "went_on",  # the stalled phase has ended nevertheless
+    "went_on",  # the stalled phase has ended after all
     "engine_lost",
     "restarted",  # an engine or the router was restarted
     "restart_failed",

@@ -69,7 +69,7 @@ class RewardModel:
 
     async def evaluate(self, run: Run, outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
         """Returns accuracy and margin of the held-out pairs (`eval/...`), over all pairs and for each set that has a
-        name. Replaces the rewards of the trajectories in `outcomes` by their scores. Raises SlimxError if a pair has
+        name. Replaces the rewards of the trajectories in `outcomes` with their scores. Raises SlimxError if a pair has
         failed."""
         names: list[str] = []
         for name, prompts in run.eval_prompts.items():

@@ -31,8 +31,8 @@ def score_loss(inputs: ValueInputs) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 class RewardModelTrainer(ValueTrainer):
-    """Trains a model with a score per token, of which only the last token's counts. The weight of the head starts at 0,
-    or is loaded from an exported reward model."""
+    """Trainer of a model with a score per token, of which only the last token's score is used. The weight of the head
+    starts at 0, or is loaded from an exported reward model."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         super().__init__(

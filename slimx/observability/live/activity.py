@@ -36,7 +36,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "save_wait": ("wait until the last checkpoint is written", ""),
     "export": ("export weights", ""),
 }
-"""Phase of the training loop -> what the trainers and what the engines do meanwhile, for `slimx status`. "" means that
+"""Phase of the training loop -> what the trainers and what the engines do during it, for `slimx status`. "" means that
 the engines generate or wait, depending on the rollouts."""
 
 

@@ -25,7 +25,7 @@ def locked(directory: Path) -> Iterator[None]:
     the process ends. Raises SlimxError if another process holds the lock, or if the directory is not writable.
 
     Other machines see the lock on the lock file if the directory is on a network file system. Because the lock file
-    could be removed, the directory itself is locked, too, if its file system supports that."""
+    could be removed, the directory itself is also locked if its file system supports that."""
     descriptor, lock = _open(directory)
     try:
         with lock as file:

@@ -50,8 +50,7 @@ class Stack:
 
 
 def members(directory: Path) -> list[Member]:
-    """Returns the processes on this machine that belong to the run in `directory`, as far as this user may examine
-    them."""
+    """Returns the processes on this machine that belong to the run in `directory` and that this user may examine."""
     lock = (directory / LOCK).absolute().resolve()
     logs = (directory / "logs").absolute().resolve()
     named: dict[int, Member] = {}
@@ -128,7 +127,7 @@ def _stack(member: Member) -> Stack | None:
 
 
 def _files(pid: int) -> set[Path]:
-    """Returns the files that a process has open, as far as this user may see them."""
+    """Returns the files that a process has open; an empty set if this user may not see them."""
     files = set()
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -169,7 +169,7 @@ METRICS = (
         "Effective sample size of importance weighting as a fraction of the trained tokens; 1 if policy and engine "
         "agree.",
     ),
-    Metric("routes/differing", "Number of measured tokens for which the engine used other experts than the trainer."),
+    Metric("routes/differing", "Number of measured tokens for which engine and trainer used different experts."),
     Metric("router/imbalance", "Load of the busiest expert divided by the mean load, mean over MoE layers."),
     Metric("router/imbalance_max", "Largest `router/imbalance/{layer}` of a layer."),
     Metric(

@@ -36,7 +36,7 @@ class RunFiles:
     summary: Json | None = None
     """Values in summary.json by their description, in the order of the file."""
     missing: list[str] = field(default_factory=list)
-    """Names of those `FILES` that the directory does not contain."""
+    """Names in `FILES` that the directory does not contain."""
     problems: list[str] = field(default_factory=list)
     """A message about each file that could not be read completely."""
 

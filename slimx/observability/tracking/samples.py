@@ -62,7 +62,7 @@ class Comparison:
 
 
 def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison | None:
-    """Compares rollouts of the same prompts at `columns` recorded steps at most: the first, the last, and evenly spaced
+    """Compares rollouts of the same prompts at up to `columns` recorded steps: the first, the last, and evenly spaced
     ones between them. Each prompt has one rollout per step. Returns None if there are no rollouts.
 
     Rollouts of evaluations are preferred, because evaluations repeat the same prompts and training rarely does."""
@@ -84,7 +84,7 @@ def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison |
 
 
 def spread[T](values: Sequence[T], most: int) -> list[T]:
-    """Selects at most `most` (at least 2) of `values`, evenly spaced, including the first and the last."""
+    """Selects up to `most` (at least 2) of `values`, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
