@@ -30,7 +30,7 @@ from slimx.runtime.tasks import all_or_none
 
 @dataclass(slots=True, kw_only=True)
 class TrainedPolicy:
-    """A trained policy of a running run, with its trainers, its engines and its publications."""
+    """A policy that a run trains, with its trainers, its engines and its publications."""
 
     name: str
     config: Config

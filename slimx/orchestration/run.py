@@ -1,5 +1,5 @@
-"""A running run: its engines, its trainers, its state and its current step, and the operations from which the training
-loop is composed."""
+"""A run in progress: its engines, trainers, state and current step, and the operations that the training loop is
+composed of."""
 
 from __future__ import annotations
 

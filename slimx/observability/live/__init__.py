@@ -1,2 +1,2 @@
-"""A running run as users see it: its activity, its display on the terminal, stacks of its processes, the lock of its
-directory."""
+"""A run in progress as users see it: its activity, its display on the terminal, the stacks of its processes, and the
+lock of its directory."""

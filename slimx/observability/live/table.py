@@ -1,5 +1,5 @@
-"""Display of a running run: on a terminal a progress bar, the current phase and a table of the last steps; otherwise
-one line per step."""
+"""Display of a run in progress: on a terminal a progress bar, the current phase and a table of the last steps;
+otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tu
 
 
 class LiveTable:
-    """Context manager that displays a running run.
+    """Context manager that displays a run in progress.
 
     On a terminal the display is redrawn in place. Otherwise, such as in a file or a log of sbatch, each step is one
     aligned line. `start_step`: number of steps that earlier processes of the run have done. `clock`: returns monotonic

@@ -60,7 +60,7 @@ def hangs(error: BaseException) -> bool:
 
 async def keep_stacks(directory: Path, note: Callable[[str], None], error: BaseException) -> None:
     """Writes the stacks of this machine's processes to RUN/stacks if `error` reports a hang, and calls `note` with the
-    path or the reason of a failure. Does not raise."""
+    file's path, or with the reason why it could not be written. Does not raise."""
     if not hangs(error):
         return
     try:

@@ -73,7 +73,8 @@ def _guards(process: psutil.Process) -> bool:
 
 
 def outlive(owner: int) -> None:
-    """Tracks the descendants of process `owner` until it ends, then kills those that are still running."""
+    """Tracks the unguarded descendants of process `owner`, the parent of this process, until it ends, and then kills
+    those that are still running."""
     driver = psutil.Process(owner)
     known: set[psutil.Process] = set()
     look_at = 0.0

@@ -93,8 +93,7 @@ class RankGroup:
         return actors
 
     def successor(self) -> Self:
-        """Returns a group with new ranks, not started yet, on the same GPUs. The ranks of this group must have
-        ended."""
+        """Returns a group with new, unstarted ranks on the same GPUs. The ranks of this group must have ended."""
         other = copy(self)
         other.actors = self._launch()
         other.started = []

@@ -63,8 +63,8 @@ class TrainerGroup(RankGroup):
         """
 
     def fewer(self, sizes: Sizes, plans: Mapping[str, Plan]) -> Self:
-        """Returns a group with new ranks, not started yet, of the smaller `sizes`; it trains the same batches. The
-        ranks of this group must have ended. `plans`: plans of the new group's exports and publications, by name."""
+        """Returns a group with new, unstarted ranks of the smaller `sizes`, which trains the same batches. The ranks of
+        this group must have ended. `plans`: plans of the new group's exports and publications, by name."""
         other = copy(self)
         trainer = self.config.trainer.model_copy(update={"world_size": sizes.world, "data": sizes.data})
         other.config = self.config.model_copy(update={"trainer": trainer})

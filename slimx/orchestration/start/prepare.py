@@ -115,8 +115,8 @@ def check_run(config: Config) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A policy whose model, parallel sizes and weights fit together, and the facts that the rules of its configuration
-    were checked with."""
+    """A policy whose model, parallel sizes and weights fit together, and the facts against which its configuration's
+    rules were checked."""
 
     config: Config
     transport: ChosenTransport
@@ -198,8 +198,8 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
 
 
 def _sources(config: Config, spec: ModelSpec, device: str, facts: Json) -> Sources:
-    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts with which the rules
-    have been checked already."""
+    """Reads hooks, tokenizer and prompts, and checks the arguments of the engines. `facts`: facts against which the
+    configuration's rules have already been checked."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     load_credit(config.algorithm.credit)
     _check_engines(config, spec, device)

@@ -1,4 +1,4 @@
-"""Checkpoints and exports of a running run, which its ranks write and load; saves may be asynchronous."""
+"""Checkpoints and exports of a run in progress, which its ranks write and load; saves may be asynchronous."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _PORTION = 8 * 2**30
 
 
 class Checkpointer:
-    """Saves, loads and exports the state of a running run through its ranks; `Saves` manages the directories. At most
-    one save is in progress: the next save waits for it."""
+    """Saves, loads and exports the state of a run in progress through its ranks; `Saves` manages the directories. At
+    most one save is in progress: the next save waits for it."""
 
     def __init__(
         self,

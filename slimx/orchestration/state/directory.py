@@ -94,8 +94,8 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
-    """Returns the checkpoint from which a run starts: its newest one, else `run.fork`; None for a new run. Raises the
-    errors of `check_start`."""
+    """Returns the checkpoint from which a run starts: its newest one unless `run.resume` is never, else `run.fork`;
+    None for a new run. Raises the errors of `check_start`."""
     check_start(config, directory, saves)
     newest = saves.newest()
     if newest is not None and config.run.resume != "never":

@@ -97,8 +97,8 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
-    """Returns those of `ranks` that have not written their report yet. Raises SlimxError with the reason of a rank that
-    failed. `holder`: name of the rank group in messages."""
+    """Returns those of `ranks` that have not written their report yet. Raises SlimxError with a rank's reason if that
+    rank failed. `holder`: name of the rank group in messages."""
     # One directory listing, because a network file system may cache the absence of a single file for a while.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):

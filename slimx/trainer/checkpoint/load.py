@@ -99,7 +99,7 @@ def restore(
 def _find_factors(models: Sequence[ShardedStateDict], path: Path) -> None:
     """Redirects norms to the keys under which slimx stores them (`factor_key`), if the checkpoint in `path` has these
     keys; older checkpoints store norms under the keys of their parameters. Must be called after `optimizer_state`,
-    which needs the latter keys."""
+    which needs the keys of the parameters."""
     stored = read_metadata(path / ".metadata").state_dict_metadata
     for model in models:
         for name, tensor in model.items():

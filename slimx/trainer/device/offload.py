@@ -1,4 +1,5 @@
-"""Moves a rank's weights, gradients and optimizer state to host memory while engines use the device, and back.
+"""Moves a rank's weights and optimizer state to host memory while engines use the device, and back. The memory of
+gradients is freed, and they return as zeros.
 
 Tensors stay the same objects: their storage shrinks to 0 bytes and grows again, which keeps all views of it valid
 (parameters in Megatron's buffers, main gradients, shards of the distributed optimizer). Their addresses may change. On
@@ -44,8 +45,8 @@ class StorageGroup:
 
 
 class Offload:
-    """Offloads two parts of a trainer rank to host memory and reloads them: "weights", and "training" (gradients and
-    optimizer state)."""
+    """Offloads two parts of a trainer rank from the device and reloads them: "weights", and "training" (optimizer
+    state, and gradients, whose values are dropped)."""
 
     def __init__(
         self,

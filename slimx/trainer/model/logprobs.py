@@ -73,8 +73,8 @@ class KeptTokens:
 
 
 def chunk_tokens(configured: int | None, vocabulary: int) -> int:
-    """Returns the number of tokens in a chunk: `configured` if it is set, else as many as have `CHUNK_BYTES` of logits.
-    `vocabulary`: number of token ids on this rank."""
+    """Returns the number of tokens in a chunk: `configured` if it is set, else as many as have `CHUNK_BYTES` of logits,
+    but at least `SMALLEST_CHUNK`. `vocabulary`: number of token ids on this rank."""
     return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
 
 

@@ -129,8 +129,8 @@ class Weights:
 
     @contextmanager
     def switching(self) -> Iterator[Callable[[HostCopy], None]]:
-        """Yields a function that replaces the parameters' values with those of a copy. After the block, the values from
-        before are restored, bit for bit. The optimizer's fp32 weights are not changed.
+        """Yields a function that replaces the parameters' values with those of a copy. After the block, the previous
+        values are restored, bit for bit. The optimizer's fp32 weights are not changed.
 
         The first replacement copies the current values to host memory, which is allocated once and reused. So using
         several copies in one block costs one transfer for each copy and two for the current values."""

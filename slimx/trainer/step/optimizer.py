@@ -197,7 +197,7 @@ class OptimizerStep:
         return {f"{self.prefix}/{name}": value for name, value in values.items()}
 
     def _everywhere(self, *conditions: bool) -> list[bool]:
-        # The norm should be equal on all ranks anyway, but a single rank that performs a step would diverge for ever.
+        # The norm should be equal on all ranks anyway, but a single rank that performs a step would diverge forever.
         votes = torch.tensor(conditions, dtype=torch.int32)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
         return [bool(vote) for vote in votes.tolist()]
