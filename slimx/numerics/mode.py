@@ -26,8 +26,8 @@ class Head(Protocol):
     """Arithmetic of an output layer whose vocabulary is split over the tensor-parallel ranks."""
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Computes the logits [T, V / TP] from `hidden` [T, h] and this rank's part of the weight, `weight` [V / TP,
-        h]."""
+        """Computes the logits [T, V / TP] from `hidden` [T, h] and `weight` [V / TP, h], this rank's part of the
+        layer's weight."""
         ...
 
     def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -38,14 +38,15 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NumericsMode:
-    """The mode fast, in which trainer and engines use their stock kernels; base class of all modes."""
+    """The mode `fast`, in which trainer and engines use their stock kernels; base class of all modes."""
 
     OPTION: ClassVar[str | None] = None
     """Command-line option of a server that selects this mode; the option takes one argument. None if no option is
     needed."""
     replaces_layers: ClassVar[bool] = False
-    """True if the mode replaces the plain torch layers of trainers and the operations of engines. Both then use merged
-    weights, and the result for a row does not depend on the other rows of its batch."""
+    """True if the mode replaces the plain torch layers of trainers and the operations of engines. Both then compute
+    with LoRA adapters merged into the weights, and the result for a row does not depend on the other rows of its
+    batch."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
@@ -73,7 +74,7 @@ class NumericsMode:
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any, config: Config) -> None:
-        """Prepares the `Weights` of a trainer before they are loaded."""
+        """Prepares the `Weights` of a trainer for this mode, before they are loaded."""
 
     def head(self) -> Head | None:
         """Returns the arithmetic of the output layer; None for torch's with sums over ranks."""

@@ -1,8 +1,9 @@
 """Rounding of the operands of a trainer's matrix products to low precision (`trainer.fp8`, `trainer.qat`): none, or
 that of an extra.
 
-A rounding is an instance of a subclass of `Rounding`, and an entry point of the group `slimx.roundings` with the name
-of the key's value. Its methods import torch only when they are called, because the driver runs without torch."""
+A rounding is an instance of a subclass of `Rounding`, and an entry point of the group `slimx.roundings` whose name is
+the value of the configuration key. Its methods import torch only when they are called, because the driver runs without
+torch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Rounding:
 
     # The type of `weights` is Any, because its class is defined in slimx.trainer, which depends on this package.
     def prepare_weights(self, weights: Any) -> None:
-        """Prepares the `Weights` of a trainer after the optimizer has copied them to its fp32 main weights."""
+        """Prepares the `Weights` of a trainer for this rounding, after the optimizer has copied them to its fp32 main
+        weights."""
 
     def release(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Frees the rounded weights that the modules `chunks` cache from one micro-batch to the next."""

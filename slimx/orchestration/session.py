@@ -238,7 +238,8 @@ def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[s
 
 def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
     """Returns a message about a run that resumes from `checkpoint` after `step` completed steps; None for a new run.
-    `removed`: number of lines of later steps that were removed from its metrics.jsonl."""
+    `removed`: number of lines of later steps, and incomplete lines, that were removed from its metrics.jsonl; a message
+    reports them even without a checkpoint."""
     later = ""
     if removed:
         later = f"; {removed} lines of later steps or incomplete lines were removed from metrics.jsonl"

@@ -24,8 +24,8 @@ class ContextShard:
         self._group = group
 
     def take(self, batch: MicroBatch) -> MicroBatch:
-        """Returns `batch` with only this rank's tokens. All arrays are cut; `lengths` still contains the lengths of the
-        full sequences."""
+        """Returns `batch` with only this rank's tokens. All arrays are sliced; `lengths` still contains the lengths of
+        the full sequences."""
         if self.size == 1:
             return batch
         index = zigzag(batch.lengths, self.size, self.rank)

@@ -14,7 +14,7 @@ class Operation:
     """Conditions under which an operation runs."""
 
     phase: str | None
-    """Phase in which its peak memory is counted; None: the phase in which it is called."""
+    """Phase in which the operation's peak memory is counted; None for the phase in which it is called."""
     needs: Residency | None
     """Parts of the model that must be on the device: "weights", or "training" to include gradients and optimizer state;
     None for no part."""

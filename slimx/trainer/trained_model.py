@@ -54,7 +54,7 @@ class TrainedModel:
             holder=holder,
         )
         self.on_moved: list[Callable[[], None]] = []
-        """Called when parameters may have new addresses in memory."""
+        """Functions that are called when parameters may have new addresses in memory."""
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = optimizer.scale_loss
@@ -116,7 +116,7 @@ class TrainedModel:
 
     def _gather(self) -> None:
         """Completes the weights on every rank after a step (with `overlap_param_gather` they are incomplete before the
-        next forward pass), so that publications, checkpoints and others can read them. Collective."""
+        next forward pass), so that publications, checkpoints and other operations can read them. Collective."""
         gather(self.chunks)
 
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:

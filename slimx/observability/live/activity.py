@@ -97,7 +97,7 @@ def read_activity(directory: Path) -> Json | None:
         return json.loads(file.read_text())
     except ValueError as error:
         raise SlimxError(
-            f"{file} is damaged ({error}); remove the file; if the run is in progress, it will write the file again",
+            f"{file} is damaged ({error}); remove the file, which a run in progress writes again",
             code="run.activity",
             about=str(file),
         ) from error

@@ -1,8 +1,8 @@
 r"""Makes untrusted text safe for a terminal: output of models, agents, servers and files.
 
 Control characters (C0, C1, delete), which start escape sequences, and marks that change the direction of text are
-replaced by their codes as in JSON (`\u001b`), so output of --json stays valid. Code that prints sampled or remote text
-uses `visible`. Code that prints with the library rich uses `plain`, which also disables markup."""
+replaced with their codes as in JSON (`\u001b`), so output of --json stays valid. Code that prints sampled or remote
+text uses `visible`. Code that prints with the library rich uses `plain`, which also disables markup."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNSAFE = re.compile(
 
 
 def visible(text: object) -> str:
-    """Returns `text` with control characters and marks of direction replaced by their codes; line feeds and tabs are
+    """Returns `text` with control characters and direction marks replaced with their codes; line feeds and tabs are
     kept."""
     return _UNSAFE.sub(_code, str(text))
 
 
 def one_line(text: object) -> str:
-    r"""Returns `text` on one line: as `visible`, with line feeds and tabs replaced by `\n` and `\t`."""
+    r"""Returns `text` on one line: as `visible`, with line feeds and tabs replaced with `\n` and `\t`."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

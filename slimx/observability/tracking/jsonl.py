@@ -20,8 +20,9 @@ class JsonlFile:
     power failure.
 
     With `resume_step` S, lines of steps >= S are first removed, because the resumed run writes them again; lines
-    without a step are kept. This replaces the file by a rename, so it is never incomplete. `resume_step` is None for a
-    new run, for which a file with records is an error, because records of two runs would be mixed."""
+    without a step are kept. The shortened file replaces the old one in a single rename, so it is never incomplete.
+    `resume_step` is None for a new run, for which a file with records is an error, because records of two runs would be
+    mixed."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path

@@ -73,8 +73,8 @@ def _guards(process: psutil.Process) -> bool:
 
 
 def outlive(owner: int) -> None:
-    """Tracks the unguarded descendants of process `owner`, the parent of this process, until it ends, and then kills
-    those that are still running."""
+    """Tracks the descendants of the process with id `owner`, the parent of this process, except those under a guard
+    (`unguarded`). When `owner` ends, kills the descendants that are still running."""
     driver = psutil.Process(owner)
     known: set[psutil.Process] = set()
     look_at = 0.0

@@ -53,7 +53,7 @@ class Alarm:
         self.leaving = asyncio.Event()
         """Set when the run must save and stop."""
         self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
-        """Completes with the error that stops the run."""
+        """Future that completes with the error that stops the run."""
 
         self._watches: set[asyncio.Task[SlimxError]] = set()
 
@@ -75,7 +75,7 @@ class Alarm:
             else:  # a bug in a watch must not leave the run unwatched
                 self.ring(
                     SlimxError(
-                        f"a task that watches the run failed, which is a bug: {type(error).__name__}: {error}",
+                        f"a task that watches the run failed, which is a bug of slimx: {type(error).__name__}: {error}",
                         code="watch",
                     )
                 )
@@ -191,8 +191,8 @@ def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Wor
 async def interruptible(
     work: Work, signals: Signals, ending: Callable[[BaseException | None], None], grace: float = 0.0
 ) -> None:
-    """Runs `work` until it returns. SIGINT, SIGTERM, SIGHUP or its alarm cancel it and wait for its cleanup; SIGUSR1
-    sets the alarm's `leaving`.
+    """Runs `work` until it returns. On SIGINT, SIGTERM, SIGHUP or the work's alarm, cancels it and waits for its
+    cleanup. On SIGUSR1, sets the alarm's `leaving`.
 
     If `grace` is set, the first SIGTERM or SIGHUP sets `leaving` and cancels `work` only `grace` seconds later.
     `ending` is called as soon as it is clear how the run ends."""

@@ -28,9 +28,9 @@ from slimx.trainer.worker import TrainerWorker
 PLACED_S = 5.0
 """Time in which a rank that has a process must respond, in seconds."""
 DOMAIN = "slimx-domain"
-"""Label of a Ray node that contains its NVLink domain (scripts/launch/common.sh)."""
+"""Key of the label of a Ray node whose value is the node's NVLink domain (set by scripts/launch/common.sh)."""
 ORDER = "slimx-order"
-"""Label of a Ray node that contains its number in the cluster job."""
+"""Key of the label of a Ray node whose value is the node's number in the cluster job."""
 
 
 async def _result[T](reference: Awaitable[T]) -> T:

@@ -93,8 +93,8 @@ def make_source(config: Config, prompts: Mapping[str, list[Prompt]]) -> DataSour
 
 
 def check_order(config: Config, prompts: Mapping[str, list[Prompt]], rollouts: Json, *, forked: bool) -> None:
-    """Raises SlimxError if the run cannot continue with `prompts` where `rollouts`, a part of a checkpoint, stopped:
-    the prompts or their seed differ. Changes no files. `forked`: True if the checkpoint is another run's."""
+    """Raises SlimxError if the run cannot continue with `prompts` where `rollouts`, a part of a checkpoint, stopped,
+    because the prompts or their seed differ. Changes no files. `forked`: True if the checkpoint is another run's."""
     if config.rollout.replay or (config.run.fork_prompts == "anew" and forked):
         return
     make_source(config, prompts).restore(rollouts["source"])

@@ -1,4 +1,4 @@
-"""Optimizer steps of a training step: those of all policies and, concurrently, the critic's."""
+"""Optimizer steps of a training step: those of all policies, and those of the critic."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Batches = Mapping[str, list[TrainBatch]]
 
 
 async def train_step(run: Run, groups: Sequence[Group], rows: StepRows) -> dict[str, float]:
-    """Completes the advantages in `rows`, packs the rows into batches, and trains on them. Returns all metrics.
-    `groups`: groups from which the rows were made."""
+    """Completes the advantages in `rows`, packs the rows into batches, and trains on them. Returns all metrics of the
+    step. `groups`: groups from which the rows were made."""
     algorithm = run.config.algorithm
     metrics: dict[str, float] = {}
     if algorithm.needs_whole_step:

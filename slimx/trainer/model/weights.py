@@ -64,7 +64,7 @@ class Weights:
             place = "table" if odd[0] in names else "model"
             raise SlimxError(
                 f"the weight table of {spec.path} does not match the model: {odd[0]} is only in the {place}; "
-                "correct the weight_table of its family",
+                "correct the weight_table of the model's family",
                 code="model.table_name",
                 about=odd[0],
             )
@@ -74,7 +74,7 @@ class Weights:
                 raise SlimxError(
                     f"the weight table of {spec.path} does not match the model: {part.name} has shape "
                     f"{list(shape)} in the model, but {list(part.shape)} in the table; correct the weight_table of "
-                    "its family",
+                    "the model's family",
                     code="model.table_shape",
                     about=part.name,
                 )

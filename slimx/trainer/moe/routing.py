@@ -183,8 +183,8 @@ class Routing:
         return torch.stack([tokens.chosen[row] for row in range(len(self.layers))])
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """Returns a mask of the tokens of all `batches`, bool [sum of T], for which a layer of this rank used different
-        experts in the last pass from the engine's. Collective over tensor-parallel ranks."""
+        """Returns a mask of the tokens of all `batches`, bool [sum of T], for which, in the last pass, a layer of this
+        rank used different experts from the engine's. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
             differs = torch.zeros(len(tokens.counted), dtype=torch.bool, device=self._parallel.device)

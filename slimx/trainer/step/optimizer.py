@@ -157,10 +157,10 @@ class OptimizerStep:
         key: str = "trainer.optimizer",
         metrics: str = "optim",
     ):
-        """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: section of the configuration with
-        its settings, whose key is `key`. `named`: this rank's trainable parameters in the order of the forward pass, by
-        their names in messages. `group`: process group of all ranks of the model on the host. `metrics`: first
-        component of the metrics' names."""
+        """Prepares steps of `optimizer`, a result of `build_optimizer`. `options`: configuration section of the
+        optimizer. `key`: key of this section, for messages. `named`: this rank's trainable parameters in the order of
+        the forward pass, by their names in messages. `group`: process group of all ranks of the model on the host.
+        `metrics`: first component of the metrics' names."""
         self.optimizer = optimizer
         self.options = options
         self.named = dict(named)
