@@ -31,8 +31,8 @@ class Head(Protocol):
         ...
 
     def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Computes the log-probs [T] of `labels` [T] from this rank's logits, fp32 [T, V / TP], which are divided by
-        the temperature already. `group`: ranks among which the vocabulary is split; None for one rank."""
+        """Computes the log-probs [T] of `labels` [T] from this rank's logits, fp32 [T, V / TP], which are already
+        divided by the temperature. `group`: ranks among which the vocabulary is split; None for one rank."""
         ...
 
 

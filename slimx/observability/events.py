@@ -45,9 +45,9 @@ class Events:
 
 
 def open_events(config: object, note: Callable[[str], None]) -> AbstractContextManager[Events]:
-    """Returns the receiver of a run's events as a context manager, to be entered for the whole run. The entry point of
-    `slimx.event_receivers` creates it from the same arguments. `note` shows a message to the user. Raises SlimxError if
-    there are several entry points."""
+    """Returns the receiver of a run's events as a context manager that must be entered for the whole run. The entry
+    point of `slimx.event_receivers` creates it from the same arguments. `note` shows a message to the user. Raises
+    SlimxError if there are several entry points."""
     name, *others = entry_points.find("slimx.event_receivers")
     if others:
         raise SlimxError(

@@ -181,7 +181,7 @@ class EnginePublications(Publications):
         colocated engines sleep. If the delivery stores versions and the engines are awake, every engine that restarts
         receives the current version from it."""
         if self._shared is not None and self._shared.owner != self.policy:
-            return await work  # the owner of engines that several policies share watches them
+            return await work  # shared engines are watched by the policy that owns them
         members = self.engines.members
         awake = members.turn.theirs
         training = training or not awake

@@ -61,9 +61,9 @@ class Run:
         critic: CriticGroup | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """Assembles parts that are started already: `service` with the engines, `trainers` by policy, and `critic`.
-        `recovery` handles lost ranks of the actor's trainers. `leaving` may be set at any time to make the run save and
-        stop."""
+        """Assembles parts that have already been started: `service` with the engines, `trainers` by policy, and
+        `critic`. `recovery` handles lost ranks of the actor's trainers. `leaving` may be set at any time to make the
+        run save and stop."""
         self.config = config = service.config
         self.directory = Path(config.run.dir)
         self.frozen = service.frozen
@@ -200,8 +200,8 @@ class Run:
         return groups
 
     def _in_flight(self) -> str:
-        """Returns a message, for the loss of the router, about the requests in flight and the groups that they belong
-        to."""
+        """Returns a message about the requests in flight and their groups, which are sent again after the router is
+        lost."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
         groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]

@@ -31,7 +31,7 @@ class ParallelState:
         url = urlsplit(init_method)
         store = meet(url.hostname or "", url.port or 0, rank=rank, size=sizes.world, timeout=timeout)
         dist.init_process_group(backend, store=store, world_size=sizes.world, rank=rank, timeout=timeout)
-        # gloo gathers weights that are exported through host memory, also on CUDA.
+        # gloo gathers weights that are exported through host memory, even on CUDA.
         host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(host_group, dist.ProcessGroup)
         self.host_group = host_group

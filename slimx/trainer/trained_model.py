@@ -92,8 +92,8 @@ class TrainedModel:
         check_digests(Path(path), decode_records(records))
 
     def offload(self, *, weights: bool = True) -> None:
-        """Moves gradients, optimizer state and weights to the host while engines use the device. `weights=False`: the
-        weights stay on the device, because they must still be published. `reload` reverts this."""
+        """Moves weights and optimizer state to the host, and frees the gradients, while engines use the device.
+        `weights=False`: the weights stay on the device, because they must still be published. `reload` reverts this."""
         if self.config.trainer.offload:
             freed = self.offloading.offload(weights=weights)
             print(

@@ -40,8 +40,8 @@ def assign_slopes(
 
 
 def preference_metrics(difference: np.ndarray) -> dict[str, float]:
-    """Returns accuracy and mean of score differences, chosen minus rejected answer, of n pairs: `difference` [n]. A
-    difference of 0 counts as half correct."""
+    """Returns the accuracy and the mean score difference of n pairs. `difference` [n]: score of the chosen minus that
+    of the rejected answer. A difference of 0 counts as half correct."""
     right = (difference > 0) + 0.5 * (difference == 0)
     return {"preference/accuracy": float(right.mean()), "preference/margin": float(difference.mean())}
 

@@ -41,7 +41,7 @@ the engines generate or wait, depending on the rollouts."""
 
 
 class Activity:
-    """Writes the activity file of a run regularly while it is entered."""
+    """While entered, writes the activity file of a run every `EVERY_S` seconds."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Activity:
         *,
         watch: Callable[[Json], None] = lambda activity: None,
     ) -> None:
-        """Prepares writing the file in `directory`. `look` returns the current activity. `watch` is called with each
+        """Prepares to write the file in `directory`. `look` returns the current activity. `watch` is called with each
         activity that is written. `warn` is called once with a message if the file cannot be written."""
         self._path = directory / FILE
         self._look = look

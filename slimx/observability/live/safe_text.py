@@ -24,7 +24,7 @@ def visible(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    r"""Returns `text` on one line: as `visible`, with line feeds and tabs replaced with `\n` and `\t`."""
+    r"""Returns `text` on one line: the result of `visible`, with line feeds and tabs replaced with `\n` and `\t`."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -35,7 +35,7 @@ def with_log(text: object) -> str:
 
 
 def plain(text: object) -> Text:
-    """Returns `text`, as `one_line` does, as an object that rich prints without interpreting markup or coloring
+    """Returns the result of `one_line` as an object that rich prints without interpreting markup or coloring
     numbers."""
     return Text(one_line(text))
 

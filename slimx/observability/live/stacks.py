@@ -145,7 +145,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Returns program and first arguments of a process; for a process that has set a title, the title."""
+    """Returns the program and first arguments of a process, or its title if it has set one."""
     try:
         words = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -103,9 +103,9 @@ def with_policies(columns: Sequence[TableColumn], policies: Sequence[str]) -> tu
 class LiveTable:
     """Context manager that displays a run in progress.
 
-    On a terminal the display is redrawn in place. Otherwise, such as in a file or a log of sbatch, each step is one
-    aligned line. `start_step`: number of steps that earlier processes of the run have done. `clock`: returns monotonic
-    seconds."""
+    On a terminal the display is redrawn in place. Otherwise, such as in a file or an sbatch log, each step is one
+    aligned line. `start_step`: number of steps that earlier processes of the run have completed. `clock`: returns
+    monotonic seconds."""
 
     def __init__(
         self,

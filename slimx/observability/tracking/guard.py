@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def print_warning(text: str) -> None:
-    """Prints a message to standard error; a live table on the terminal shows it above itself."""
+    """Prints a message to standard error; a live table on the terminal shows the message above the table."""
     print(f"slimx: {text}", file=sys.stderr, flush=True)
 
 

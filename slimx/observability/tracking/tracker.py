@@ -93,7 +93,7 @@ def make_tracker(
 ) -> Tracker:
     """Creates the tracker of a run. Raises SlimxError if a sink cannot be created.
 
-    `resume_step`: first step that a resumed run does (0 if it has no checkpoint yet); None for a new run, for which a
+    `resume_step`: first step of a resumed run (0 if it has no checkpoint yet); None for a new run, for which a
     directory with metrics is an error. `config`: configuration, which all sinks receive. `settings`: section `track` by
     key."""
     with ExitStack() as undo:  # closes the sinks that exist if another cannot be created
@@ -121,7 +121,7 @@ class TrackedRun:
     name: str
     config: Mapping[str, object]
     resume_step: int | None = None
-    """First step that a resumed run does; None for a new run."""
+    """First step of a resumed run; None for a new run."""
 
     def id_in(self, file: str) -> str:
         """Returns the id of the run at a tracking service. It is created once and stored in `file` in the run's

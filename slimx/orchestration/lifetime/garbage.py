@@ -13,7 +13,7 @@ and OLD: number of collections of the next younger generation that trigger a col
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Freezes the heap and raises the garbage collector's thresholds until the block ends; to be entered when imports
+    """Freezes the heap and raises the garbage collector's thresholds until the block ends; must be entered once imports
     and startup are complete.
 
     Most live objects belong to imported modules, and each full collection would scan them again (0.2 s). A step with

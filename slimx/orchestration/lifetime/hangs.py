@@ -121,7 +121,7 @@ class Watchdog:
             if seconds:
                 sentence += f"; {main_location()} has not returned after {seconds:g} s, so the process is killed"
             text = f"slimx: {one_line(sentence)}"
-            # Printing may block, too, if the reader of standard error hangs.
+            # Printing may also block if the reader of standard error hangs.
             printer = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr}, daemon=True)
             printer.start()
             printer.join(SAY_S)
@@ -129,8 +129,8 @@ class Watchdog:
 
 
 def main_location() -> str:
-    """Returns function, file and line where the main thread is: the innermost frame of user code called by slimx if
-    there is one, else the innermost frame of slimx, else the innermost frame."""
+    """Returns the function, file and line that the main thread is executing: those of the innermost frame of user code
+    called by slimx if there is one, else of the innermost frame of slimx, else of the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame)) if frame is not None else []
     below_slimx = list(dropwhile(lambda entry: not entry.filename.startswith(PACKAGE), stack))

@@ -44,8 +44,8 @@ abandoned."""
 
 
 class Alarm:
-    """Stops a run that cannot continue, with an error, or asks it to save and stop (SIGUSR1). To be used in the event
-    loop only."""
+    """Stops a run that cannot continue, with an error, or asks it to save and stop (SIGUSR1). May be used only in the
+    event loop."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:
         """Creates an alarm. `ending` is called as soon as it is clear how the run ends: with the error, or None."""
@@ -118,7 +118,7 @@ class EndingStack(AsyncExitStack):
 
 
 Work = Callable[[Alarm], Coroutine[object, None, None]]
-"""Main coroutine of a command, to be run in the event loop with Ray started."""
+"""Main coroutine function of a command, which runs in the event loop once Ray has started."""
 
 
 def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = True) -> None:

@@ -60,7 +60,7 @@ class Signals:
         return self
 
     def install(self) -> None:
-        """Installs the handlers. To be called again after a library has installed its own handlers."""
+        """Installs the handlers. Must be called again after a library has installed its own handlers."""
         for signum in self._previous:
             signal.signal(signum, _nothing)
 
@@ -68,7 +68,7 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        os.close(self._write)  # the thread reads the end of the pipe and ends
+        os.close(self._write)  # the thread reads end-of-file and ends
 
     def _listen(self) -> None:
         last: dict[int, float] = dict.fromkeys(HEARD, -math.inf)

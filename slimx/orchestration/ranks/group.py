@@ -26,7 +26,7 @@ from slimx.runtime.tasks import cancelled
 from slimx.trainer.worker import TrainerWorker
 
 PLACED_S = 5.0
-"""Time in which a rank that has a process must respond, in seconds."""
+"""Time within which a rank that has a process must respond, in seconds."""
 DOMAIN = "slimx-domain"
 """Key of the label of a Ray node whose value is the node's NVLink domain (set by scripts/launch/common.sh)."""
 ORDER = "slimx-order"

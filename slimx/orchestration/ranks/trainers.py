@@ -120,7 +120,7 @@ class TrainerGroup(RankGroup):
         return started
 
     async def places(self) -> list[Placement]:
-        """Returns machine and GPU of each rank, on which colocated engines are placed."""
+        """Returns the machine and GPU of each rank, on which colocated engines are placed."""
         references = [actor.__ray_call__.remote(place_of) for actor in self.actors]
         return await self.answers(references, range(self.sizes.world), "the lookup of the trainers' machines")
 

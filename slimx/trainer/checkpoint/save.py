@@ -219,7 +219,7 @@ class HostCopies:
 
 
 class _Contents:
-    """A planner with only the one method that torch's writer calls."""
+    """A planner with only the method that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

@@ -22,7 +22,7 @@ FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 """Distributions in whose metadata Transformer Engine 2.20 looks for FlashAttention. Importing flash_attn would not show
 whether it is installed, because flash-attn-4, which SGLang installs, contains a part of that module."""
 HYBRID = "HybridEPBuffer"
-"""Class that only the branch hybrid-ep of DeepEP has; sgl-deep-ep 0.1.2 lacks it on every architecture."""
+"""Class that exists only in DeepEP's branch hybrid-ep; sgl-deep-ep 0.1.2 lacks it on every architecture."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 

@@ -193,9 +193,9 @@ def set_affinity(
     allowed: set[int] | None = None,
     apply: Callable[[int, set[int]], None] = os.sched_setaffinity,
 ) -> set[int]:
-    """Restricts this process to the CPUs in the GPU's NUMA node, and returns the CPUs that it may use then. `allowed`:
-    CPUs that it may use now (default: its current affinity). If none of them is in that node, as in a small cgroup,
-    nothing changes. `apply`: function that sets the affinity."""
+    """Restricts this process to the CPUs in the GPU's NUMA node, and returns the CPUs that it may use afterwards.
+    `allowed`: CPUs that it may use before (default: its current affinity). If none of them is in that node, as in a
+    small cgroup, nothing changes. `apply`: function that sets the affinity."""
     present = os.sched_getaffinity(0) if allowed is None else allowed
     near = gpu.cpus() & present
     if not near:

@@ -144,7 +144,7 @@ class Offload:
             if group.keep:
                 host = group.host.get(index)
                 if host is None or host.numel() != storage.nbytes():
-                    # Pinned memory speeds up copies from and to a GPU only.
+                    # Pinned memory only speeds up copies to and from a GPU.
                     pinned = self.device.type == "cuda"
                     host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
                     group.host[index] = host

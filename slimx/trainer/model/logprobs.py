@@ -87,8 +87,8 @@ def label_logprobs(
     chunk: int,
     head: Head | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Computes the log-prob of every label, and the entropy of the distribution that it is from: softmax(hidden @
-    weight^T / temperature), restricted to the support.
+    """Computes the log-prob of every label, and the entropy of the label's distribution: softmax(hidden @ weight^T /
+    temperature), restricted to the support.
 
     `hidden` [T, h] and `weight` [V / TP, h] have the model's dtype. `group`: tensor-parallel ranks, among which the
     vocabulary is split in order (None: one rank). `chunk`: number of tokens processed at a time. `head`: implements the

@@ -165,8 +165,8 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, object]:
 
 
 def fused_rotation(spec: ModelSpec) -> bool:
-    """Returns True if a fused kernel for rotary embeddings of packed sequences computes the same as megatron-core's
-    unfused code for this model."""
+    """Returns True if a fused kernel for rotary embeddings of packed sequences computes the same result as
+    megatron-core's unfused code for this model."""
     fields = spec.transformer
     if not fields.get("multi_latent_attention", False):
         # Transformer Engine's kernel, which omits yarn's scaling factor for queries and keys.

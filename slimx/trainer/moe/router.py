@@ -135,7 +135,7 @@ class PolicyRouter(TopKRouter):
     router_replay: RouterChoice | None
 
     watch: RouterWatch | None = None
-    """Watch of the current pass; without one, the router does the same as megatron-core's."""
+    """Watch of the current pass; without one, the router behaves like megatron-core's."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Computes the logits of `input` with the router's weight as engines receive it (`served`), such as after

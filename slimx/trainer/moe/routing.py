@@ -234,7 +234,7 @@ class Routing:
         dist.all_reduce(self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the last training pass; to be called after `gather_sums`. Imbalance is the load of the
+        """Returns metrics of the last training pass; must be called after `gather_sums`. Imbalance is the load of the
         busiest expert divided by the mean load. Auxiliary losses are means over the MoE layers, without their
         coefficients."""
         load = self._sums[:, :-2]
@@ -257,7 +257,7 @@ class Routing:
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Updates the selection biases from the counts of the last training pass, equally on all ranks; to be called
+        """Updates the selection biases from the counts of the last training pass, equally on all ranks; must be called
         after `gather_sums`."""
         if not self._settings.bias_update_rate:
             return

@@ -118,9 +118,9 @@ COUNTS = frozenset({"optim/skipped", "optim/zero_gradient", "critic/skipped", "c
 def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combines the metrics of the updates of a step.
 
-    Counts (`COUNTS`) are summed, of maxima (`.../max`, `..._max`) the largest is taken, and learning rates (`LAST`) are
-    those of the last update. All other metrics are averaged over the updates that have them, without weights, because
-    each update normalizes its loss separately and changes the weights once."""
+    Counts (`COUNTS`) are summed, maxima (`.../max`, `..._max`) are reduced to the largest, and learning rates (`LAST`)
+    are those of the last update. All other metrics are averaged over the updates that have them, without weights,
+    because each update normalizes its loss separately and changes the weights once."""
     values: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():

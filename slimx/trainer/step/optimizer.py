@@ -116,7 +116,7 @@ def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) ->
     """Returns the overrides that define parameter groups in addition to the default one: norms, biases and `undecayed`,
     without weight decay; and the fp32 parameters of a bf16 model, such as a value head.
 
-    fp32 parameters need a separate group, because megatron-core 0.19.2's distributed optimizer exchanges the states of
+    fp32 parameters need a separate group, because megatron-core 0.19.2's distributed optimizer swaps the states of
     parameters when it saves a group of both dtypes: it numbers them in the order of its buffers, but stores fp32 ones
     first."""
     overrides = get_standard_config_overrides(config)
