@@ -59,7 +59,7 @@ class ForwardPasses:
         self._recompute = algorithm.old_logprobs == "recompute" and not samples_known
         self._copies: dict[str, HostCopy] = {}
         self._base = algorithm.reference and weights.attached.keeps_base
-        """True if the reference is the base weights under attached adapters, which no update changes."""
+        """True if the reference is the base weights without the attached adapters; no update changes them."""
         if algorithm.reference and not self._base:
             self._copies["reference"] = weights.snapshot()
         if algorithm.teacher:
