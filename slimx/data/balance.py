@@ -1,4 +1,4 @@
-"""Number partitioning: splits work into parts of nearly equal cost."""
+"""Splits items with costs into parts of nearly equal total cost (number partitioning)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Iterable, Sequence
 Parts = list[list[int]]
 """Indices of each part's items, ascending; every item is in exactly one part."""
 DIFFERENCED = 2**22
-"""Maximum of items x parts for differencing, which takes a second there; with more items greedy is close to equal."""
+"""Product of items and parts up to which `balance` also tries `differencing`, which takes about a second at this size.
+With more items `greedy` alone is close to equal."""
 
 
 def balance(costs: Sequence[float], parts: int) -> Parts:
-    """Returns `parts` lists of indices of nearly equal total cost: the better result of differencing and greedy.
+    """Splits items into `parts` lists of indices with nearly equal total cost: returns the better result of
+    `differencing` and `greedy`. `costs`: cost of each item.
+
     Differencing usually balances several times better, but on some inputs greedy's heaviest part, which determines the
-    time, is lighter. If there are at least as many items as parts, with positive costs, no part is empty. Beyond
-    `DIFFERENCED` only greedy is used.
+    time, is lighter. If there are at least as many items as parts, and all costs are positive, no part is empty. If
+    items x parts exceeds `DIFFERENCED`, only greedy is used.
     """
     if len(costs) * parts > DIFFERENCED:
         return greedy(costs, parts)
@@ -23,25 +26,28 @@ def balance(costs: Sequence[float], parts: int) -> Parts:
 
 
 def heaviest(costs: Sequence[float], split: Parts) -> float:
-    """Returns the total cost of the heaviest part."""
+    """Returns the total cost of the heaviest part of `split`. `costs`: cost of each item."""
     return max(total(costs, part) for part in split)
 
 
 def total(costs: Sequence[float], part: Iterable[int]) -> float:
-    """Returns the total cost of the items at the indices `part`."""
+    """Returns the total cost of the items whose indices are in `part`."""
     return sum(costs[i] for i in part)
 
 
 def greedy(costs: Sequence[float], parts: int) -> Parts:
-    """Assigns items to the lightest part, the costliest item first (Graham 1969)."""
+    """Splits items into `parts` lists of indices: each item, the costliest first, goes to the part with the lowest
+    total so far (Graham 1969)."""
     split = greedy_with_room(costs, [0] * len(costs), parts, 0)
     assert split is not None, "items of size 0 fit in every part"
     return split
 
 
 def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, limit: int) -> Parts | None:
-    """Assigns each item to the lightest part whose total of `sizes` stays within `limit`; returns None if an item does
-    not fit in any part."""
+    """Splits items into `parts` lists of indices as `greedy` does, but limits the total size of each part.
+
+    Each item, the costliest first, goes to the part with the lowest total cost among those whose total of `sizes` stays
+    within `limit`. Returns None if an item fits in no part."""
     split: Parts = [[] for _ in range(parts)]
     used = [0] * parts
     heap = [(0.0, 0, part) for part in range(parts)]  # cost, number of items, part
@@ -61,12 +67,13 @@ def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, l
 
 
 def differencing(costs: Sequence[float], parts: int) -> Parts:
-    """Partitions by the largest differencing method (Karmarkar and Karp 1982, "The differencing method of set
-    partitioning"; for more than two parts: Michiels, Korst and Aarts 2003).
+    """Splits items into `parts` lists of indices by the largest differencing method (Karmarkar and Karp 1982, "The
+    differencing method of set partitioning"; for more than two parts: Michiels, Korst and Aarts 2003).
 
-    It begins with one partial split per item: the item alone, all other parts empty. It repeatedly joins the two splits
-    whose heaviest and lightest parts differ most, the heaviest part of one with the lightest of the other. Costs are
-    kept relative to the lightest part, because a common cost changes nothing.
+    The method starts with one partial split per item: the item in one part, all other parts empty. It repeatedly joins
+    the two splits with the largest differences between their heaviest and lightest parts: the heaviest part of one is
+    joined with the lightest of the other. Costs are stored relative to the lightest part, because adding the same cost
+    to all parts changes nothing.
     """
     # A split is a list of non-empty parts, heaviest first; a part is (cost, items).
     heap = [(-cost, index, [(cost, [index])]) for index, cost in enumerate(costs)]

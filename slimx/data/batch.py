@@ -1,8 +1,8 @@
-"""Batches for the trainers: trajectories as rows, packed into micro-batches that include the global denominators.
+"""Training batches: trajectories become rows, and rows are packed into micro-batches.
 
-The `weight` of a trained token includes the global denominator. The sum of `weight * loss` over micro-batches and
-data-parallel ranks is therefore the loss of the whole update, independent of packing, of the number of micro-batches
-and of the layout."""
+The `weight` of a trained token already includes the denominator of the whole update. The sum of `weight * loss` over
+micro-batches and data-parallel ranks is therefore the loss of the whole update, independent of how rows are packed, of
+the number of micro-batches, and of the parallel layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimx.errors import SlimxError
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRow(TokenColumns):
-    """A trajectory, aligned with the tokens that it predicts."""
+    """Columns of one trajectory, aligned with the tokens that it predicts."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -28,37 +28,39 @@ class TrainingRow(TokenColumns):
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch(TokenColumns):
-    """Rows packed into one forward pass of T tokens. A column that no row has is None."""
+    """Rows packed into one forward pass of T positions. A column is None if no row has it."""
 
     lengths: list[int]
-    """Tokens of each packed sequence, including its padding. Padding of the micro-batch, if any, is an additional last
-    sequence. The sum is T."""
+    """Number of positions of each packed sequence, including its padding; the sum is T. If the micro-batch itself is
+    padded, its padding is an additional last sequence."""
     padding: np.ndarray
-    """bool [T]: positions of padding, which a router's auxiliary losses ignore."""
+    """bool [T]: True at positions of padding, which the router's auxiliary losses ignore."""
     rows: list[int]
-    """Row index of each sequence, except that of the micro-batch's padding."""
+    """For each packed sequence, the index of its row in the update; the micro-batch's own padding has no entry."""
     route_layers: tuple[int, ...] | None = None
-    """Global indices of the layers on the second axis of `routed_experts`; None: all of them, in order."""
+    """Global indices of the decoder layers on the second axis of `routed_experts`; None: all decoder layers, in
+    order."""
     routed: np.ndarray | None = None
-    """bool [T]: positions whose row has `routed_experts`; None: all of them have, or none."""
+    """bool [T]: True at positions whose row has `routed_experts`; None if all rows have it or none has."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
-    """Batch of one optimizer step (an update). `shards[d]` has the micro-batches of data-parallel rank d, equally many
-    on every rank."""
+    """Batch of one optimizer step (an update). `shards[d]` contains the micro-batches of data-parallel rank d; every
+    rank has the same number."""
 
     shards: list[list[MicroBatch]]
     tokens: int
-    """Positions in the batch, without padding."""
+    """Number of positions in the batch, without padding."""
     trained_tokens: int
-    """Positions with a loss."""
+    """Number of positions with a loss weight above 0."""
     imbalance: float
-    """Predicted time relative to perfect balance, minus 1: the wait for the slowest data-parallel rank."""
+    """Predicted time of the update relative to perfect balance, minus 1: the share that is lost by waiting for the
+    slowest data-parallel rank."""
 
     def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """Splits per-token results of all micro-batches, `results[d][m]` [T, ...], into one [n, ...] per row, in the
-        order of `rows`."""
+        """Splits per-token results of all micro-batches into one array [n, ...] per row, in the order of `rows`, and
+        drops the padding. `results[d][m]` [T, ...]: result of micro-batch m of data-parallel rank d."""
         by_row: dict[int, np.ndarray] = {}
         for shard, shard_results in zip(self.shards, results, strict=True):
             for batch, result in zip(shard, shard_results, strict=True):
@@ -74,11 +76,12 @@ def make_rows(
     weights: Sequence[np.ndarray],
     algorithm: Algorithm | None = None,
 ) -> list[TrainingRow]:
-    """Aligns trajectories with the tokens that they predict.
+    """Aligns each trajectory with the tokens that it predicts, and returns one row per trajectory.
 
-    `advantages`: one number per trajectory, or one per position, [L-1]. `algorithm`: selects optional columns by their
-    `needed`. Raises SlimxError naming a trajectory that lacks such a column at a trained token, or a column that others
-    have."""
+    `advantages`: for each trajectory one number, or one per predicted token [L-1]. `weights`: loss weights of each
+    trajectory [L-1] (`slimx.data.loss_weights`). `algorithm`: settings that decide which optional columns are needed
+    (`Column.needed`); None: none of those columns. Raises SlimxError naming a trajectory that lacks a needed column at
+    a trained token, or lacks a column that other trajectories have."""
     rows = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         count = len(trajectory.token_ids) - 1
@@ -105,7 +108,8 @@ def make_rows(
                 without.append(trajectory.id)
         if 0 < len(without) < len(rows):
             raise SlimxError(
-                f"trajectory {without[0]} has no {name}, which others of its update have; set it for all or for none",
+                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have; set it for "
+                "all or for none",
                 code="data.column",
                 about=without[0],
             )
@@ -115,8 +119,8 @@ def make_rows(
 def _aligned(
     trajectory: Trajectory, name: str, column: Column, source: str, algorithm: Algorithm | None
 ) -> np.ndarray | None:
-    """Returns column `name` of a trajectory's row, [L-1, ...]; None if it is optional and the trajectory lacks it, or
-    `algorithm` does not need it."""
+    """Returns column `name` of a trajectory's row [L-1, ...], from the trajectory's field `source`. Returns None if the
+    column is optional and the trajectory lacks it, or if `algorithm` does not need it."""
     values = getattr(trajectory, source)
     if column.needed is None:
         if values is None:
@@ -127,10 +131,10 @@ def _aligned(
             return None
         trained = trajectory.loss_mask[1:] > 0
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
-            size = f" of {shape[0]} tokens" if shape else ""
+            size = f" (top {shape[0]})" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm needs: "
-                "it was generated before that was set; generate it again",
+                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm "
+                "requires, because it was generated with other settings; generate it again",
                 code="data.column",
                 about=trajectory.id,
             )

@@ -1,8 +1,9 @@
-"""Schema of per-token columns: each per-token value, from the trajectory to the loss, is a field here.
+"""Schema of per-token columns: the fields of `LossColumns` and `TokenColumns` are all per-token values that are passed
+from a trajectory to the loss.
 
 A trajectory of L tokens has n = L - 1 positions: position t reads token t and predicts token t+1, and all columns are
-aligned with the predicted token. A field's metadata is its `Column`, by which rows are aligned (`slimx.data.batch`),
-packed (`slimx.data.packing`), moved to the device and passed to the loss.
+aligned with the predicted token. A field's metadata is its `Column`, which determines how the column is aligned with
+the tokens (`slimx.data.batch`), packed (`slimx.data.packing`), moved to the device and passed to the loss.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Type and source of a column, an array with one entry per token."""
+    """Type and source of a column: an array with one entry per predicted token."""
 
     dtype: type[np.generic] = np.float32
     fill: float = 0
-    """Value for padding and for NaN."""
+    """Value of the column at padding, and in place of NaN."""
     source: str | None = None
-    """Field of `Trajectory` with L entries, of which the first is not predicted; None: the column is computed."""
+    """Field of `Trajectory` with L entries, from which the column is copied without the first entry, because the first
+    token is not predicted. None: the column is computed."""
     needed: Callable[[Algorithm], Shape | None] | None = None
-    """Function that returns the shape per token that an algorithm needs of an optional `source`, or None if it does not
-    need it. Without a function the column exists if all trajectories of an update have the `source`."""
+    """For an optional `source`, a function that returns the shape per token that an algorithm needs, or None if the
+    algorithm does not need the column. Without a function, the column exists if all trajectories of an update have the
+    `source`."""
 
 
 def column(
@@ -38,7 +41,7 @@ def column(
     source: str | None = None,
     needed: Callable[[Algorithm], Shape | None] | None = None,
 ) -> dict[str, Column]:
-    """Returns the metadata of a field that is a column, with the arguments of `Column`."""
+    """Returns dataclass metadata that marks a field as a column. Parameters: see `Column`."""
     return {"column": Column(dtype, fill, source, needed)}
 
 
@@ -48,42 +51,44 @@ def _top(algorithm: Algorithm) -> Shape | None:
 
 @dataclass(kw_only=True, slots=True)
 class LossColumns[Array]:
-    """Columns for the loss, as arrays or as tensors. An optional column is None in all rows of a batch or in none."""
+    """Columns that the loss reads, as NumPy arrays or as tensors. An optional column is None in all rows of a batch or
+    in none."""
 
     weight: Array = field(metadata=column())
     """float32 [n]: loss weights, which include the denominators of the update (`slimx.data.loss_weights`); 0 at tokens
     that are not trained."""
     advantages: Array = field(metadata=column())
-    """float32 [n]."""
+    """float32 [n]: advantage of each predicted token."""
     rollout_logprobs: Array = field(metadata=column(source="logprobs"))
-    """float32 [n]: log-probs of the engine; 0 at tokens that were not sampled."""
+    """float32 [n]: log-probs of the predicted tokens that the inference engine reported; 0 at tokens that were not
+    sampled."""
     values: Array | None = field(default=None, metadata=column())
-    """float32 [n]: values of the critic before the step's first update; None without a critic."""
+    """float32 [n]: the critic's value estimates before the step's first update; None without a critic."""
     returns: Array | None = field(default=None, metadata=column())
-    """float32 [n]: targets of the critic's values; 0 at tokens that are not trained."""
+    """float32 [n]: regression targets of the critic's values; 0 at tokens that are not trained."""
     selected: Array | None = field(default=None, metadata=column())
-    """float32 [n]: 1 at the tokens that clip_cov and kl_cov select by their covariance, else 0; None for other
-    losses."""
+    """float32 [n]: 1 at the tokens that the losses clip_cov and kl_cov select by the covariance of log-prob and
+    advantage, else 0; None for other losses."""
     teacher_logprobs: Array | None = field(
         default=None,
         metadata=column(source="teacher_logprobs", needed=lambda algorithm: () if algorithm.served_teachers else None),
     )
-    """float32 [n]: log-probs of the teacher (algorithm.teacher, algorithm.teacher_engine, algorithm.teacher_engines); 0
-    at tokens that it did not score."""
+    """float32 [n]: log-probs that the teacher (algorithm.teacher, algorithm.teacher_engine, algorithm.teacher_engines)
+    assigns to the predicted tokens; 0 at tokens that it did not score."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenColumns(LossColumns[np.ndarray]):
-    """All columns of the n predicted tokens of a trajectory or a micro-batch."""
+    """All columns of the n predicted tokens of a trajectory, or of the T positions of a micro-batch."""
 
     tokens: np.ndarray = field(metadata=column(np.int64))
-    """int64 [n]: the model's input."""
+    """int64 [n]: input tokens of the model."""
     labels: np.ndarray = field(metadata=column(np.int64, source="token_ids"))
-    """int64 [n]: the predicted tokens."""
+    """int64 [n]: the predicted tokens, each the successor of the input token."""
     versions: np.ndarray = field(metadata=column(np.int64, -1))
-    """int64 [n]: weight version that sampled the label; -1 at tokens that were not sampled."""
+    """int64 [n]: version of the weights that sampled the label; -1 at labels that were not sampled."""
     temperature: np.ndarray = field(metadata=column(fill=1))
-    """float32 [n]: sampling temperature."""
+    """float32 [n]: temperature at which the trajectory was sampled; 1 if it has none."""
     teacher_top_ids: np.ndarray | None = field(
         default=None, metadata=column(np.int64, source="teacher_top_ids", needed=_top)
     )
@@ -91,11 +96,12 @@ class TokenColumns(LossColumns[np.ndarray]):
     teacher_top_logprobs: np.ndarray | None = field(
         default=None, metadata=column(source="teacher_top_logprobs", needed=_top)
     )
-    """float32 [n, k]: their log-probs; 0 at tokens that the teacher did not score."""
+    """float32 [n, k]: the teacher's log-probs of `teacher_top_ids`; 0 at tokens that the teacher did not score."""
     routed_experts: np.ndarray | None = None
-    """uint8 or uint16 [n, moe_layers, k]: the engine's expert ids for the input token."""
+    """uint8 or uint16 [n, layers, k]: the experts to which the engine routed the input token, for every decoder
+    layer."""
     support: Support | None = None
-    """n positions: the tokens from which each label was sampled; None: the whole vocabulary at all positions."""
+    """The tokens from which each label was sampled, for n positions; None: the whole vocabulary at all positions."""
 
 
 COLUMNS: dict[str, Column] = {item.name: item.metadata["column"] for item in fields(TokenColumns) if item.metadata}

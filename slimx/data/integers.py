@@ -1,4 +1,4 @@
-"""Integers in JSON from outside: 3.0 is converted to 3, and no other value is converted."""
+"""Integers in JSON that other programs wrote: 3.0 is converted to 3, and no other value is converted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from slimx.errors import SlimxError
 
 
 def as_whole[T](value: T) -> T | int:
-    """Returns 3 for 3.0, and any other value unchanged."""
+    """Returns an integral float as an int (3 for 3.0), and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def as_ids(token_ids: Sequence[int]) -> list[int]:
-    """Returns token ids as Python integers. Raises SlimxError for a string, and for an entry that is not an integer."""
+    """Returns token ids as Python ints; integral floats are converted. Raises SlimxError if `token_ids` is a string or
+    has an entry that is not an integer."""
     if not isinstance(token_ids, str | bytes):
         try:
             return list(array("q", token_ids))
@@ -28,7 +29,7 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
     if not isinstance(token_ids, str | bytes):
         wrong = next(value for value in values if not isinstance(value, int))
     raise SlimxError(
-        f"token_ids has {wrong!r:.80}, but token ids are integers; encode texts with ctx.draft(prompt) or "
+        f"token_ids has {wrong!r:.80}, which is not an integer; encode texts with ctx.draft(prompt) or "
         "ctx.turn(text, after=ids)",
         code="tokens.ids",
         about="token_ids",

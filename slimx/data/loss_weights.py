@@ -1,4 +1,4 @@
-"""Weights of trained tokens in the loss, which include the global denominator."""
+"""Loss weights of trained tokens, which include the denominator of the whole update."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ UNITS: dict[Aggregation, Callable[[Trajectory], Hashable]] = {
     "constant": lambda trajectory: (trajectory.group_id, trajectory.rollout_id),
     "sum": lambda trajectory: trajectory.group_id,
 }
-"""Unit of a trajectory's tokens by aggregation. All units have equal weight, as have all trained tokens of a unit."""
+"""For each aggregation, a function that returns the unit to which a trajectory's tokens belong (see `loss_weights`)."""
 
 
 def loss_weights(
     trajectories: Sequence[Trajectory], aggregation: Aggregation, *, length: int | None = None
 ) -> list[np.ndarray]:
-    """Returns the weight of every predicted token of an update, float32 [L-1] per trajectory.
+    """Returns the loss weight of every predicted token of an update, float32 [L-1] per trajectory; 0 at untrained
+    tokens.
 
-    With u the number of units with trained tokens and n_i the trained tokens of unit i, a trained token of unit i has
-    the weight 1 / (u * n_i), and all weights sum to 1. The units are:
+    With u the number of units with trained tokens and n_i the number of trained tokens of unit i, a trained token of
+    unit i has the weight 1 / (u * n_i), and all weights sum to 1. The units are:
 
     - token: the whole update, so all tokens have equal weight (DAPO, 2503.14476);
     - sample: a rollout with all its trajectories (the original GRPO, 2402.03300, where a rollout has one);
@@ -50,7 +51,7 @@ def loss_weights(
     units = sum(1 for tokens in trained.values() if tokens)
     if not units:
         raise SlimxError(
-            "the batch has no trained token, because every loss_mask is zero; check the generate hook's loss_mask",
+            "the batch has no trained token, because every loss_mask is zero; check the loss_mask of the generate hook",
             code="data.untrained",
             about="loss_mask",
         )
@@ -59,7 +60,7 @@ def loss_weights(
         denominator: float = units
         if aggregation == "constant":
             if length is None:
-                raise ValueError("aggregation constant needs a length")
+                raise ValueError("aggregation 'constant' requires `length`")
             denominator = units * length
         elif aggregation != "sum":
             denominator = units * max(trained[unit_of(trajectory)], 1.0)

@@ -1,5 +1,5 @@
-"""Packing of rows into micro-batches, equally many on every data-parallel rank, and the tokens of a context-parallel
-rank."""
+"""Packing of rows into micro-batches, the same number on every data-parallel rank, and the positions that a
+context-parallel rank processes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def pack(
     cost: Callable[[int], float] = float,
     lockstep: bool = False,
 ) -> TrainBatch:
-    """Distributes rows over data-parallel ranks by cost, in the smallest possible number of micro-batches, which is the
-    same on every rank.
+    """Packs rows into micro-batches, and distributes these over `data_size` data-parallel ranks so that ranks have
+    nearly equal cost. Every rank gets the same number of micro-batches, as few as possible.
 
-    - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
-      into 2 x CP chunks). This padding counts towards `max_tokens`.
+    - `max_tokens`: maximum number of tokens of a micro-batch.
     - `multiple_of`: T of each micro-batch is padded to a multiple of it (TP x CP for sequence parallelism). This
       padding does not count towards `max_tokens`.
+    - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
+      into 2 x CP chunks). This padding counts towards `max_tokens`.
     - `count_multiple`: the number of micro-batches of a rank is a multiple of it (the PP size for megatron's
       interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
-    - `cost`: cost of a row by its number of tokens; default: the number of tokens.
+    - `cost`: function that returns the predicted cost of a row from its number of tokens; default: that number.
     - `lockstep`: see `distribute`.
 
-    Raises SlimxError if a row alone exceeds `max_tokens`.
+    Raises SlimxError if a row alone exceeds `max_tokens`, or if there are fewer rows than ranks.
     """
     sizes = [padded(len(row), sequence_multiple) for row in rows]
     if max(sizes) > max_tokens:
@@ -53,14 +54,14 @@ def pack(
         note = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise SlimxError(
             f"a trajectory of {length} tokens{note} does not fit trainer.max_tokens_per_microbatch={max_tokens}; "
-            f"raise it or lower rollout.sampling.max_new_tokens",
+            f"raise that limit or lower rollout.sampling.max_new_tokens",
             code="data.microbatch",
             about="trainer.max_tokens_per_microbatch",
         )
     if len(rows) < data_size:
         raise SlimxError(
-            f"an update of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data or "
-            "schedule.updates_per_step",
+            f"an update has {len(rows)} trajectories for {data_size} data-parallel ranks, which need one each; "
+            "lower trainer.data or schedule.updates_per_step",
             code="data.update",
             about="trainer.data",
         )
@@ -90,12 +91,15 @@ def distribute(
     count_multiple: int = 1,
     lockstep: bool = False,
 ) -> Split:
-    """Returns the rows of each micro-batch of each rank. `sizes`: tokens of each row, none above `max_tokens`.
+    """Distributes rows over data-parallel ranks, and each rank's rows over its micro-batches. `sizes`: number of tokens
+    of each row, none above `max_tokens`; `costs`: predicted cost of each row; other parameters: see `pack`.
 
-    Ranks that synchronize only at the end of a step, when gradients are summed, get equal totals: first the ranks are
-    balanced, then each rank's micro-batches. With `lockstep` they synchronize in every micro-batch, because they share
-    experts, and the k-th micro-batches of all ranks must have equal cost: first all micro-batches are balanced, then
-    neighbours in the order of cost become the k-th ones, the heaviest on the rank with the lowest total so far.
+    Without `lockstep`, ranks synchronize only at the end of a step, when gradients are summed, so only their total
+    costs are equalized: rows are balanced first over ranks, then over each rank's micro-batches.
+
+    With `lockstep`, ranks share experts and synchronize in every micro-batch, so the k-th micro-batches of all ranks
+    should have equal cost: rows are balanced over all micro-batches, which are then sorted by cost. Each `data_size`
+    consecutive ones become the k-th micro-batches, the heaviest on the rank with the lowest total so far.
     """
     if not lockstep:
         shards = balance(costs, data_size)
@@ -117,7 +121,8 @@ def distribute(
 
 
 def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
-    """Returns the predicted time of a step relative to perfect balance, at least 1 (see `distribute`)."""
+    """Returns the predicted time of a step relative to perfect balance, at least 1. `lockstep`: True if ranks wait for
+    each other in every micro-batch (see `distribute`)."""
     table = []
     for parts in split:
         table.append([total(costs, part) for part in parts])
@@ -131,7 +136,8 @@ def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
 def lay_out(
     rows: Sequence[TrainingRow], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each rank (see `pack`)."""
+    """Packs the rows of each micro-batch of `split`, and returns the micro-batches of each rank. `multiple_of` and
+    `sequence_multiple`: see `pack`."""
     multiple_of = lcm(multiple_of, sequence_multiple)
     shards = []
     for parts in split:
@@ -140,10 +146,11 @@ def lay_out(
 
 
 def best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Packs indices into bins of at most `limit`, the largest first, each into the fullest bin with enough room. The
-    number of bins is hardly more than 11/9 of the minimum (Johnson et al. 1974)."""
+    """Packs indices of `sizes` into bins whose total size is at most `limit` (best fit decreasing): the largest first,
+    each into the fullest bin that still has enough space. The number of bins is at most about 11/9 of the minimum
+    (Johnson et al. 1974)."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # room left in a bin and the bin's index, ascending
+    rooms: list[tuple[int, int]] = []  # free space of a bin and the bin's index, ascending
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         fullest = bisect_left(rooms, (sizes[index], 0))
         if fullest == len(rooms):
@@ -159,7 +166,8 @@ def _microbatches(
     rows: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, limit: int
 ) -> list[list[int]]:
     """Splits `rows` into `count` micro-batches of at most `limit` tokens and nearly equal cost, the heaviest first.
-    `count` is at least the number of bins of `best_fit`, which guarantees a result."""
+    `count` must be at least the number of bins of `best_fit`, which guarantees that a split exists. `sizes` and
+    `costs`: number of tokens and cost of every row of the update."""
     size = [sizes[i] for i in rows]
     cost = [costs[i] for i in rows]
     parts = balance(cost, count)
@@ -184,7 +192,8 @@ def padded(number: int, multiple: int) -> int:
 def _pack_rows(
     all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
 ) -> MicroBatch:
-    """Packs the rows at `indices` into a micro-batch; without rows it has `multiple_of` tokens of padding."""
+    """Packs the rows of `all_rows` at `indices` into a micro-batch. Without indices the micro-batch has only
+    `multiple_of` positions of padding."""
     rows = [all_rows[index] for index in indices]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of
@@ -196,11 +205,12 @@ def _pack_rows(
     def joined(
         parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
     ) -> np.ndarray:
-        """Concatenates the rows' arrays, with `pad` in padding. `shape`: shape per position if there are no rows."""
+        """Concatenates `parts`, one array per row, with `pad` at padding. `shape`: shape per position if there are no
+        rows."""
         shape = parts[0].shape[1:] if parts else shape
         out = np.full((sum(lengths), *shape), pad, dtype)
         start = 0
-        for part, length in zip(parts, lengths, strict=False):  # the tail has no part
+        for part, length in zip(parts, lengths, strict=False):  # the micro-batch's own padding has no part
             out[start : start + len(part)] = part
             start += length
         return out
@@ -226,15 +236,16 @@ def _pack_rows(
 def _joined_routes(
     rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns `routed_experts` and `routed` of a micro-batch of `rows`. `joined` concatenates arrays of rows."""
+    """Returns `routed_experts` and `routed` of the micro-batch with these rows (see `MicroBatch`). `joined`:
+    concatenates one array per row, with padding."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:
         return None, None
     shapes = {routes.shape[1:] for routes in known}
     if len(shapes) > 1:
         raise SlimxError(
-            f"trajectories of a batch have routed_experts of different shapes per token, {sorted(map(list, shapes))}; "
-            "train on rollouts of one model",
+            f"trajectories of a batch have routed_experts of different shapes per token ({sorted(map(list, shapes))}); "
+            "train only on rollouts of one model",
             code="data.routes",
             about="routed_experts",
         )
@@ -252,11 +263,12 @@ def _joined_routes(
 
 
 def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:
-    """Concatenates the rows' supports; rows without one, and padding, are not restricted."""
+    """Concatenates the supports of `rows`. Padding, and rows without a support, allow the whole vocabulary. `lengths`:
+    see `MicroBatch`."""
     if all(row.support is None for row in rows):
         return None
     parts: list[Support] = []
-    for row, length in zip_longest(rows, lengths):  # the tail has no row
+    for row, length in zip_longest(rows, lengths):  # the micro-batch's own padding has no row
         padding = length
         if row is not None and row.support is not None:
             parts.append(row.support)
@@ -266,7 +278,8 @@ def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Supp
 
 
 def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
-    """Returns the positions, int64 [T / size], of context-parallel rank `rank` of `size`, in the rank's order.
+    """Returns the positions that context-parallel rank `rank` of `size` processes, int64 [T / size], in the rank's
+    order. `lengths`: number of positions of each packed sequence.
 
     Each sequence is split into 2 * size equal chunks. A rank has the chunks `rank` and 2 * size - 1 - `rank` (zigzag),
     which balances the work under a causal mask. megatron-core's rotary embedding and Transformer Engine's attention
@@ -280,8 +293,8 @@ def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
     for length in lengths:
         if length % (2 * size):
             raise SlimxError(
-                f"a packed sequence of {length} tokens cannot be split into {2 * size} chunks for trainer.context="
-                f"{size}; pad it before it is packed",
+                f"a packed sequence of {length} tokens cannot be split into {2 * size} equal chunks for "
+                f"trainer.context={size}; pad it to a multiple of {2 * size} before packing",
                 code="layout.zigzag",
                 about="trainer.context",
             )

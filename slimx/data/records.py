@@ -1,7 +1,7 @@
-"""Records of the loop: prompts, trajectories with the provenance of every token, groups.
+"""Records of the training loop: prompts, trajectories with the provenance of every token, and groups.
 
-Durable records have a `schema_version`: they are written to checkpoints and read by later releases.
-L is the number of tokens of a trajectory, including the prompt.
+Durable records have a `schema_version`, because they are written to checkpoints and read by later releases. L is the
+number of tokens of a trajectory, including the prompt.
 """
 
 from __future__ import annotations
@@ -26,52 +26,53 @@ class Prompt:
     """One task, with either `messages` (to which the tokenizer's chat template is applied) or `token_ids`."""
 
     id: str
-    """Unique in its source; stable between runs."""
+    """Identifier that is unique in the prompt's source and stable between runs."""
     messages: list[Json] | None = None
-    """Chat turns, `{"role": ..., "content": ...}`."""
+    """Chat messages, `{"role": ..., "content": ...}`."""
     token_ids: list[int] | None = None
-    """Token ids, used unchanged."""
+    """Token ids that the engine gets unchanged, instead of `messages`."""
     answer: str | None = None
-    """Text that a verifier compares with; in supervised fine-tuning the demonstration."""
+    """Reference answer that a verifier compares with; in supervised fine-tuning the demonstration to learn from."""
     metadata: Json = field(default_factory=dict)
-    """Arbitrary values for hooks."""
+    """Arbitrary values for hooks. `dataset` is the name of the prompt's data set."""
     schema_version: int = SCHEMA_VERSION
     tools: list[Json] | None = None
-    """Tools for the chat template, as JSON schemas."""
+    """Tools that the chat template renders, as JSON schemas."""
     template: Json = field(default_factory=dict)
     """Arguments of the chat template for this prompt, which override those of `rollout.template`."""
 
     @property
     def source(self) -> str | None:
-        """Name of the prompt's data set: `metadata.dataset`."""
+        """Name of the prompt's data set: `metadata.dataset`, or None without it."""
         name = self.metadata.get("dataset")
         return None if name is None else str(name)
 
 
 @dataclass(kw_only=True, slots=True)
 class Span:
-    """Consecutive tokens `[start, stop)` of a trajectory with the same origin."""
+    """Consecutive tokens `[start, stop)` of a trajectory that have the same origin."""
 
     start: int
     stop: int
     source: Source
-    """prompt: of the prompt; sampled: by an engine; inserted: by a tool, a template or a demonstration."""
+    """Origin of the tokens: `prompt`: the prompt; `sampled`: an engine; `inserted`: a tool, a template or a
+    demonstration."""
     turn: int = 0
-    """Index of the turn."""
+    """Index of the turn to which the tokens belong."""
     policy: str = "actor"
-    """Name of the policy that sampled it."""
+    """Name of the policy that sampled the tokens."""
     version: int | None = None
-    """Weight version that sampled it; None unless sampled."""
+    """Version of the weights that sampled the tokens; None if they were not sampled."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """Information of a generate hook about one turn, for advantages per turn."""
+    """Reward and state of one turn, which a generate hook sets for advantages per turn."""
 
     reward: float = 0.0
-    """Reward of this turn; a trajectory's `reward` is that of all turns."""
+    """Reward of this turn alone; a trajectory's `reward` is that of all turns."""
     state_key: str | None = None
-    """Key that is equal for turns of a group that began in the same state of the environment."""
+    """Key that is equal for those turns of a group that began in the same state of the environment."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,45 +81,45 @@ class Trajectory:
 
     id: str
     rollout_id: str
-    """Id shared by all trajectories of one call of the generate hook."""
+    """Id that all trajectories of one call of the generate hook share."""
     group_id: str
     index: int
     """Index of the rollout in its group."""
     policy: str = "actor"
     token_ids: np.ndarray
-    """int32 [L]."""
+    """int32 [L]: ids of all tokens, including the prompt's."""
     loss_mask: np.ndarray
-    """uint8 [L]: 1 at trained tokens."""
+    """uint8 [L]: 1 at trained tokens, else 0."""
     logprobs: np.ndarray
-    """float32 [L]: the engine's log-probs of sampled tokens; NaN at others."""
+    """float32 [L]: the engine's log-probs of sampled tokens; NaN at other tokens."""
     spans: list[Span]
     """Spans that cover [0, L) without gaps, in order."""
     sampling: Json = field(default_factory=dict)
-    """temperature, top_p, top_k, seed."""
+    """Sampling parameters: temperature, top_p, top_k, seed."""
     support: Support | None = None
-    """L positions: the tokens left by top-k and top-p at sampled positions, over which `logprobs` are normalized. None:
-    the whole vocabulary at all positions."""
+    """For L positions, the tokens that top-k and top-p left for sampling, over which `logprobs` are normalized; at
+    positions that were not sampled all tokens. None: the whole vocabulary at all positions."""
     routed_experts: np.ndarray | None = None
-    """uint8 or uint16 [L-1, moe_layers, k]: the engine's logical expert ids per input position."""
+    """uint8 or uint16 [L-1, layers, k]: the engine's logical expert ids for each input position and decoder layer."""
     teacher_logprobs: np.ndarray | None = None
-    """float32 [L]: log-probs of a served teacher from the first trained token on, NaN before it. None if not
-    requested."""
+    """float32 [L]: log-probs of the tokens under a served teacher, from the first trained token on; NaN before it. None
+    if not requested."""
     teacher_top_ids: np.ndarray | None = None
     """int32 [L, k]: the teacher's top-k token ids at each position from the first trained token on, 0 before it. None
     (with `teacher_top_logprobs`) if not requested."""
     teacher_top_logprobs: np.ndarray | None = None
-    """float32 [L, k]: the teacher's log-probs of these tokens; NaN before the first trained token."""
+    """float32 [L, k]: the teacher's log-probs of `teacher_top_ids`; NaN before the first trained token."""
     turns: list[Turn] = field(default_factory=list)
-    """Information by index of the turn; empty if the hook provides none."""
+    """Data of the trajectory's turns, by index of the turn; empty if the hook provides none."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Values that hooks logged for it, by name; may be NaN or infinite."""
+    """Values that hooks logged for the trajectory, by name; may be NaN or infinite."""
     status: Status = "completed"
     finish_reason: str | None = None
-    """stop, length or abort; for a failed trajectory the exception's text."""
+    """Reason why generation ended: stop, length or abort; for a failed trajectory the exception's text."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by name."""
+    """Durations in seconds, by name."""
     metadata: Json = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -154,11 +155,11 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest weight version that sampled a span; None if nothing was sampled."""
+        """Version of the oldest weights that sampled a span; None if nothing was sampled."""
         return min((span.version for span in self.spans if span.version is not None), default=None)
 
     def versions(self) -> np.ndarray:
-        """Returns the version that sampled each token, int64 [L]; -1 at tokens that were not sampled."""
+        """Returns the version of the weights that sampled each token, int64 [L]; -1 at tokens that were not sampled."""
         out = np.full(len(self.token_ids), -1, dtype=np.int64)
         for span in self.spans:
             if span.version is not None:
@@ -166,14 +167,14 @@ class Trajectory:
         return out
 
     def newest_only(self) -> Trajectory:
-        """Returns a copy without training of sampled tokens of older versions than its newest. Other trained tokens
-        remain trained."""
+        """Returns a copy whose loss mask excludes tokens that were sampled by older weights than its newest ones. Other
+        trained tokens remain trained."""
         versions = self.versions()
         stale = (versions >= 0) & (versions < versions.max(initial=-1))
         return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))
 
     def sampled_ids(self) -> np.ndarray:
-        """Returns the sampled tokens in order, int32."""
+        """Returns the ids of the sampled tokens in order, int32."""
         parts = [self.token_ids[:0]]
         for span in self.spans:
             if span.source == "sampled":
@@ -183,15 +184,16 @@ class Trajectory:
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """All trajectories of one prompt in one step, the unit of advantages and of the buffer."""
+    """All trajectories of one prompt in one step: the unit for which advantages are computed and which the buffer
+    stores."""
 
     id: str
     prompt: Prompt
     trajectories: list[Trajectory]
     baseline: float | None = None
-    """Reward of a greedy rollout of the prompt, which is not trained; None if the algorithm does not need it."""
+    """Reward of a greedy rollout of the prompt, which is not trained on; None if the algorithm does not need it."""
     schema_version: int = SCHEMA_VERSION
 
     def newest_only(self) -> Group:
-        """Returns a copy with `newest_only` of each trajectory."""
+        """Returns a copy in which each trajectory is replaced by its `newest_only()`."""
         return replace(self, trajectories=[trajectory.newest_only() for trajectory in self.trajectories])

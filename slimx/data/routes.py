@@ -1,4 +1,5 @@
-"""Routed experts of trajectories: checks before a trainer replays them, and the part for each pipeline stage."""
+"""Routed experts of trajectories: checks before a trainer replays the routing, and selection of a pipeline stage's
+layers."""
 
 from __future__ import annotations
 
@@ -15,30 +16,31 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """Shape of the routes of a model."""
+    """Dimensions that a model requires of `routed_experts`."""
 
     layers: int
-    """Number of decoder layers. Engines report all of them, with arbitrary values for dense ones."""
+    """Number of decoder layers. Engines report experts for all of them, with arbitrary values for dense layers."""
     moe_layers: tuple[int, ...]
-    """Global indices of the layers with experts."""
+    """Global indices of the MoE layers."""
     experts: int
-    """Number of experts."""
+    """Number of experts of an MoE layer."""
     topk: int
-    """Experts per token."""
+    """Number of experts per token."""
 
 
 def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
-    """Checks that every trajectory has a valid route for each of its input positions and MoE layers.
+    """Checks that `routed_experts` of every trajectory has `topk` different experts of the model for each input
+    position and MoE layer.
 
-    Raises SlimxError naming the first trajectory without one, and the layer."""
+    Raises SlimxError naming the first trajectory for which this is not true, and the layer."""
     for trajectory in trajectories:
         routes = trajectory.routed_experts
         expected = (len(trajectory.token_ids) - 1, shape.layers, shape.topk)
         if routes is None:
             raise SlimxError(
                 f"trajectory {trajectory.id} has no routed_experts, which trainer.moe.routing_replay=R3 needs for "
-                f"layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; keep those of the completion in its generate "
-                "hook, or set trainer.moe.routing_replay=none",
+                f"layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; pass on the completion's routed_experts in "
+                "the generate hook, or set trainer.moe.routing_replay=none",
                 code="routes.missing",
                 about=trajectory.id,
             )
@@ -54,7 +56,7 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
 
 
 def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
-    # One plane of all positions and layers per choice: comparing pairs is ten times faster than sorting choices.
+    # One plane of all positions and layers per top-k choice: comparing planes is ten times faster than sorting choices.
     planes = np.ascontiguousarray(np.moveaxis(routes[:, list(shape.moe_layers)], -1, 0))
     unknown: np.ndarray = np.any(planes >= shape.experts, axis=0)
     if planes.dtype.kind == "i":
@@ -74,15 +76,15 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
             problem = f"not all of them are experts from 0 to {shape.experts - 1}"
         raise SlimxError(
             f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
-            f"{problem}; trainer.moe.routing_replay=R3 cannot replay it",
+            f"{problem}, so trainer.moe.routing_replay=R3 cannot replay it; return the engine's routes unchanged",
             code=code,
             about=name,
         )
 
 
 def for_stage(shard: Sequence[object], layers: Sequence[int]) -> list[object]:
-    """Returns a data-parallel rank's micro-batches, or lists of them by update, with the routes of `layers` (global
-    indices) only."""
+    """Returns a data-parallel rank's micro-batches with `routed_experts` reduced to `layers`, the global indices of a
+    pipeline stage's MoE layers. `shard`: micro-batches, or lists of micro-batches, one list per update."""
     parts: list[object] = []
     for part in shard:
         if isinstance(part, MicroBatch):

@@ -1,4 +1,4 @@
-"""Tokens that top-k and top-p leave to sample from, per position."""
+"""Tokens that top-k and top-p leave for sampling, at each position of a trajectory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 
 @dataclass(kw_only=True, slots=True)
 class Support:
-    """A ragged table: `counts[i]` entries of `ids` belong to position i, in the order of the positions.
+    """Ragged table of the tokens that top-k and top-p leave for sampling: position i has `counts[i]` entries of `ids`,
+    in the order of the positions.
 
-    Example: 2 and 3 tokens left at the inner two of four positions, and all tokens at the outer ones: counts
-    [0, 2, 3, 0] and five ids.
+    Example: of four positions the two inner ones were sampled, from 2 and 3 tokens: `counts` is [0, 2, 3, 0], and `ids`
+    has five entries.
     """
 
     ids: np.ndarray
-    """int32 [sum(counts)]: token ids left to sample from."""
+    """int32 [sum(counts)]: token ids, position by position."""
     counts: np.ndarray
-    """int32 [n]: number of ids per position; 0: all tokens of the vocabulary."""
+    """int32 [n]: number of ids per position; 0: the whole vocabulary."""
 
     def __post_init__(self) -> None:
         if self.counts.sum() != len(self.ids):
@@ -29,19 +30,19 @@ class Support:
         return len(self.counts)
 
     def positions(self) -> np.ndarray:
-        """Returns the position of each id, int64 [sum(counts)]."""
+        """Returns the position to which each entry of `ids` belongs, int64 [sum(counts)]."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def take(self, index: np.ndarray) -> Support:
-        """Returns the support at the positions `index`, in that order."""
+        """Returns a support of the positions in `index`, in that order."""
         starts = np.cumsum(self.counts) - self.counts
         counts = self.counts[index]
-        # The place of an id in `ids` is the start of its position plus its offset in the position.
+        # The index of an id in `ids` is the start of its position plus its offset in the position.
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return Support(ids=self.ids[np.repeat(starts[index], counts) + offsets], counts=counts)
 
     def missing(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the positions, int64, whose token in `tokens` [n] is not in the support."""
+        """Returns the positions, int64, at which the token in `tokens` [n] is not among those left for sampling."""
         contained = self.counts == 0
         positions = self.positions()
         contained[positions[self.ids == tokens[positions]]] = True
@@ -49,12 +50,12 @@ class Support:
 
     @staticmethod
     def everything(length: int) -> Support:
-        """Returns the support of `length` positions with all tokens."""
+        """Returns a support of `length` positions that allows the whole vocabulary at each."""
         return Support(ids=np.zeros(0, np.int32), counts=np.zeros(length, np.int32))
 
     @staticmethod
     def join(parts: Sequence[Support]) -> Support:
-        """Concatenates `parts`, which must not be empty."""
+        """Concatenates `parts`, which must not be empty, along the positions."""
         return Support(
             ids=np.concatenate([part.ids for part in parts]), counts=np.concatenate([part.counts for part in parts])
         )

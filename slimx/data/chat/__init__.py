@@ -1,1 +1,1 @@
-"""Conversations and their tokens: turns, chat templates, and parts of responses."""
+"""Conversations and their token ids: messages, chat templates, and parts of responses."""

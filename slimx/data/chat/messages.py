@@ -1,4 +1,5 @@
-"""Turns of a chat in the form of chat templates, and a check that a rendering contains them."""
+"""Chat messages in the form that chat templates accept, and a check that a rendered conversation contains all of
+them."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 MARK = "(turn {} 8d1f)"
-"""Mark appended to a turn's text to find it in a rendering."""
+"""Marker with a message's index that is appended to the message's text to find the message in a rendering."""
 
 
 def with_text(messages: Sequence[Json], where: str) -> list[Json]:
-    """Returns `messages` with each content as one text: parts of text are joined, and a turn that only calls tools has
-    "". Raises SlimxError for a turn that chat templates cannot render. `where`: location of the messages."""
+    """Returns `messages` with each content as one string: text parts are joined, and a message that only calls tools
+    gets "". Raises SlimxError for a message that chat templates cannot render, and if the last message is an
+    assistant's. `where`: location of the messages, for errors."""
     out = []
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise SlimxError(
-                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}; a turn has role and "
-                "content; rollout.map can rewrite rows",
+                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}, but a message needs role "
+                "and content; rewrite the row with rollout.map",
                 code="prompts.message",
                 about=where,
             )
@@ -31,15 +33,15 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
             content = ""
         if not isinstance(content, str):
             raise SlimxError(
-                f"{where}: messages[{turn}].content is {_kind(content)}; give text, or a list of parts of type text",
+                f"{where}: messages[{turn}].content is {_kind(content)}; set a string, or a list of parts of type text",
                 code="prompts.content",
                 about=where,
             )
         out.append({**message, "content": content})
     if out and out[-1]["role"] == "assistant":
         raise SlimxError(
-            f"{where}: messages end with an assistant's turn, which the model would answer; leave it out, and set "
-            "`answer` to an answer to learn from or to compare with",
+            f"{where}: messages end with an assistant's message, to which the model would reply; leave that message "
+            "out, and set `answer` to an answer to learn from or to compare with",
             code="prompts.last_turn",
             about=where,
         )
@@ -59,8 +61,9 @@ def _is_text(part: object) -> bool:
 
 
 def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[Json]], str]) -> int | None:
-    """Returns the index of a turn whose text is missing in `rendered`, the result of `render` for the messages; None if
-    all are contained. Templates may drop the thinking of past turns, and may change the form of a text."""
+    """Returns the index of a message whose text is missing from `rendered`, the result of `render(messages)`; None if
+    no text is missing. Texts that are not found verbatim are searched by `MARK` in a second rendering, because
+    templates may drop the thinking of past turns, and may change the form of a text."""
     texts = [_text(message) for message in messages]
     if _contains(rendered, texts):
         return None
@@ -77,7 +80,7 @@ def unseen(messages: Sequence[Json], rendered: str, render: Callable[[Sequence[J
 
 
 def _contains(rendered: str, texts: Sequence[str]) -> bool:
-    """Returns True if `rendered` contains the texts in their order."""
+    """Returns True if `rendered` contains `texts` in this order."""
     position = 0
     for text in texts:
         position = rendered.find(text, position)
@@ -88,7 +91,7 @@ def _contains(rendered: str, texts: Sequence[str]) -> bool:
 
 
 def _text(message: Json) -> str:
-    """Returns the text that a rendering must contain."""
+    """Returns the part of a message's text that a rendering must contain: an assistant's text without its thinking."""
     content = message.get("content")
     if not isinstance(content, str):
         return ""

@@ -1,6 +1,7 @@
-"""Renders chat templates on a short conversation under limits of time and memory, as a separate process.
+"""Renders chat templates on a short conversation within limits of CPU time and memory. It is a process of its own,
+started by `slimx.data.chat.template`.
 
-stdin: a JSON list of templates          exit status: 0 if all of them end, by rendering or by an error
+stdin: a JSON list of templates          exit status: 0 if every template terminates, by rendering or by an error
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from slimx.json_types import Json
 
 CPU_S = 2
-"""CPU seconds for all renderings; a template takes milliseconds for a conversation of this length."""
+"""Limit of CPU seconds for all renderings; a template takes milliseconds for a conversation of this length."""
 MEMORY_MIB = 4096
 WORDS = "word " * 200
 CHAT = [{"role": role, "content": WORDS} for role in ("user", "assistant", "user")]
@@ -25,7 +26,7 @@ TOOL: Json = {
 
 def main() -> int:
     from transformers.utils.chat_template_utils import (
-        render_jinja_template,  # late: not part of the limit
+        render_jinja_template,  # imported before the limits apply
     )
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -40,7 +41,7 @@ def main() -> int:
                 render_jinja_template([CHAT], tools, chat_template=template, add_generation_prompt=True)
             except MemoryError:
                 return 1
-            except Exception:  # templates raise any exception; the prompts show whether one refuses them
+            except Exception:  # templates raise any exception; `check_prompts` reports a prompt that one refuses
                 continue
     return 0
 

@@ -1,4 +1,4 @@
-"""Reading of a trajectory as text: its sampled turns, and the final answer for rewards."""
+"""Decoding of trajectories to text: the sampled turns, and the final answer that rewards grade."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ if TYPE_CHECKING:
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
 CHANNEL = "<|channel|>"
-"""Start of each message in the Harmony format (gpt-oss); messages in the channel `final` are answers."""
+"""Token before the channel of each message in the Harmony format (gpt-oss); messages in the channel `final` are
+answers."""
 _FINAL = re.compile(r"<\|channel\|>\s*final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _MESSAGE_ENDS = re.compile(r"<\|(?:end|return|call)\|>")
 _TAIL = 16
-"""Number of tokens before a turn that show whether the chat template opened the model's thinking."""
+"""Number of tokens before a turn that are decoded to see if the chat template opened the model's thinking."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A trajectory as text, without special tokens."""
+    """Sampled text of a trajectory, without special tokens."""
 
     turns: tuple[str, ...]
-    """Texts of consecutive sampled tokens between inserted ones."""
+    """Text of each run of consecutive sampled tokens; inserted tokens separate the runs."""
     final_answer: str
-    """Part of the last turn after its thinking; "" if the thinking did not end."""
+    """Text of the last turn after its thinking; "" if the thinking did not end."""
 
     @property
     def text(self) -> str:
-        """All turns, separated by line breaks."""
+        """Texts of all turns, joined by line breaks."""
         return "\n".join(self.turns)
 
 
 def final_answer(text: str, *, thinking: bool = False) -> str:
-    """Returns the part of a turn after its thinking: the text after the last </think>, or in the Harmony format the
-    last message of the channel `final`; the whole text without thinking, and "" if the thinking did not end.
+    """Returns the answer in a turn's `text`: the text after the last </think>, or in the Harmony format the last
+    message of the channel `final`. Without thinking it is the whole text; if the thinking did not end, it is "".
 
     `thinking`: True for a turn that begins inside thinking, because the chat template opened it."""
     if CHANNEL in text:
@@ -50,7 +51,7 @@ def final_answer(text: str, *, thinking: bool = False) -> str:
 
 
 def read_response(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Response:
-    """Returns the response of a trajectory, decoded by its policy's tokenizer."""
+    """Decodes the sampled turns of a trajectory. `tokenizer`: tokenizer of the policy that sampled it."""
     ids = trajectory.token_ids
     runs = _sampled_runs(trajectory)
     if not runs:
@@ -61,7 +62,7 @@ def read_response(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
     for start, stop in runs:
         if turns:
             thinking = _is_thinking(turns[-1], thinking) and _continues(tokenizer, ids[before:start])
-        # An array, because transformers would check the type of every id in a list.
+        # An array, because transformers checks the type of every id in a list.
         tail = _decode(tokenizer, ids[max(before, start - _TAIL) : start], skip_special_tokens=False)
         thinking = thinking or tail.rstrip().endswith(THOUGHT_BEGINS)
         turns.append(_decode(tokenizer, ids[start:stop], skip_special_tokens=True))
@@ -70,7 +71,8 @@ def read_response(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _sampled_runs(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """Returns [start, stop) of consecutive sampled tokens, also of several weight versions."""
+    """Returns [start, stop) of each run of consecutive sampled tokens. A run may include tokens of several weight
+    versions."""
     runs: list[tuple[int, int]] = []
     for span in trajectory.spans:
         if span.source != "sampled" or span.stop <= span.start:
@@ -83,13 +85,14 @@ def _sampled_runs(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def _is_thinking(text: str, thinking: bool) -> bool:
-    """Returns True if a turn ends inside thinking."""
+    """Returns True if the text of a turn ends inside thinking. `thinking`: True if the turn began inside thinking."""
     _, ended, rest = text.rpartition(THOUGHT_ENDS)
     return THOUGHT_BEGINS in rest or (thinking and not ended)
 
 
 def _continues(tokenizer: PreTrainedTokenizerBase, inserted: np.ndarray) -> bool:
-    """Returns True if thinking continues after inserted tokens, as after a hint, but not after a new turn."""
+    """Returns True if the model's thinking continues after the `inserted` tokens, as after a hint. It ends with special
+    tokens, which open a new turn, and with </think>."""
     raw = _decode(tokenizer, inserted, skip_special_tokens=False)
     return THOUGHT_ENDS not in raw and raw == _decode(tokenizer, inserted, skip_special_tokens=True)
 
@@ -99,7 +102,9 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, skip_special
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str, thinking: bool) -> str:
-    """Returns the final answer of a turn. `text`: its text without special tokens, which may include thinking marks."""
+    """Returns the final answer of a turn. `ids`: tokens of the turn; `text`: these tokens decoded without special
+    tokens, which for some tokenizers includes the marks of thinking; `thinking`: True if the turn began inside
+    thinking."""
     if THOUGHT_ENDS in text or not _has_special_marks(tokenizer, ids):
         return final_answer(text, thinking=thinking)
     answer = final_answer(_decode(tokenizer, ids, skip_special_tokens=False), thinking=thinking)
@@ -109,7 +114,7 @@ def _answer(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str, thin
 
 
 def _has_special_marks(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> bool:
-    """Returns True if one of `ids` is a mark of thinking."""
+    """Returns True if `ids` contain <think>, </think> or <|channel|> as a single token."""
     for mark in (THOUGHT_BEGINS, THOUGHT_ENDS, CHANNEL):
         mark_id = tokenizer.convert_tokens_to_ids(mark)
         if mark_id is not None and (ids == mark_id).any():

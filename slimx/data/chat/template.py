@@ -1,4 +1,5 @@
-"""Arguments of chat templates: checks of them, and tokenizers that render with them."""
+"""Chat templates: checks that they terminate and use the configured arguments, and tokenizers that render with these
+arguments."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 
 REPEATS = re.compile(r"\brange\b|\*|(?:{%[-+]? *(?:for|macro)\b[\s\S]*){2}")
-"""Pattern of all templates that may not terminate. A single loop over the messages always does."""
+"""Pattern that matches every chat template that might not terminate. A template whose only loop runs over the messages
+always does."""
 WAIT_S = 600.0
-"""Deadline of the process that renders, in seconds."""
+"""Timeout of the rendering process, in seconds."""
 
 
 def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises SlimxError naming the tokenizer's directory if its chat template exceeds the time or memory of `rendering`
-    for a short conversation. It runs in another process, because nothing could stop it in this one."""
+    """Raises SlimxError naming the tokenizer's directory if its chat template exceeds the CPU time or memory limit of
+    `slimx.data.chat.rendering` on a short conversation. Rendering runs in another process, because an endless template
+    could not be interrupted in this one."""
     configured = tokenizer.chat_template or ""
     templates = list(configured.values()) if isinstance(configured, dict) else [configured]
     templates = [template for template in templates if REPEATS.search(template)]
@@ -39,36 +42,39 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: the chat template does not terminate on a short conversation; correct its loops",
+            f"{where}: the chat template exceeds the limit of time or memory on a short conversation; correct its "
+            "loops",
             code="template.endless",
             about=where,
         )
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer whose chat template has `arguments` as defaults: `tokenizer` if there are none, else a copy
-    that shares the vocabulary. Arguments passed when rendering take precedence. `check_arguments` checks them."""
+    """Returns a tokenizer whose chat template has `arguments` as defaults; arguments passed to a rendering take
+    precedence. Returns `tokenizer` itself if there are no arguments, else a copy that shares the vocabulary.
+    `check_arguments` checks the arguments."""
     if not arguments or not isinstance(tokenizer.chat_template, str):
         return tokenizer
     out = copy.copy(tokenizer)
-    # Set in the template itself, because hooks, agents and adapters render without the arguments.
+    # Set in the template itself, because hooks, agents and adapters render without passing the arguments.
     out.chat_template = "".join(_default(name, value) for name, value in arguments.items()) + tokenizer.chat_template
     return out
 
 
 def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object], key: str) -> None:
-    """Raises SlimxError naming `key` and an argument that the chat template does not use."""
+    """Raises SlimxError if one of `arguments` does not occur in the tokenizer's chat template, or if there is no single
+    chat template. `key`: configuration key of the arguments, for the message."""
     if not arguments:
         return
     template = tokenizer.chat_template
     if not isinstance(template, str):
         raise SlimxError(
-            f"{key} is set, but the tokenizer does not have a single chat template; leave it out",
+            f"{key} is set, but the tokenizer does not have a single chat template; leave {key} out",
         )
     for name in arguments:
         if not name.isidentifier() or not re.search(rf"\b{name}\b", template):
             raise SlimxError(
-                f"{key} has {name!r}, which the chat template does not use; correct the name or leave it out",
+                f"{key} sets {name!r}, which the chat template does not use; correct the name or leave it out",
                 code="template.argument",
                 about=f"{key}.{name}",
             )

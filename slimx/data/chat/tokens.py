@@ -1,4 +1,4 @@
-"""Token ids of prompts: loading of tokenizers, application of chat templates, checks before a run starts."""
+"""Token ids of prompts: loads tokenizers, applies chat templates, and checks prompts before a run starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
-"""Files of vocabularies, of which a Hugging Face tokenizer has at least one."""
+"""Names of vocabulary files; a Hugging Face tokenizer has at least one of them."""
 COMPANIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -28,18 +28,18 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Further files that a tokenizer may have."""
+"""Names of other files that a tokenizer may have."""
 
 MARKER = "(the answer 8d1f)"
-"""Text of an answer whose position in a rendering is searched."""
+"""Answer in a short conversation whose position is searched in the rendered text."""
 BATCH = 512
-"""Prompts per call of a tokenizer, which splits them over the cores and saves a third of the work."""
+"""Number of prompts per tokenizer call. A call distributes the prompts over the cores and saves a third of the work."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a local Hugging Face directory.
 
-    Raises SlimxError naming the directory and the missing or unreadable part.
+    Raises SlimxError naming the directory and what is missing or unreadable.
     """
     path = Path(path)
     if not path.is_dir():
@@ -51,26 +51,27 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     # Checked here, because transformers creates an empty tokenizer for a directory with only a config.json.
     if not any((path / name).is_file() for name in VOCABULARIES):
         raise SlimxError(
-            f"{path}: there is no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there",
+            f"{path}: the directory has no tokenizer (none of {', '.join(VOCABULARIES)}); copy the tokenizer's files "
+            "into it",
             code="tokenizer.missing",
             about=str(path),
         )
     from transformers import AutoTokenizer  # a slow import, which `encode_prompt` does not need
 
     try:
-        # Without trust_remote_code transformers asks on the terminal whether to run the code of a directory.
+        # Without this argument transformers asks on the terminal whether to run the code of a directory.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # missing companion files, invalid JSON, an unknown tokenizer class
         raise SlimxError(
-            f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files",
+            f"{path}: the tokenizer cannot be loaded ({_first_line(error)}); check the files in this directory",
             code="tokenizer.broken",
             about=str(path),
         ) from error
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copies the files of the tokenizer in `path` to a directory, replacing an earlier one. Raises SlimxError if they
-    cannot be written."""
+    """Copies the tokenizer files of directory `path` to directory `into`, and removes those of an earlier tokenizer
+    there. Raises SlimxError if they cannot be written."""
     into.mkdir(exist_ok=True)
     for name in (*VOCABULARIES, *COMPANIONS):
         file = Path(path) / name
@@ -81,7 +82,8 @@ def copy_tokenizer(path: str | Path, into: Path) -> None:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Returns the token ids for an engine to continue: `token_ids`, or `messages` in the chat template up to the reply.
+    """Returns the token ids that an engine continues: the prompt's `token_ids`, or its `messages` rendered by the chat
+    template up to the start of the reply.
 
     Raises SlimxError naming the prompt if the template or the tokenizer refuses it.
     """
@@ -95,18 +97,20 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Returns a prompt's text for the model, including special tokens. Raises SlimxError as `encode_prompt` does."""
+    """Returns a prompt as the text that the model reads, including special tokens. Raises SlimxError as `encode_prompt`
+    does."""
     return str(tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False))
 
 
 class PromptIds:
-    """Cache of `encode_prompt` for the rollouts of a group, most of which have the same prompt. Rendering a template is
-    the driver's largest cost of a short request."""
+    """Cache of `encode_prompt` for the rollouts of a group, most of which have the same prompt. For a short request,
+    rendering the template is the driver's largest cost."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self._rendered: tuple[object, ...] | None = None
-        """Copies of messages, tools and template arguments, because hooks may change those of a prompt."""
+        """Messages, tools and template arguments of the cached ids. They are copies, because hooks may change those of
+        a prompt."""
         self._ids: list[int] = []
 
     def of(self, prompt: Prompt) -> list[int]:
@@ -123,24 +127,27 @@ class PromptIds:
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], tools: list[Json] | None = None
 ) -> list[int]:
-    """Returns the token ids of a conversation and of `tools` in the chat template, up to the reply. Raises SlimxError
-    if the template refuses it."""
+    """Returns the token ids of `messages` and `tools` rendered by the chat template, up to the start of the assistant's
+    reply. Raises SlimxError if the template refuses them."""
     try:
         # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
     except Exception as error:  # templates raise any exception, tokenizers raise bare Exception
         raise SlimxError(
-            f"the tokenizer or its chat template refuses it ({_first_line(error)})", code="tokenizer.template"
+            f"the tokenizer or its chat template refuses the messages ({_first_line(error)})", code="tokenizer.template"
         ) from error
     return [int(token) for token in cast(list[int], ids)]
 
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, after: Sequence[int]) -> list[int]:
-    """Calls `encode_turns` for one turn of text. Raises SlimxError if the template refuses the role."""
+    """Returns the token ids of one text message of `role`, as `encode_turns` does. Raises SlimxError if the template
+    refuses the role."""
     try:
         return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
     except SlimxError as error:
-        raise SlimxError(f"a turn of role {role!r}: {error}; use role user", code=error.code, about=role) from error
+        raise SlimxError(
+            f"a message of role {role!r} cannot be encoded: {error}; use role user", code=error.code, about=role
+        ) from error
 
 
 def encode_turns(
@@ -153,10 +160,11 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    The template renders a short conversation in which the assistant's answer is a marker; the rendering after the
-    marker is the text between two answers, for any chat template. The end token is omitted if `after`, the tokens so
-    far, ends with it, because the model sampled it. `calls`: tool calls of the assistant's turn, whose names and ids a
-    template may need for their results. Raises SlimxError if the template refuses the messages."""
+    For any chat template, the ids are those of the text after a marker in a rendered short conversation whose
+    assistant's answer is the marker. The end-of-turn token is omitted if `after`, the tokens so far, ends with it,
+    because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the assistant's turn, whose
+    names and ids a template may need to render the tools' results. Raises SlimxError if the template refuses the
+    messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:
@@ -174,11 +182,12 @@ def encode_turns(
         lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
     except Exception as error:  # templates raise any exception
         raise SlimxError(
-            f"the chat template refuses it after an answer ({_first_line(error)})", code="tokenizer.template"
+            f"the chat template refuses messages after an assistant's answer ({_first_line(error)})",
+            code="tokenizer.template",
         ) from error
     if lost is not None:
         raise SlimxError(
-            f"the chat template omits a turn of role {messages[lost]['role']!r} after an answer",
+            f"the chat template omits a message of role {messages[lost]['role']!r} after an assistant's answer",
             code="tokenizer.template",
         )
     return ids[1:] if ids[:1] == list(after[-1:]) else ids
@@ -191,8 +200,8 @@ def _encode_after_calls(
     tools: list[Json] | None,
     calls: Sequence[Json],
 ) -> list[int]:
-    """Returns the token ids from the end token on, after an assistant's turn with `calls`; [] if the template does not
-    render calls."""
+    """Returns the token ids that `encode_turns` needs after an assistant's turn with tool `calls`, from the end-of-turn
+    token on; [] if the template does not render calls."""
     # A marker instead of the sampled arguments, because only their position is needed.
     marked = []
     for call in calls:
@@ -200,7 +209,7 @@ def _encode_after_calls(
         marked.append({**call, "function": function})
     try:
         rendered = _rendered(tokenizer, [*answered(content="", tool_calls=marked), *messages], tools)
-    except Exception:  # rendering the messages after an answer of text shows whether they are the cause
+    except Exception:  # rendering the messages after an answer of text shows if they are the cause
         return []
     if MARKER not in rendered:
         return []
@@ -215,12 +224,12 @@ def _encode_after_calls(
 
 
 def answered(**answer: object) -> list[Json]:
-    """Returns a short conversation with this answer."""
+    """Returns a short conversation whose assistant message has the fields `answer`, such as content or tool_calls."""
     return [{"role": "user", "content": "(the question)"}, {"role": "assistant", **answer}]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the ids of special tokens, such as those that end a turn."""
+    """Returns the ids of all special tokens, including those that end a turn."""
     ids = set(tokenizer.all_special_ids)
     for token, properties in tokenizer.added_tokens_decoder.items():
         if properties.special:
@@ -235,8 +244,8 @@ def check_prompts(
     max_prompt_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Raises SlimxError for the first prompt of file `path` with too many tokens, an id outside [0, vocab_size), or a
-    turn that the chat template omits."""
+    """Raises SlimxError for the first prompt of file `path` that has too many tokens, has a token id outside [0,
+    vocab_size), or is refused or rendered without one of its messages by the chat template."""
     for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
@@ -258,8 +267,8 @@ def check_prompts(
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], path: str | Path
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yields each prompt of file `path` with its token ids (`encode_prompt`), after checking that no turn is
-    missing."""
+    """Yields each prompt of file `path` with its token ids (`encode_prompt`), after checking that the chat template
+    omits no message."""
     for batch in batched(prompts, BATCH):
         texts = [_full_text(tokenizer, prompt) if prompt.token_ids is None else None for prompt in batch]
         chats = [text for text in texts if isinstance(text, str)]
@@ -282,7 +291,8 @@ def _encoded(
 
 
 def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | SlimxError:
-    """Returns a prompt in the chat template, or a refusal if the template omits a turn or refuses the prompt."""
+    """Returns a prompt's messages rendered by the chat template, or a SlimxError if the template omits a message or
+    refuses the prompt."""
     messages = prompt.messages or []
     try:
         prompt_tokenizer = templated(tokenizer, prompt)
@@ -295,15 +305,15 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
     except SlimxError as error:
         return error
     except Exception as error:  # templates raise any exception
-        return _refused(prompt, f"the tokenizer or its chat template refuses it ({_first_line(error)})")
+        return _refused(prompt, f"the tokenizer or its chat template refuses the messages ({_first_line(error)})")
     if lost is not None:
         return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")
     return text
 
 
 def templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer that renders with a prompt's template arguments. Raises SlimxError naming the prompt and an
-    argument that the chat template does not use."""
+    """Returns a tokenizer whose chat template has the prompt's template arguments as defaults. Raises SlimxError naming
+    the prompt and an argument that the chat template does not use."""
     try:
         check_arguments(tokenizer, prompt.template, "its template")
     except SlimxError as error:
@@ -322,7 +332,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], tool
 
 
 def _arguments(tools: list[Json] | None) -> Json:
-    """Returns the arguments of the chat template for a rendering up to the reply."""
+    """Returns the arguments of `apply_chat_template` for a rendering up to the start of the assistant's reply."""
     arguments: Json = {"add_generation_prompt": True}
     if tools:
         arguments["tools"] = tools

@@ -1,1 +1,1 @@
-"""Prompts: their files, the mapping of rows, and their order in a run."""
+"""Prompts: reading of files, mapping of rows, and the order of prompts in a run."""

@@ -1,4 +1,5 @@
-"""Mapping of rows to the fields of prompts, by `rollout.fields` or by a mapping hook, and suggestions of fields."""
+"""Mapping of data set rows to the fields of prompts, by `rollout.fields` or by a mapping hook, and suggestions of
+values for `rollout.fields`."""
 
 from __future__ import annotations
 
@@ -14,28 +15,29 @@ from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
 MAPS = "slimx.maps"
-"""Group of entry points: mapping hooks by their names in a configuration."""
+"""Group of entry points that map names in a configuration to mapping hooks."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
-"""Columns of questions in published data sets, the likeliest first, in lower case."""
+"""Usual names of the column with the question in published data sets, the likeliest first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""Roles by the speakers' names in ShareGPT's turns."""
+"""Chat role for each speaker's name in ShareGPT's turns."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "response", "output")
 
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """Mapping from the rows of a file to prompts."""
+    """Mapping of the rows of a file to prompts."""
 
     fields: RowFields | None = None
     hook: Callable[[Json], object] | None = None
-    """Mapping hook, instead of `fields`."""
+    """Mapping hook that is used instead of `fields`."""
     system: str | None = None
-    """Text of a system turn for prompts that have none."""
+    """Text of a system message that is added to prompts without one."""
     section: str = "rollout"
-    """Section of the configuration with `fields` and `hook`, for messages."""
+    """Name of the configuration section that sets `fields` and `hook`, for error messages."""
 
     def __call__(self, row: Json, where: str) -> Json:
-        """Returns the fields of a prompt. Raises SlimxError naming `where` and the column or the hook."""
+        """Returns the fields of the row's prompt. `where`: location of the row. Raises SlimxError naming `where` and
+        the column or the hook that is wrong."""
         if self.hook is not None:
             row = _hooked(self.hook, row, where, f"{self.section}.map")
         elif self.fields is not None:
@@ -49,14 +51,15 @@ class RowMapping:
 def make_mapping(
     fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
 ) -> RowMapping:
-    """Returns the mapping configured by a section's `fields` and `map` and by `rollout.system`. Raises SlimxError for a
-    hook that cannot be loaded."""
+    """Returns the mapping that a configuration section sets by its keys `fields` and `map`, and `rollout.system` by
+    `system`. Raises SlimxError for a hook that cannot be loaded."""
     loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
     return RowMapping(fields, loaded, system, section)
 
 
 def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -> Json:
-    """Returns the prompt's fields from the columns of `fields`, the value of the configuration's `key`."""
+    """Returns a prompt's fields, read from the columns of `row` that `fields` names. `where` and `key`: location of the
+    row and configuration key of `fields`, for errors."""
 
     def column(name: str) -> object:
         path = getattr(fields, name)
@@ -84,14 +87,16 @@ def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -
 
 
 def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> object:
-    """Returns the value at a dotted path of a row; a column with dots in its name takes precedence."""
+    """Returns the value at a dotted path of a row. A column whose name is the whole path, dots included, takes
+    precedence. Raises SlimxError naming `where`, the path, and the configuration key `key` that sets it, if there is
+    none."""
     if path in row:
         return row[path]
     value: object = row
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise SlimxError(
-                f"{where}: there is no {path!r}, the value of {key}; the row has {', '.join(map(str, row))}",
+                f"{where}: the row has no column {path!r}, which {key} names; set one of {', '.join(map(str, row))}",
                 code="prompts.field",
                 about=path,
             )
@@ -100,8 +105,8 @@ def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> obje
 
 
 def as_text(value: object) -> str | None:
-    """Returns a value as text: None for NaN, a missing value, and an integral float as an integer, because pandas
-    converts columns with missing values to floats."""
+    """Returns a value as text; None for NaN, which marks a missing value. An integral float is written as an integer,
+    because pandas converts integer columns with missing values to floats."""
     if isinstance(value, float):
         if math.isnan(value):
             return None
@@ -111,7 +116,7 @@ def as_text(value: object) -> str | None:
 
 
 def fitting_fields(row: Mapping[str, object]) -> dict[str, str] | None:
-    """Returns values of `rollout.fields` that would fit a row; None if no column looks like a question."""
+    """Returns a suggestion of `rollout.fields` that fits a row; None if no column looks like a question."""
     columns = {name.lower(): name for name in _columns(row)}
     prompt = _first_of(PROMPTS, columns)
     if prompt is None:
@@ -136,7 +141,7 @@ def _first_of(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
 
 
 def written(fields: Mapping[str, str]) -> str:
-    """Returns fields as a line of YAML."""
+    """Returns `fields` as a YAML mapping in one line."""
     parts = []
     for key, value in fields.items():
         quoted = f"'{value}'" if value.startswith("#") else value
@@ -145,7 +150,7 @@ def written(fields: Mapping[str, str]) -> str:
 
 
 def _columns(row: Mapping[str, object]) -> Sequence[str]:
-    """Returns the columns of a row, and dotted paths of nested ones."""
+    """Returns the names of a row's columns, and the dotted paths of values nested in them."""
     columns = [str(name) for name in row]
     for name, value in row.items():
         if isinstance(value, Mapping):
@@ -157,7 +162,8 @@ def _after(mark: str, answer: object, where: str, key: str) -> str:
     _, separator, last = str(answer).rpartition(mark)
     if not separator:
         raise SlimxError(
-            f"{where}: the answer has no {mark!r}, the value of {key}.answer_after; correct one of them",
+            f"{where}: the answer does not contain {mark!r}, the value of {key}.answer_after; correct the answer or "
+            "the setting",
             code="prompts.answer_after",
             about=where,
         )
@@ -170,7 +176,7 @@ def _tools(tools: object, where: str) -> object:
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: the tools are not JSON ({error}); correct them") from error
+        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); correct it") from error
 
 
 def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> Json:
@@ -188,8 +194,8 @@ def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> 
 
 
 def _with_turns(row: Json, where: str) -> Json:
-    """Returns the row with ShareGPT's turns (from, value) converted to role and content, and with an assistant's last
-    turn moved to `answer`."""
+    """Returns the row with ShareGPT's turns (from, value) converted to messages with role and content. If the last
+    message is an assistant's, it is moved to `answer`."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
         return row
@@ -202,10 +208,10 @@ def _with_turns(row: Json, where: str) -> Json:
         if key not in ("role", "content") and value is not None:
             more.append(key)
     if row.get("answer") is not None or more or not isinstance(last.get("content"), str):
-        reason = "the row also has an answer" if row.get("answer") is not None else "it is not only text"
+        reason = "the row already has an answer" if row.get("answer") is not None else "it is not only text"
         raise SlimxError(
-            f"{where}: the messages end with an assistant's turn, but {reason}; leave the turn out, or rewrite the row "
-            "with rollout.map",
+            f"{where}: the last message is an assistant's and cannot become `answer`, because {reason}; leave the "
+            "message out, or rewrite the row with rollout.map",
             code="prompts.last_turn",
             about=where,
         )
@@ -218,8 +224,8 @@ def _with_role(turn: Json, where: str) -> Json:
     role = SPEAKERS.get(turn["from"])
     if role is None:
         raise SlimxError(
-            f"{where}: a turn is from {turn['from']!r}, which is none of {', '.join(SPEAKERS)}; rewrite the row with "
-            "rollout.map",
+            f"{where}: a turn has the speaker {turn['from']!r}, which is none of {', '.join(SPEAKERS)}; rewrite the "
+            "row with rollout.map",
             code="prompts.message",
             about=where,
         )

@@ -1,4 +1,4 @@
-"""Prompts from a file, and an endless shuffled stream of them, whose cursor is saved in checkpoints.
+"""Prompts from a file, and an endless shuffled stream of them, whose position is saved in checkpoints.
 
 A row is a prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`, `tools`
 and `template`. Rows in other formats are mapped first (`slimx.data.prompts.mapping`).
@@ -35,38 +35,39 @@ VALUE_KINDS = {
     "tools": "a list of objects",
     "template": "an object",
 }
-"""Descriptions of the values of KEYS, for messages."""
+"""Descriptions of the types that the values of `KEYS` must have, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a prompt's group, for sources that learn."""
+    """Outcome of a prompt's group, for sources of prompts that adapt to outcomes."""
 
     prompt: str
     """Id of the prompt."""
     rewards: tuple[float, ...]
-    """Rewards of its rollouts; of the finished ones if the group failed."""
+    """Rewards of the prompt's rollouts; if the group failed, only of the finished ones."""
     dropped: str | None = None
-    """Reason why the group is not trained, as in dropped.jsonl; None: it is trained."""
+    """Reason why the group is not trained, as in dropped.jsonl; None if it is trained."""
 
 
 class DataSource(Protocol):
-    """A source of prompts for the loop. A user's class needs only these three methods.
+    """Source of prompts for the training loop. A user's class needs only the three methods defined here.
 
     A source whose next prompts depend on earlier outcomes has a fourth method, `learn(outcomes)`. It is called with a
-    list of `Outcome` whenever the groups of a step are taken, in the order of their prompts. Prompts in flight were
-    chosen before. A checkpoint has the state after the last step's outcomes."""
+    list of `Outcome` whenever a step takes its groups, in the order of their prompts. Prompts whose rollouts are
+    running at that time were chosen before the call. A checkpoint contains the source's state after the last step's
+    outcomes."""
 
     def next(self) -> Prompt:
-        """Returns the next prompt; a source never ends."""
+        """Returns the next prompt. A source never runs out of prompts."""
         ...
 
     def state(self) -> Json:
-        """Returns the position of the source as JSON values, for checkpoints."""
+        """Returns the source's position as JSON values, for checkpoints."""
         ...
 
     def restore(self, state: Json) -> None:
-        """Continues from `state`, the position of another source."""
+        """Continues at the position `state`, which `state()` of another instance returned."""
         ...
 
 
@@ -81,8 +82,9 @@ def read_prompts(
     """Reads the prompts of a file, a directory or a data set of the Hub, in their order. A prompt without an id gets
     `{file stem}:{line}`.
 
-    Lines and rows are counted from 1; blank lines are skipped. `mapping`: for rows in other formats; `dataset`:
-    metadata.dataset of rows that have none. Raises SlimxError naming file, line and problem.
+    Lines and rows are counted from 1; blank lines are skipped. `mapping`: converts rows in other formats; `dataset`:
+    value of metadata.dataset for rows that have none; `subset` and `split`: part of a data set. Raises SlimxError
+    naming file, line and problem.
     """
     return list(iter_prompts(path, mapping, dataset=dataset, subset=subset, split=split))
 
@@ -95,7 +97,7 @@ def iter_prompts(
     subset: str | None = None,
     split: str | None = None,
 ) -> Iterator[Prompt]:
-    """Yields the prompts of `read_prompts`. An invalid row raises when it is reached."""
+    """Yields the prompts of `read_prompts`. Raises SlimxError for an invalid row only when the row is reached."""
     mapping = mapping or RowMapping()
     seen: dict[str, str] = {}
     stem, rows = read_rows(path, subset, split)
@@ -103,7 +105,7 @@ def iter_prompts(
         prompt = _prompt(mapping(row, where), f"{stem}:{line}", where)
         if prompt.id in seen:
             raise SlimxError(
-                f"{where}: id {prompt.id!r} is also that of {seen[prompt.id]}; make it unique",
+                f"{where}: id {prompt.id!r} is already the id of {seen[prompt.id]}; make ids unique",
                 code="prompts.id",
                 about=prompt.id,
             )
@@ -113,7 +115,7 @@ def iter_prompts(
         yield prompt
     if not seen:
         raise SlimxError(
-            f"{path}: there are no prompts; write one JSON object per line", code="prompts.empty", about=str(path)
+            f"{path} has no prompts; write one JSON object per line", code="prompts.empty", about=str(path)
         )
 
 
@@ -121,11 +123,11 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
     for key in row:
         if key not in KEYS:
             fitting = fitting_fields(row)
-            hint = "rollout.map can rewrite rows"
+            hint = "or rewrite the row with rollout.map"
             if fitting:
-                hint = f"this row would fit rollout.fields: {written(fitting)}"
+                hint = f"or set rollout.fields: {written(fitting)}"
             raise SlimxError(
-                f"{where}: unknown key {key!r}; known keys are {', '.join(KEYS)}, and others belong under metadata; "
+                f"{where}: unknown key {key!r}; a row may have {', '.join(KEYS)}; put other values into metadata, "
                 f"{hint}",
                 code="prompts.key",
                 about=key,
@@ -157,7 +159,7 @@ def _prompt(row: Json, default_id: str, where: str) -> Prompt:
 
 
 def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
-    """Describes the value of a row with the wrong type, and the type of its key."""
+    """Describes the value of `row` that has the wrong type according to `error`, and the type that its key requires."""
     path = re.search(r"`\$\.((\w+)[^`]*)`$", str(error))
     if path is None or path[2] not in VALUE_KINDS:
         return f"a value has the wrong type ({error}); correct it"
@@ -170,7 +172,8 @@ def _mistyped(row: Json, error: msgspec.ValidationError) -> str:
 
 
 class PromptSource:
-    """Endless stream of `prompts`. Each epoch has all of them, in an order drawn from (seed, epoch)."""
+    """Endless stream of `prompts`. Each epoch contains all of them, in a random order that depends only on seed and
+    epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         if not prompts:
@@ -187,7 +190,7 @@ class PromptSource:
         self._start_epoch(0)
 
     def next(self) -> Prompt:
-        """Returns the next prompt of this epoch, or the first of the next one."""
+        """Returns the next prompt of the current epoch, or the first one of the next epoch."""
         if self._position == len(self._prompts):
             self._start_epoch(self._epoch + 1)
         prompt = self._prompts[self._order[self._position]]
@@ -195,14 +198,14 @@ class PromptSource:
         return prompt
 
     def state(self) -> Json:
-        """Returns the cursor (`epoch`; `position`: prompts served in it) and the identity of the stream: `seed`,
-        `count` of prompts, fingerprints of their `ids` and of their `contents`."""
+        """Returns the position (`epoch`; `position`: number of prompts returned in it) and the identity of the stream:
+        `seed`, `count` of prompts, fingerprints of their `ids` and of their `contents`."""
         return {"epoch": self._epoch, "position": self._position, **self._identity}
 
     def restore(self, state: Json) -> None:
-        """Moves to the cursor of `state`.
+        """Continues at the position in `state`.
 
-        Raises SlimxError if seed or prompts differ from those of `state`, because the cursor would then silently repeat
+        Raises SlimxError if seed or prompts differ from those of `state`, because the stream would then silently repeat
         some prompts and skip others.
         """
         missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
@@ -234,7 +237,7 @@ class PromptSource:
         self._position = position
 
     def _changes(self, old: Json) -> str:
-        """Describes the differences between the saved identity and this one; "" if there are none."""
+        """Describes how the identity of this stream differs from `old`, the saved one; "" if it does not."""
         new = self._identity
         changes = []
         if old["seed"] != new["seed"]:

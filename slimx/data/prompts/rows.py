@@ -1,4 +1,4 @@
-"""Rows of JSON lines; entry points of `slimx.prompt_files` read other files."""
+"""Rows of JSON Lines files; entry points of the group `slimx.prompt_files` read other files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 Row = tuple[str, int, Json]
-"""Location of a row, for messages; its number, from 1; and its values by column."""
+"""A row of a file: its location for error messages; its number, counted from 1; and its values by column."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark at the start of UTF-8 files from Excel and Windows."""
 
@@ -21,7 +21,7 @@ def read_rows(path: str | Path, subset: str | None = None, split: str | None = N
     """Returns the prefix of ids for rows without one, and the rows of `path` in order.
 
     An entry point of `slimx.prompt_files` takes the same arguments and returns the same, or None for a path that it
-    does not read. `subset` and `split` select files of a data set.
+    does not read. `subset` and `split`: parts of a data set to read.
 
     Raises SlimxError, also during iteration, naming the file, the line or row, and the problem.
     """
@@ -33,7 +33,7 @@ def read_rows(path: str | Path, subset: str | None = None, split: str | None = N
 
 
 def json_lines(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file with one JSON object per line."""
+    """Yields the rows of a file that has one JSON object per line. Blank lines are skipped."""
     with path.open("rb") as lines:  # bytes, because text mode splits lines at characters that JSON strings may contain
         for number, line in enumerate(lines, 1):
             text = line.removeprefix(BOM).strip()
@@ -53,7 +53,7 @@ def _object(line: bytes, where: str) -> Json:
 
 
 def as_row(fields: object, where: str) -> Json:
-    """Returns `fields` if they are an object. Raises SlimxError naming `where` otherwise."""
+    """Returns `fields` if it is a JSON object. Raises SlimxError naming `where`, the row's location, otherwise."""
     if not isinstance(fields, dict):
         raise SlimxError(
             f"{where}: this is {kind_of(fields)}, not a JSON object; write one object per line",
@@ -64,7 +64,7 @@ def as_row(fields: object, where: str) -> Json:
 
 
 def kind_of(value: object) -> str:
-    """Returns the kind of a JSON value, for messages."""
+    """Describes the type of a JSON value, for error messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,1 +1,1 @@
-"""Files of rollouts: encoding of groups, files of steps, and values of trained tokens."""
+"""Files of rollouts: encoding of groups, one file per step, and values of trained tokens."""

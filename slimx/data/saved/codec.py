@@ -1,9 +1,10 @@
-"""Durable encoding of records: written to checkpoints, read bit for bit, and refused if they are unknown.
+"""Durable encoding of records for checkpoints: values are restored bit for bit, and unknown fields and versions are
+refused.
 
-Records are MessagePack maps with the names of their fields, which lets a later release read those of an older one.
-An array is extension 1 of MessagePack: a packed `(dtype, shape)` followed by the raw bytes, including NaN payloads.
-Fields such as `metadata` may have the types of MessagePack (None, booleans, numbers, strings, bytes, lists, dicts) and
-arrays; NumPy scalars become Python numbers, tuples become lists.
+Records are MessagePack maps with the names of their fields, so a later release can read the records of an older one. An
+array is extension 1 of MessagePack: a packed `(dtype, shape)` followed by the raw bytes, including NaN payloads. Fields
+such as `metadata` may have the types of MessagePack (None, booleans, numbers, strings, bytes, lists, dicts) and arrays;
+NumPy scalars become Python numbers, tuples become lists.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 ARRAY = 1
-"""Code of the MessagePack extension for arrays."""
+"""Type code of the MessagePack extension for arrays."""
 NUMERIC = re.compile(r"[<>|][biufc]\d{1,2}")
-"""Pattern of NumPy's bool, int, unsigned, float and complex dtypes, whose content is only their raw bytes."""
+"""Pattern of NumPy's bool, int, unsigned, float and complex dtypes, whose arrays consist only of raw bytes."""
 FORMAT = "slimx-groups-1"
-"""First field of a file's header line."""
+"""Value of `format` in a file's header line: name and version of the file format."""
 
 
 def encode(value: object) -> bytes:
-    """Encodes a record, or a container of records. Raises SlimxError naming a type that cannot be encoded."""
+    """Encodes a record, or a list of records. Raises SlimxError naming a type that cannot be encoded."""
     try:
         return msgspec.msgpack.encode(value, enc_hook=_from_numpy)
     except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
@@ -49,7 +50,7 @@ def encode(value: object) -> bytes:
 
 
 def decode[T](kind: type[T], data: bytes) -> T:
-    """Decodes a `kind` written by `encode`, with new, writable arrays.
+    """Decodes a record of class `kind` that `encode` wrote, with new, writable arrays.
 
     Raises SlimxError for damaged bytes, for a field that `kind` does not have, for a value of the wrong type and for an
     unknown `schema_version`.
@@ -71,12 +72,13 @@ def decode[T](kind: type[T], data: bytes) -> T:
 
 
 def encode_groups(groups: Sequence[Group]) -> bytes:
-    """Encodes `groups`. Raises SlimxError naming a group with a value that cannot be encoded and decoded."""
+    """Encodes groups, and decodes each one once as a check. Raises SlimxError naming a group with a value that cannot
+    be encoded and decoded."""
     parts = []
     for group in groups:
         try:
             part = encode(group)
-            decode(Group, part)  # checked now, because an unreadable checkpoint would be found too late
+            decode(Group, part)  # checked now, because a resuming run would find an unreadable checkpoint too late
         except SlimxError as error:
             raise SlimxError(f"group {group.id!r}: {error}", code=error.code, about=group.id) from error
         parts.append(msgspec.Raw(part))
@@ -89,8 +91,8 @@ def decode_groups(data: bytes) -> list[Group]:
 
 
 def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, object] | None = None) -> None:
-    """Writes `groups` to a file: a header line of JSON with length, checksum and the description `about`, then the
-    bytes.
+    """Writes groups to a file: a JSON header line with format, length, checksum and the description `about`, followed
+    by the encoded groups.
 
     The write is atomic: the file at `path` is always absent, the previous one, or complete.
     """
@@ -103,7 +105,7 @@ def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, o
 
 
 def load_groups(path: str | Path) -> list[Group]:
-    """Reads the groups of a file.
+    """Reads the groups of a file that `save_groups` wrote.
 
     Raises SlimxError naming the file if it is missing, truncated, edited or in another format.
     """
@@ -124,8 +126,8 @@ def load_groups(path: str | Path) -> list[Group]:
 
 
 def read_about(path: str | Path) -> Json:
-    """Reads only the description in the header of a file of groups; {} without one. Raises SlimxError as `load_groups`
-    does, except for edited bytes."""
+    """Reads only the description `about` in the header of a file of groups; {} if the file has none. Raises SlimxError
+    as `load_groups` does, but does not detect edited groups."""
     path = Path(path)
     with _open(path) as file:
         return _header(path, file).get("about", {})
@@ -143,7 +145,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _header(path: Path, file: BinaryIO) -> Json:
-    """Reads the header of an open file, and checks format and length of the file."""
+    """Reads the header of an open file, and checks the file's format and length."""
     try:
         header = json.loads(file.readline())
         form = header["format"]
@@ -197,7 +199,8 @@ def _to_numpy(code: int, data: memoryview) -> np.ndarray:
 
 
 def _check_schema(kind: object, value: object, where: str) -> None:
-    """Refuses versions and fields of records that msgspec would accept or ignore. msgspec checks the types."""
+    """Raises SlimxError for versions of records that msgspec would accept, and for fields that it would ignore; msgspec
+    checks the types. `kind`: type of the decoded `value`; `where`: its path, for errors."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         for option in typing.get_args(kind):
@@ -243,7 +246,8 @@ def _hints(kind: type) -> dict[str, object]:
 
 @functools.cache
 def _nested(kind: type) -> tuple[str, ...]:
-    """Returns the fields of `kind` that contain records. Others, such as long lists of integers, need no check."""
+    """Returns the fields of `kind` that contain records. Other fields, such as long lists of integers, need no
+    check."""
     names = []
     for name, hint in _hints(kind).items():
         if _contains_record(hint):

@@ -1,8 +1,8 @@
-"""Rollouts that a run trained on, a file per step: `RUN/rollouts/step-0000012.groups`, with a second file of values
-that training computed for each token (`slimx.data.saved.trained_tokens`).
+"""Files of the rollouts that a run trained on, one per step: `RUN/rollouts/step-0000012.groups`, each with a second
+file of the values that training computed per token (`slimx.data.saved.trained_tokens`).
 
 A file is a line of JSON followed by the step's groups in the order of training, in the encoding of
-`slimx.data.saved.codec`. Under `about` the line has the fields of `About`, a description that can be read without the
+`slimx.data.saved.codec`. The line's field `about` has the fields of `About`, a description that can be read without the
 groups. `slimx rollouts` shows these files, and `rollout.replay` trains on them again.
 """
 
@@ -32,40 +32,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Folder of the files in a run directory."""
+"""Folder of these files in a run directory."""
 TOKENIZER = "tokenizer"
-"""Folder of the tokenizer that decodes them."""
+"""Folder in a run directory of a copy of the tokenizer that decodes the files' tokens."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
-"""Keys of a config.json that may differ between copies of one model."""
+"""Keys of config.json that may differ between copies of the same model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Properties of the run that generated rollouts, which a run that trains on them again must share."""
+    """Properties of the run that generated rollouts. A run that trains on the rollouts again must have the same
+    ones."""
 
     model: Json
-    """The model's config.json."""
+    """Content of the model's config.json, without keys that may differ between copies."""
     vocabulary: str
-    """Digest of the tokenizer's tokens and ids."""
+    """Digest of the tokenizer's tokens and their ids."""
     prompts_per_step: int
     group_size: int
     max_staleness: int
     routes: bool
-    """True if the files contain each token's experts."""
+    """True if the files contain the experts to which each token was routed."""
     policies: list[str] = field(default_factory=lambda: [ACTOR])
-    """Names of the trained policies."""
+    """Names of the policies that the run trains."""
 
     def differences(self, other: Origin) -> dict[str, str]:
-        """Returns the differences of `self`, the origin of a file, from `other`, that of a run that would train on it:
-        a clause per property."""
+        """Returns the properties in which `self`, the origin of a file, differs from `other`, the origin of the run
+        that would train on the file. The values are clauses for a message."""
         clauses = {}
         keys = sorted(self.model.keys() | other.model.keys())
         changed = [key for key in keys if self.model.get(key) != other.model.get(key)]
         if changed:
             clauses["config.json"] = (
-                f"another model sampled it (config.json: {changed[0]} is {self.model.get(changed[0])}, in model.path "
-                f"{other.model.get(changed[0])})"
+                f"another model sampled it ({changed[0]} of its config.json is {self.model.get(changed[0])}, but "
+                f"{other.model.get(changed[0])} in model.path)"
             )
         elif self.vocabulary != other.vocabulary:
             clauses["vocabulary"] = (
@@ -87,18 +88,18 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """Description of one step."""
+    """Description of one step's groups."""
 
     step: int
     version: int
-    """Weight version of the trainers in this step."""
+    """Version of the trainers' weights in this step."""
     groups: int
     trajectories: int
     sampled_tokens: int
     reward: float | None
-    """Mean of all trajectories; None without rewards."""
+    """Mean reward of all trajectories; None if none has a reward."""
     oldest: int | None
-    """Oldest weight version that sampled a token; None if nothing was sampled."""
+    """Version of the oldest weights that sampled a token; None if nothing was sampled."""
     truncated: int
     """Number of truncated trajectories."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class About:
 
 
 def origin_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Returns the origin of this run's rollouts."""
+    """Returns the origin of the rollouts of a run with this configuration and tokenizer."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return Origin(
         model={key: value for key, value in model.items() if key not in _UNRELATED},
@@ -121,11 +122,11 @@ def origin_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Origin:
 
 
 class StepFiles:
-    """Writes the files of one run."""
+    """Writer of a run's files of rollouts."""
 
     def __init__(self, directory: Path, origin: Origin, *, every: int, keep: int, resume_step: int):
-        """Removes the files of `resume_step` and later steps, which the run trains again. `every`: steps between files,
-        0: none; `keep`: number of newest files to keep, 0: all."""
+        """Removes the files of `resume_step` and later steps, because the run trains these steps again. `every`: number
+        of steps between files, 0: no files; `keep`: number of newest files to keep, 0: all."""
         self.directory = directory
         self.origin = origin
         self.every = every
@@ -135,11 +136,12 @@ class StepFiles:
                 _remove(path)
 
     def due(self, step: int) -> bool:
-        """Returns True if `step`, counted from 1, gets a file; the first one does."""
+        """Returns True if `step`, counted from 1, gets a file. Step 1 does, if `every` is not 0."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
-        """Writes a step's groups, and removes old files. `version`: see `About`."""
+        """Writes the file of a step's groups, and removes old files beyond `keep`. `version` and `dropped`: see
+        `About`."""
         about = describe(step, version, groups, dropped, self.origin)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / file_name(step)
@@ -151,14 +153,15 @@ class StepFiles:
         return path
 
     def write_trained(self, step: int, tokens: Sequence[TrainedTokens]) -> Path:
-        """Writes the values of every token of `step`, whose groups have been written."""
+        """Writes the values that training computed for every token of `step`, whose groups must have been written
+        before."""
         path = self.directory / file_name(step)
         with _writing(path.with_suffix(SUFFIX)):
             return write_trained(path, tokens)
 
 
 def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int], origin: Origin) -> About:
-    """Returns the description of a step's groups."""
+    """Returns the description of a step's groups; see `About` for the parameters."""
     trajectories: list[Trajectory] = []
     for group in groups:
         trajectories += group.trajectories
@@ -190,7 +193,7 @@ def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[
 
 
 def without_routes(groups: Sequence[Group]) -> list[Group]:
-    """Returns copies of the groups without each token's experts."""
+    """Returns copies of the groups without `routed_experts`."""
     copies = []
     for group in groups:
         trajectories = [replace(trajectory, routed_experts=None) for trajectory in group.trajectories]
@@ -214,12 +217,12 @@ def _remove(path: Path) -> None:
 
 
 def file_name(step: int) -> str:
-    """Returns the name of a step's file."""
+    """Returns the name of the file of a step's groups."""
     return f"step-{step:07d}.groups"
 
 
 def step_files(directory: Path) -> dict[int, Path]:
-    """Returns the files in `directory` by step, ascending; {} if the directory does not exist."""
+    """Returns the files of groups in `directory` by step, ascending; {} if the directory does not exist."""
     if not directory.is_dir():
         return {}
     files = {}
@@ -231,7 +234,8 @@ def step_files(directory: Path) -> dict[int, Path]:
 
 
 def read_step_about(path: Path) -> About:
-    """Reads the description of a step. Raises SlimxError naming a file that is damaged or has no description."""
+    """Reads the description of a step from its file. Raises SlimxError naming a file that is damaged or has no
+    description."""
     try:
         return msgspec.convert(read_about(path), About)
     except msgspec.ValidationError as error:
@@ -243,5 +247,5 @@ def read_step_about(path: Path) -> About:
 
 
 def read_step(path: Path) -> tuple[About, list[Group]]:
-    """Reads one step. Raises SlimxError naming a damaged file."""
+    """Reads the description and the groups of one step. Raises SlimxError naming a damaged file."""
     return read_step_about(path), load_groups(path)

@@ -1,8 +1,9 @@
-"""Values of every token in a step's training, in a file next to the step's groups: `RUN/rollouts/step-0000012.tokens`.
+"""Values that training computed for every token of a step, in a file next to the step's groups:
+`RUN/rollouts/step-0000012.tokens`.
 
-It is a safetensors file. `lengths` int64 [trajectories] has the lengths of the groups' trajectories, in order; every
-other tensor has one number per token, with the trajectories concatenated. It is written after the step's training, and
-a failed step has none.
+The file is in the safetensors format. `lengths` int64 [trajectories] contains the lengths of the groups' trajectories,
+in order; every other tensor has one number per token, with the trajectories concatenated. The file is written after the
+step's training; a failed step has none.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ SUFFIX = ".tokens"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedTokens:
-    """Values of a trajectory's L tokens in training. The first token is not predicted."""
+    """Values that training computed for the L tokens of a trajectory. The first token is not predicted and has no
+    values."""
 
     logprobs: np.ndarray
-    """float32 [L]: log-probs under the trainers' weights, in the forward pass of the token's training; NaN for the
-    first."""
+    """float32 [L]: log-probs of the tokens under the trainers' weights, from the forward pass that trained the tokens;
+    NaN for the first token."""
     advantages: np.ndarray
-    """float32 [L]; NaN for the first."""
+    """float32 [L]: advantages of the tokens; NaN for the first token."""
     other_experts: np.ndarray | None = None
-    """bool [L]: True if a layer used other experts than the engine for this token's prediction; None: the engine did
-    not return experts."""
+    """bool [L]: True if at least one layer used other experts in training than in the engine to predict this token;
+    None if the engine returned no experts."""
 
     @classmethod
     def of_row(cls, row: TrainingRow, logprobs: np.ndarray, other_experts: np.ndarray) -> TrainedTokens:
-        """Aligns the values of a trajectory's row, all [L - 1], with its tokens: position n predicts token n + 1."""
+        """Aligns the values of a trajectory's row with its tokens: entry t of the row, of `logprobs` and of
+        `other_experts`, all of length L - 1, belongs to token t + 1."""
         by_token = None if row.routed_experts is None else np.concatenate([[False], other_experts])
         return cls(logprobs=_after_nan(logprobs), advantages=_after_nan(row.advantages), other_experts=by_token)
 
@@ -48,7 +51,8 @@ def _after_nan(values: np.ndarray) -> np.ndarray:
 
 
 def write_trained(groups_file: Path, tokens: Sequence[TrainedTokens]) -> Path:
-    """Writes the values of all trajectories of the step in `groups_file`, in their order. Raises OSError."""
+    """Writes the values of all trajectories of the step in `groups_file`, in their order, and returns the file's path.
+    Raises OSError."""
     path = groups_file.with_suffix(SUFFIX)
     tensors = {
         "lengths": np.array([len(values.logprobs) for values in tokens], dtype=np.int64),
@@ -69,7 +73,8 @@ def write_trained(groups_file: Path, tokens: Sequence[TrainedTokens]) -> Path:
 
 
 def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, TrainedTokens]:
-    """Returns the values of a step's tokens by trajectory; {} without a file. `groups`: all groups of `groups_file`.
+    """Returns the values of a step's tokens by trajectory id; {} if there is no file. `groups`: all groups of
+    `groups_file`.
 
     Raises SlimxError naming a file that is damaged or belongs to another step."""
     path = groups_file.with_suffix(SUFFIX)
@@ -96,7 +101,7 @@ def read_trained(groups_file: Path, groups: Sequence[Group]) -> dict[str, Traine
         return {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise SlimxError(
-            f"{path}: the file is damaged ({error}); remove it; the step's groups are not affected",
+            f"{path}: the file is damaged ({error}); remove it, which does not affect the step's groups",
             code="data.trained",
             about=str(path),
         ) from error
