@@ -1,4 +1,4 @@
-"""Credit: distribution of a rollout's rewards among the trajectories of its policies and roles.
+"""Credit assignment: distribution of a rollout's rewards among the trajectories of its policies and roles.
 
 def credit(group: Group) -> list[float]     # one reward per trajectory of the group, in order
 """
@@ -20,8 +20,8 @@ Credit = Callable[[Group], Sequence[float | None]]
 
 
 def load_credit(name: str) -> Credit:
-    """Returns the function of `algorithm.credit`, with a check of each result. Raises SlimxError for a hook that cannot
-    be called."""
+    """Returns the function that `algorithm.credit` names. If it is a user's hook, each of its results is checked.
+    Raises SlimxError for a hook that cannot be called."""
     if name == "own":
         return lambda group: [trajectory.reward for trajectory in group.trajectories]
     if name == "shared":
@@ -44,7 +44,7 @@ def load_credit(name: str) -> Credit:
 
 
 def shared(group: Group) -> list[float]:
-    """Returns the mean reward of its rollout for every trajectory, of any policy."""
+    """Returns, for every trajectory of any policy, the mean reward of the trajectory's rollout."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in group.trajectories:
         rewards[trajectory.rollout_id].append(reward_of(trajectory))
@@ -52,8 +52,8 @@ def shared(group: Group) -> list[float]:
 
 
 def credited(groups: Sequence[Group], name: str) -> Sequence[Group]:
-    """Returns copies of `groups` with the rewards that `algorithm.credit` assigns to trajectories; the groups
-    themselves if each trajectory keeps its reward."""
+    """Returns copies of `groups` whose trajectories have the rewards that the credit function `name` assigns
+    (`algorithm.credit`). Returns the groups themselves if each trajectory keeps its reward."""
     if name == CREDITS[0]:
         return groups
     credit = load_credit(name)

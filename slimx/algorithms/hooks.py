@@ -1,4 +1,4 @@
-"""A user's advantages and loss functions, named by dotted paths in the configuration.
+"""Loads a user's functions for advantages and loss, which the configuration names by dotted paths.
 
 def advantages(groups: list[Group]) -> list[float | np.ndarray]     # one entry per trajectory, group after group
 def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -21,30 +21,31 @@ Advantages = Callable[[Sequence[Group]], list[float | np.ndarray]]
 
 
 def load_loss(path: str) -> Loss:
-    """Returns the loss hook, with a check of each result. Raises SlimxError."""
+    """Returns the loss hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if it cannot be
+    loaded; the wrapper raises it for an invalid result."""
     hook = load_function("algorithm.loss", path, ("inputs",), is_async=False)
 
     def checked(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         result = hook(inputs)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise SlimxError(
-                f"algorithm.loss: {path} returned {_kind(result)}; return (loss, metrics)",
+                f"algorithm.loss: {path} returned {_kind(result)}; return a tuple (loss, dict of metrics)",
                 code="hook.loss_result",
                 about=path,
             )
         loss, metrics = result
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
             raise SlimxError(
-                f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a scalar tensor with a gradient: "
-                "the sum of inputs.weight * something",
+                f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a scalar tensor with a gradient, "
+                "such as the sum over tokens of inputs.weight times a loss per token",
                 code="hook.loss_tensor",
                 about=path,
             )
         for name, value in metrics.items():
             if not isinstance(value, torch.Tensor) or value.shape or value.requires_grad:
                 raise SlimxError(
-                    f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return scalar tensors without a "
-                    "gradient (.detach()), which are summed over micro-batches",
+                    f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return a scalar tensor without "
+                    "a gradient (.detach()), because metrics are summed over micro-batches",
                     code="hook.loss_metric",
                     about=name,
                 )
@@ -54,7 +55,8 @@ def load_loss(path: str) -> Loss:
 
 
 def load_advantages(path: str) -> Advantages:
-    """Returns the advantages hook, with a check of each result. Raises SlimxError."""
+    """Returns the advantages hook at the dotted `path`, wrapped in a check of each result. Raises SlimxError if it
+    cannot be loaded; the wrapper raises it for an invalid result."""
     hook = load_function("algorithm.advantages", path, ("groups",), is_async=False)
 
     def checked(groups: Sequence[Group]) -> list[float | np.ndarray]:
@@ -88,5 +90,5 @@ def _kind(value: object) -> str:
         gradient = " with a gradient" if getattr(value, "requires_grad", False) else ""
         return f"a {type(value).__name__} of shape {list(shape)}{gradient}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"a {type(value).__name__} of {len(value)}"
+        return f"a {type(value).__name__} of length {len(value)}"
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Inputs and result of a loss function."""
+"""Types of a loss function's inputs and result."""
 
 from __future__ import annotations
 
@@ -11,50 +11,57 @@ import torch
 from slimx.data.columns import LossColumns
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of a log-ratio. exp(20) is 5e8: far beyond any clip range, and finite in fp32 when squared. verl and OpenRLHF
-use the same bound."""
+"""Bound of the absolute value of log-ratios. exp(20) is 5e8: far beyond any clip range, and still finite in fp32 when
+squared. verl and OpenRLHF use the same bound."""
 
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
-"""[T] -> [T]: at every token the sum over its sequence, including tokens on other context-parallel ranks. Collective
-there, no gradient."""
+"""Function from values [T] to sums [T]: every token gets the sum over its sequence, including tokens on other
+context-parallel ranks. With context parallelism the call is collective. The result has no gradient."""
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probs at a teacher's top-k tokens of each position, of the policy and the teacher."""
+    """Log-probs that policy and teacher assign to the teacher's top-k tokens at each position."""
 
     policy: torch.Tensor
-    """[T, k], with gradient."""
+    """[T, k]: the policy's log-probs, with gradient."""
     policy_rest: torch.Tensor
-    """[T]: log-probs of all other tokens together, with gradient."""
+    """[T]: log of the policy's total probability of all other tokens, with gradient."""
     teacher: torch.Tensor
-    """[T, k]."""
+    """[T, k]: the teacher's log-probs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LossInputs(LossColumns[torch.Tensor]):
-    """Columns and computed tensors of one micro-batch, each [T]; log-probs are those of the label under
-    softmax(logits / temperature), over the tokens that top-k and top-p kept when it was sampled."""
+    """Columns of one micro-batch and tensors computed from its forward pass, each [T].
+
+    Log-probs are those of the label under softmax(logits / temperature), restricted to the tokens that top-k and top-p
+    kept when the label was sampled."""
 
     logprobs: torch.Tensor
-    """Log-probs of the policy, with gradient."""
+    """Log-probs under the policy, with gradient."""
     old_logprobs: torch.Tensor
-    """Denominator of the ratio: the engine's log-probs, or the trainer's before the step (algorithm.old_logprobs)."""
+    """Log-probs in the denominator of the importance ratio: the engine's, or the trainer's before the step
+    (algorithm.old_logprobs)."""
     reference_logprobs: torch.Tensor | None = None
-    """Log-probs of the reference (algorithm.reference)."""
+    """Log-probs under the reference model (algorithm.reference); None without a reference."""
     top: TopLogprobs | None = None
-    """Log-probs at the teacher's top-k tokens (algorithm.teacher_top_k)."""
+    """Log-probs at the teacher's top-k tokens (algorithm.teacher_top_k); None without them."""
     entropy: torch.Tensor | None = None
-    """Entropy of the distribution of each label, in nats, with gradient."""
+    """Entropy of the distribution that predicts each label, in nats, with gradient; None if the algorithm does not use
+    it."""
     sequence_sum: SequenceSum | None = None
-    """Sums over sequences; None: the whole micro-batch is one sequence on one rank."""
+    """Function that sums over sequences; None: the whole micro-batch is one sequence on one rank."""
 
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns the micro-batch's part of the loss (a weighted sum) and metrics that add up over micro-batches."""
+"""Function that returns the micro-batch's part of the loss, which is a weighted sum, and metrics that are summed over
+micro-batches."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Computes exp(log_ratio) with log_ratio within +-`LARGEST_LOG_RATIO`; beyond, it is constant without gradient.
+    """Computes exp(log_ratio), with the log-ratio clamped to +-`LARGEST_LOG_RATIO`. Outside these bounds the result is
+    constant and has no gradient.
 
-    Unbounded, a log-ratio above 88 is infinite in fp32, and a subsequent clip multiplies infinity by 0."""
+    Without the bounds, the ratio of a log-ratio above 88 is infinite in fp32, and a subsequent clip multiplies infinity
+    by 0."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""Training of a model that is not a policy, such as a reward model."""
+"""Interface of extensions that train a model that is not a policy, such as a reward model."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ if TYPE_CHECKING:
 
 
 class Learner(Protocol):
-    """Parts of a run that differ if its model outputs scores instead of logits."""
+    """Those parts of a run that a model with scores as its output implements differently from a policy, which outputs
+    logits."""
 
     columns: Sequence[TableColumn]
-    """Columns of the table that the run prints."""
+    """Columns of the metrics table that the run prints."""
 
     def trainer(self) -> type:
-        """Returns the class of the role `model` of trainer ranks."""
+        """Returns the class of the trainer ranks that train the model."""
         ...
 
     def rows(self, groups: Sequence[Group]) -> list[TrainingRow]:
-        """Returns the rows of one update."""
+        """Returns the rows of the groups' trajectories for one optimizer update."""
         ...
 
     async def train(
         self, run: object, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
-        """Trains one step; returns its metrics."""
+        """Trains one step, which consists of `updates`, and returns its metrics. `run`: the run that trains."""
         ...
 
     async def evaluate(self, run: object, outcomes: Sequence[object]) -> dict[str, float]:
-        """Returns the metrics of held-out prompts, and sets their scores as rewards of trajectories."""
+        """Returns metrics of the held-out prompts whose rollouts are in `outcomes`, and sets their scores as the
+        rewards of the trajectories."""
         ...
 
     async def write_head(self, trainers: object, path: Path) -> list[str]:
-        """Writes the layer that outputs scores as a safetensors file; returns the names of its tensors."""
+        """Writes the weights of the layer that outputs scores to `path` as a safetensors file, and returns the names of
+        the tensors."""
         ...
 
     def declare(self, directory: Path) -> None:
-        """Sets the exported model's class in config.json of `directory`, which was written for a policy."""
+        """Sets the model class in config.json of the exported checkpoint `directory`, which was written for a
+        policy."""
         ...
 
 
 def learner_of(algorithm: Algorithm) -> Learner | None:
-    """Returns the learner of a loss on scores, an entry point of `slimx.learners`; None for a policy."""
+    """Returns the learner of a loss that is computed on scores, from the entry points of `slimx.learners`; None if the
+    algorithm trains a policy."""
     if not algorithm.scores:
         return None
     return entry_points.load("slimx.learners", algorithm.loss.kind)()

@@ -1,7 +1,8 @@
-"""The auxiliary terms of a router, and the balance of its experts' loads: formulas over tensors.
+"""Auxiliary losses of a MoE router, and balancing of its experts' loads, as formulas over tensors.
 
-E experts, k of them per token, T tokens; logits and scores are [T, E] in float32 or wider, padding is never counted. A
-rank computes the part of its tokens; the parts of all ranks and micro-batches sum to the term.
+E is the number of experts, k the number per token, and T the number of tokens. Logits and scores are [T, E] in float32
+or wider, and padding is never counted. A rank computes the part of its local tokens; the parts of all ranks and
+micro-batches sum to the loss term.
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ import torch
 from slimx.config.sections.trainer import Moe
 
 SumRanks = Callable[[torch.Tensor], object]
-"""Sums a tensor over ranks, in place."""
+"""Function that sums a tensor over a group of ranks, in place."""
 
 
 class CountedTokens(Protocol):
-    """The t tokens of a micro-batch on this rank."""
+    """Description of the t tokens of a micro-batch that are on this rank."""
 
     counted: torch.Tensor
-    """bool [t]: not padding."""
+    """bool [t]: True at tokens that are not padding."""
     segments: torch.Tensor
-    """int64 [t]: index of the packed sequence of each token."""
+    """int64 [t]: index of the packed sequence to which each token belongs."""
     sequences: int
-    """Packed sequences of the micro-batch, on all ranks together."""
+    """Number of packed sequences in the micro-batch, on all ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Denominators of an update, over all its micro-batches and data-parallel ranks, without padding."""
+    """Numbers of tokens and sequences of an update, the denominators of its means: summed over all micro-batches and
+    data-parallel ranks, without padding."""
 
     tokens: float
     sequences: float
 
 
 def normalized_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Computes tokens' affinities to experts, summing to 1: softmax, or sigmoid over its sum (DeepSeek-V3, eq. 19)."""
+    """Computes each token's affinities to experts, which sum to 1. `function`: softmax, or sigmoid, whose scores are
+    divided by their sum (DeepSeek-V3, eq. 19)."""
     if function == "softmax":
         return _wide(logits).softmax(-1)
     scores = _wide(logits).sigmoid()
@@ -46,14 +49,16 @@ def normalized_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Sums logsumexp(logits)^2 over tokens (ST-MoE, 2202.08906, eq. 5, before its mean)."""
+    """Computes the sum over tokens of logsumexp(logits)^2 (ST-MoE, 2202.08906, eq. 5, without its mean). `counted`: see
+    `CountedTokens`."""
     return (_wide(logits).logsumexp(-1).square() * counted).sum()
 
 
 def top_counts(
     scores: torch.Tensor, topk: int, counted: torch.Tensor, segments: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Counts each segment's tokens that have an expert among their k highest scores: float32 [count, E]."""
+    """Counts, for each segment and expert, the tokens that have the expert among their `topk` highest scores: float32
+    [count, E]. `counted` and `segments`: see `CountedTokens`; `count`: number of segments."""
     highest = torch.zeros_like(scores).scatter(1, scores.topk(topk).indices, 1.0) * counted[:, None]
     return scores.new_zeros(count, scores.shape[1]).index_add(0, segments, highest)
 
@@ -65,34 +70,39 @@ def balance_loss(
     load: torch.Tensor,
     weight: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes E * sum over tokens x of weight[segment of x] * sum over experts i of load[segment of x, i] *
-    scores[x, i].
+    """Computes E * sum over tokens x of weight[segment of x] * sum over experts i of load[segment of x, i] * scores[x,
+    i].
 
-    `load` [segments, E] is each expert's fraction of its segment's choices and sums to 1. With weight 1 / T this is the
-    load-balancing loss of Switch Transformers (2101.03961, eq. 4) and DeepSeek-V3 (2412.19437, eq. 17): 1 if load or
-    scores are uniform."""
+    `load` [segments, E] is the fraction of a segment's expert choices that each expert got, and sums to 1. `weight`
+    [segments] weights the tokens of a segment. With weight 1 / T this is the load-balancing loss of Switch Transformers
+    (2101.03961, eq. 4) and DeepSeek-V3 (2412.19437, eq. 17), which is 1 if load or scores are uniform."""
     sums = scores.new_zeros(load.shape).index_add(0, segments, scores * counted[:, None])
     return scores.shape[1] * (weight[:, None] * load * sums).sum()
 
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
-    """Returns selection biases [..., E] after an update whose tokens chose each expert `load` [..., E] times:
-    overloaded experts lose `rate`, underloaded ones gain it (DeepSeek-V3, section 2.1.2; 2408.15664, algorithm 1)."""
+    """Returns the experts' selection biases [..., E] after an update in which tokens chose each expert `load` [..., E]
+    times. The bias of overloaded experts decreases by `rate`, that of underloaded ones increases by it (DeepSeek-V3,
+    section 2.1.2; 2408.15664, algorithm 1)."""
     return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)
 
 
 class LayerTally:
-    """Sums of one router's counts and terms over the micro-batches of an update.
+    """Accumulator of one router's expert counts and auxiliary losses over the micro-batches of an update.
 
-    The returned losses, summed over micro-batches and ranks, are
+    The losses that `terms` returns, summed over micro-batches and ranks, are
 
         z_loss_coef * (mean over tokens of logsumexp(logits)^2)  +  aux_loss_coef * balance
 
-    seq_aux_loss: balance is the mean over sequences of balance_loss, with the sequence's load. aux_loss: the mean over
-    tokens of balance_loss's terms, with the load of the token's micro-batch. global_aux_loss: the same with the load of
-    all micro-batches up to that one, on all data-parallel ranks. Sequence and token means do not depend on packing and
-    layout; load by micro-batch depends on packing, not on TP, CP, PP or EP. A load counts the experts with the k
-    highest scores, without selection bias, groups or replay, as megatron-core and DeepSeek-V3 define it.
+    where balance depends on aux_loss_type:
+
+    - seq_aux_loss: the mean over sequences of `balance_loss`, with the load of the sequence.
+    - aux_loss: the mean over tokens of the terms of `balance_loss`, with the load of the token's micro-batch.
+    - global_aux_loss: the same mean, with the load of all micro-batches up to this one, on all data-parallel ranks.
+
+    Means over sequences and tokens do not depend on packing and parallel layout. The load of a micro-batch depends on
+    packing, but not on TP, CP, PP or EP. A load counts the experts with the k highest scores, without selection bias,
+    expert groups or replay, as megatron-core and DeepSeek-V3 define it.
     """
 
     def __init__(
@@ -106,9 +116,12 @@ class LayerTally:
         sum_over_shards: SumRanks,
         sum_over_data: SumRanks,
     ):
-        """Takes `sums`: float64 [E + 2], zeros, accumulators of choices per expert, balance and squared logsumexp.
-        `sum_over_shards`: over the ranks that share a micro-batch (TP x CP); `sum_over_data`: over these of all
-        data-parallel ranks. `totals`: None if no term is on."""
+        """Takes the accumulator `sums`, float64 [E + 2], initially zeros: the choices per expert, balance and squared
+        logsumexp.
+
+        `sum_over_shards`: sums over the ranks that share a micro-batch (TP x CP); `sum_over_data`: sums over these
+        ranks of all data-parallel ranks. `topk`: number of experts per token; `function`: see `normalized_scores`.
+        `totals`: None if no auxiliary loss is enabled."""
         self.settings = settings
         self.totals = totals
         self.topk = topk
@@ -117,10 +130,11 @@ class LayerTally:
         self._sum_over_shards = sum_over_shards
         self._sum_over_data = sum_over_data
         self._earlier: torch.Tensor | None = None
-        """Counts of earlier micro-batches, for global_aux_loss."""
+        """Expert counts of the update's earlier micro-batches, for global_aux_loss."""
 
     def terms(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: CountedTokens) -> torch.Tensor | None:
-        """Counts a micro-batch; returns the part of its local tokens in the auxiliary loss."""
+        """Adds a micro-batch to the sums. Returns the part of its local tokens in the auxiliary loss; None if no
+        auxiliary loss is enabled. `routing_map` [t, E]: True at the experts that each token chose."""
         self.sums[:-2] += (routing_map & tokens.counted[:, None]).sum(0)
         if self.totals is None:
             return None
@@ -152,7 +166,7 @@ class LayerTally:
             self._earlier = counts
         else:
             self._sum_over_shards(counts)
-        sizes = counts.sum(-1) / self.topk  # 0 for a segment of only padding, which has no tokens either
+        sizes = counts.sum(-1) / self.topk  # 0 for a segment of only padding, which has no tokens
         load = counts / (self.topk * sizes.clamp(min=1))[:, None]
         if by_sequence:
             weight = 1 / (sizes.clamp(min=1) * totals.sequences)
@@ -162,5 +176,5 @@ class LayerTally:
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits in float32, or their wider dtype."""
+    """Returns logits in float32, or in their own dtype if it is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,1 +1,1 @@
-"""Advantage estimators."""
+"""Advantage estimators: formulas for one group, and their application to a step."""

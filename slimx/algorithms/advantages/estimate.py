@@ -1,4 +1,5 @@
-"""Advantages of a step by the configured algorithm: from its groups' rewards, and from the rows of the full step."""
+"""Computes the advantages of a step with the configured algorithm: first from the groups' rewards, then from all rows
+of the step if the algorithm needs them."""
 
 from __future__ import annotations
 
@@ -18,22 +19,23 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 GROUP = "slimx.advantages"
-"""Entry points: classes of `Estimator` by kind of advantages or of loss."""
+"""Group of entry points that map a kind of advantages or of loss to a subclass of `Estimator`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """A step before its first update."""
+    """Data of a step before its first optimizer update."""
 
     groups: Sequence[Group]
     updates: Sequence[Sequence[TrainingRow]]
-    """Rows of the groups' trajectories, in order, with the result of `all_advantages`."""
+    """For each update of the step, the rows of its trajectories in the order of `groups`, with the advantages of
+    `all_advantages`."""
     policy: Sequence[np.ndarray] | None = None
-    """Log-probs [n] of each row under the current weights, if the algorithm needs them."""
+    """Log-probs [n] of each row under the current weights; None if the algorithm does not need them."""
     reference: Sequence[np.ndarray] | None = None
-    """Log-probs [n] of each row under the reference, likewise."""
+    """Log-probs [n] of each row under the reference model; None if the algorithm does not need them."""
     values: Sequence[np.ndarray] | None = None
-    """The critic's values [n] of each row, likewise."""
+    """The critic's value estimates [n] of each row; None if the algorithm does not need them."""
     seed: Sequence[int]
 
     @property
@@ -42,26 +44,27 @@ class StepData:
 
 
 class Estimator:
-    """Advantages of a kind that `group_advantages` lacks, or columns that a kind of loss computes from them."""
+    """Base class of extensions: advantage estimators that `group_advantages` does not contain, and losses that derive
+    columns from the advantages."""
 
     def __init__(self, algorithm: Algorithm):
         self.algorithm = algorithm
 
     def estimate(self, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
-        """Returns the advantages of every trajectory, group after group: one number, or one per predicted token [L-1];
-        initial values if they depend on the full step (`finish`)."""
+        """Returns the advantages of every trajectory, group after group: for each trajectory one number, or one per
+        predicted token [L-1]. If they depend on the full step, these are initial values that `finish` replaces."""
         return [0.0] * sum(len(group.trajectories) for group in groups)
 
     def finish(self, step: StepData) -> dict[str, float]:
-        """Fills columns of the step's rows that depend on all of them; returns metrics of the step."""
+        """Fills those columns of the step's rows that depend on all rows, and returns metrics of the step."""
         return {}
 
 
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
     """Returns the advantage of each trajectory of `group`, in order.
 
-    A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
-    advantage."""
+    A rollout counts once, however many trajectories it returned: its reward is the mean of their rewards, and all of
+    them get the rollout's advantage."""
     estimator = algorithm.advantages
     if algorithm.loss.kind == "sft":
         return [1.0] * len(group.trajectories)
@@ -82,7 +85,8 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
         case "remax":
             if group.baseline is None:
                 raise SlimxError(
-                    f"group {group.id} has no greedy rollout, the baseline of algorithm.advantages=remax",
+                    f"group {group.id} has no greedy rollout, which algorithm.advantages=remax needs as its baseline; "
+                    "generate the group again with this setting",
                     code="advantages.baseline",
                     about=str(group.id),
                 )
@@ -92,17 +96,19 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
             values = gdpo(_parts(rollouts), weighted.weights, eps=weighted.eps)
         case _:
             raise SlimxError(
-                f"algorithm.advantages={estimator} has no estimator, neither built in nor among entry points of "
-                f"{GROUP}: the installed slimx is older than it; run make build",
+                f"algorithm.advantages={estimator} has no estimator, neither built in nor among the entry points of "
+                f"{GROUP}, because the installed slimx is older than its source; run make build",
             )
     advantage = dict(zip(rollouts, values.tolist(), strict=True))
     return [advantage[trajectory.rollout_id] for trajectory in group.trajectories]
 
 
 def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[float | np.ndarray]:
-    """Returns advantages of every trajectory of a step, group after group, by `group_advantages`, an `Estimator` or the
-    user's hook; GDPO's are normalized over the step's rollouts, GPG's scaled by the fraction of these with a
-    gradient."""
+    """Returns the advantages of every trajectory of a step, group after group. They come from `group_advantages`, from
+    an `Estimator`, or from the user's hook.
+
+    GDPO's advantages are normalized over the step's rollouts. GPG's are divided by the fraction of rollouts that have a
+    gradient (`gradient_share`)."""
     estimator = algorithm.advantages
     if estimator.kind not in ADVANTAGES:
         return load_advantages(estimator.kind)(groups)
@@ -126,7 +132,7 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Sequence[fl
 
 def finish_advantages(algorithm: Algorithm, step: StepData) -> dict[str, float]:
     """Fills the columns that depend on all rows of a step: per-token or pairwise advantages, and columns that the loss
-    derives from advantages; returns the step's metrics."""
+    derives from advantages. Returns metrics of the step."""
     metrics: dict[str, float] = {}
     for kind in (algorithm.advantages.kind, algorithm.loss.kind):
         if kind in entry_points.find(GROUP):
@@ -135,7 +141,7 @@ def finish_advantages(algorithm: Algorithm, step: StepData) -> dict[str, float]:
 
 
 def by_rollout(group: Group) -> dict[str, list[Trajectory]]:
-    """Returns the trajectories of each rollout by its id."""
+    """Returns the trajectories of each rollout, by rollout id."""
     rollouts: dict[str, list[Trajectory]] = {}
     for trajectory in group.trajectories:
         rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -152,14 +158,15 @@ def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
-    """Returns reward parts by name, one value per rollout. Raises SlimxError if a trajectory lacks one."""
+    """Returns the values of each reward part by its name, one value per rollout. Raises SlimxError if a trajectory
+    lacks a part that other trajectories have, or if there are no parts."""
     trajectories = list(chain(*rollouts.values()))
     names = dict.fromkeys(chain(*(trajectory.reward_parts for trajectory in trajectories)))
     for trajectory in trajectories:
         missing = sorted(names.keys() - trajectory.reward_parts.keys())
         if missing or not names:
             raise SlimxError(
-                f"trajectory {trajectory.id} has no reward part{' ' + missing[0] if missing else 's'}, and "
+                f"trajectory {trajectory.id} has no reward part{' ' + missing[0] if missing else 's'}, but "
                 "algorithm.advantages=gdpo normalizes each part separately; return a dict from the reward hook, "
                 "with the same names for every trajectory of a prompt",
                 code="advantages.reward_part",

@@ -1,1 +1,1 @@
-"""Losses of the policy."""
+"""Losses that train the policy: objectives, KL terms, and corrections for off-policy tokens."""

@@ -1,15 +1,17 @@
-"""Weights and rejection for the gap between trainer and engine: the engine's policy sampled the tokens, but the loss
-ratio starts from the trainer's log-probs of the same weights (`algorithm.old_logprobs: recompute`).
+"""Importance weights and rejection that correct for the gap between trainer and engine: the engine's policy sampled the
+tokens, but the loss ratio starts from the trainer's log-probs under the same weights
+(`algorithm.old_logprobs: recompute`).
 
-With w = trainer / engine, per token or per sequence, the objective of each token is multiplied by
+With w = trainer / engine, the ratio of probabilities per token or per sequence, the objective of each token is
+multiplied by
 
-- truncate: w, within [low, high] (truncated importance sampling, fengyao.notion.site/off-policy-rl);
-- icepop: w where low <= w <= high, else 0 (IcePop, 2510.18855; masked importance sampling elsewhere).
+- truncate: w, clamped to [low, high] (truncated importance sampling, fengyao.notion.site/off-policy-rl);
+- icepop: w where low <= w <= high, else 0 (IcePop, 2510.18855; called masked importance sampling elsewhere).
 
-In addition, rejection excludes tokens. Denominators stay those of all trained tokens, as in slime.
+In addition, rejection excludes tokens. As in slime, denominators still count all trained tokens.
 
-Since a behaviour policy that is several versions old is a larger gap of the same kind, these are also the weights of
-decoupled PPO (AReaL, 2505.24298), where the old log-probs are those of the proximal policy.
+A behavior policy that is several versions old is a larger gap of the same kind. The weights are therefore also those of
+decoupled PPO (AReaL, 2505.24298), in which the old log-probs are those of the proximal policy.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from slimx.algorithms.inputs import SequenceSum, bounded_ratio
 Kind = Literal["truncate", "icepop"]
 Level = Literal["token", "sequence", "geometric"]
 Correction = Callable[[torch.Tensor, torch.Tensor, SequenceSum], tuple[torch.Tensor, torch.Tensor]]
-"""(log w per token [T], trained bool [T], sums over sequences) -> (weights [T], bool [T]: w outside the bounds)."""
+"""Function of log w per token [T], trained tokens (bool [T]) and `SequenceSum`. Returns the weights [T], and bool [T]:
+True where w is outside the bounds."""
 Rejection = Callable[[torch.Tensor, torch.Tensor, SequenceSum], torch.Tensor]
-"""(log w per token [T], trained bool [T], sums over sequences) -> bool [T]: excluded trained tokens."""
+"""Function of log w per token [T], trained tokens (bool [T]) and `SequenceSum`. Returns bool [T]: True at trained
+tokens to exclude."""
 
 
 def correction(
@@ -40,9 +44,11 @@ def correction(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes importance weights by the rule `kind`, without a gradient (`Correction`).
+    """Computes importance weights by the rule `kind`, without a gradient; parameters and result: see `Correction`.
+    `low` and `high`: bounds of w.
 
-    `level`: unit of w: the token, its sequence (the product over trained tokens), or the geometric mean over it."""
+    `level`: unit for which w is computed: the token, its sequence (the product over trained tokens), or the geometric
+    mean over the sequence's trained tokens."""
     log_weight = _log_weight(log_gap, trained, sequence_sum, level)
     ratio = bounded_ratio(log_weight)
     outside = _outside(log_weight, low, high)
@@ -61,8 +67,10 @@ def rejection(
     high: float,
     veto: float,
 ) -> torch.Tensor:
-    """Marks rejected tokens (`Rejection`): those with w, at the levels of a correction, outside [low, high], and all
-    tokens of sequences in which a single token's w is below `veto` (slime: 1e-4; 0: off)."""
+    """Marks the tokens to exclude; parameters and result: see `Rejection`.
+
+    These are the tokens with w outside [low, high], where `level` is the unit of w as in `correction`, and all tokens
+    of a sequence in which the w of a single token is below `veto` (slime: 1e-4; 0: no veto)."""
     out = torch.zeros_like(trained)
     if level != "none":
         out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)
@@ -83,7 +91,8 @@ def off_policy_sequences(
     """Marks the tokens that off-policy sequence masking excludes, bool [T]: those with a negative advantage in a
     sequence whose mean of log(engine / policy) is above `delta` (DeepSeek-V3.2, 2512.02556).
 
-    `log_gap`: log(policy / engine) [T]. A mistake that the current policy is unlikely to make teaches it nothing."""
+    `log_gap`: log(policy / engine) [T]. The tokens are excluded because the policy learns nothing from a mistake that
+    it is now unlikely to make."""
     log_gap = torch.where(trained, log_gap.detach(), 0.0)
     count = sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
     return trained & (advantages < 0) & (-sequence_sum(log_gap) / count > delta)
@@ -100,7 +109,8 @@ def _log_weight(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: Sequ
 
 
 def _outside(log_weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Marks weights outside [low, high], compared as logarithms: a long sequence's weight may underflow as a ratio."""
+    """Marks weights outside [low, high]. They are compared as logarithms, because the ratio of a long sequence may
+    underflow."""
     inside = log_weight <= math.log(high)
     if low:
         inside = inside & (log_weight >= math.log(low))

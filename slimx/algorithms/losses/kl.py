@@ -1,18 +1,18 @@
 """KL divergences per token, [T], with gradient.
 
-Estimators k1 to k3 of KL(policy || other) from the log-probs of sampled tokens (Schulman, "Approximating KL
-divergence", joschu.net/blog/kl-approx.html).
+Estimators k1 to k3 of KL(policy || other) use the log-probs of sampled tokens (Schulman, "Approximating KL divergence",
+joschu.net/blog/kl-approx.html).
 
-Over a teacher's top-k tokens and all others together, with q the teacher, p the policy, K the k tokens, and one bucket
-for the tail, q_t = 1 - sum_K q and p_t = 1 - sum_K p:
+`forward` and `reverse` compare distributions over a teacher's top-k tokens K and one bucket for all other tokens, the
+tail. With q the teacher, p the policy, q_t = 1 - sum_K q and p_t = 1 - sum_K p:
 
     forward   sum_K q log(q / p) + q_t log(q_t / p_t)          KL(teacher || policy)
     reverse   sum_K p log(p / q) + p_t log(p_t / q_t)          KL(policy || teacher)
 
-Both are KLs of coarsened distributions: by the log sum inequality (Cover and Thomas, Elements of Information Theory,
-theorem 2.7.1) never above the KL over the whole vocabulary, and 0 if that is 0. The tail prevents the policy from
-moving probability to tokens outside K, which sums over K alone, rescaled to 1 or not, would not notice. If K is the
-whole vocabulary, both are the exact KL.
+Both are KLs of coarsened distributions. By the log sum inequality (Cover and Thomas, Elements of Information Theory,
+theorem 2.7.1) they are never above the KL over the whole vocabulary, and 0 if that KL is 0. The tail prevents the
+policy from moving probability to tokens outside K; sums over K alone, rescaled to 1 or not, would not notice such a
+shift. If K is the whole vocabulary, both are the exact KL.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from slimx.algorithms.inputs import LARGEST_LOG_RATIO, TopLogprobs
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes log(policy / other): unbiased, high variance, either sign."""
+    """Computes log(policy / other), an unbiased estimate with high variance that may be negative."""
     return logprobs - other
 
 
 def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes half the squared log ratio: biased, but the mean of its gradient is that of the KL."""
+    """Computes half the squared log-ratio: a biased estimate, but the mean of its gradient is the gradient of the
+    KL."""
     return 0.5 * (logprobs - other).square()
 
 
 def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes exp(d) - d - 1 with d = other - logprobs, per token: unbiased, never negative, low variance. d is at
-    most 20, so tokens that are very unlikely under the policy stay finite in fp32; beyond it there is no gradient."""
+    """Computes exp(d) - d - 1 with d = other - logprobs, per token: an unbiased estimate with low variance that is
+    never negative. d is clamped to at most 20, so that tokens that are very unlikely under the policy stay finite in
+    fp32; clamped tokens have no gradient."""
     difference = (other - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
 def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes k3 of a difference within +-20, bounded to +-10: tokens with very different log-probs stay finite, and
-    have no gradient beyond these bounds (verl's `low_var_kl`)."""
+    """Computes `k3` with the difference clamped to +-20 and the result to +-10. Tokens with very different log-probs
+    stay finite, and have no gradient where a clamp applies (verl's `low_var_kl`)."""
     difference = (other - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return (torch.expm1(difference) - difference).clamp(-10, 10)
 
@@ -51,31 +53,32 @@ def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_variance": low_variance}
-"""Estimators by their names in the configuration."""
+"""KL estimators by their names in the configuration (`algorithm.kl_estimator`)."""
 
 TopKL = Callable[[TopLogprobs], torch.Tensor]
-"""[T], with gradient with respect to the policy's log-probs."""
+"""Function that returns a KL [T] between teacher and policy, with gradient with respect to the policy's log-probs."""
 ROUNDING = 2.0**-23
-"""The teacher's tail is 1 minus a sum of fp32 numbers: values up to this are rounding errors."""
+"""Tolerance of the teacher's tail, which is 1 minus a sum of fp32 numbers: values up to this are rounding errors."""
 
 
 def forward(top: TopLogprobs) -> torch.Tensor:
-    """Computes KL(teacher || policy), [T]."""
+    """Computes the coarsened KL(teacher || policy), [T]; formula: see the module's docstring."""
     tail, log_tail = _teacher_tail(top)
     divergence = (top.teacher.exp() * (top.teacher - top.policy)).sum(-1)
     return divergence + torch.where(tail > 0, tail * (log_tail - top.policy_rest), 0.0)
 
 
 def reverse(top: TopLogprobs) -> torch.Tensor:
-    """Computes KL(policy || teacher), [T]. A teacher's tail within rounding counts as `ROUNDING`."""
+    """Computes the coarsened KL(policy || teacher), [T]; formula: see the module's docstring. The teacher's tail counts
+    as at least `ROUNDING`."""
     _, log_tail = _teacher_tail(top)
     divergence = (top.policy.exp() * (top.policy - top.teacher)).sum(-1)
     return divergence + top.policy_rest.exp() * (top.policy_rest - log_tail)
 
 
 def _teacher_tail(top: TopLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the teacher's probability of all other tokens, 0 if within rounding, and its logarithm, at least that of
-    `ROUNDING`; each [T]."""
+    """Returns the teacher's total probability of the tokens outside its top k, or 0 if it is at most `ROUNDING`, and
+    its logarithm, at least that of `ROUNDING`; each [T]."""
     tail = 1 - top.teacher.exp().sum(-1)
     return torch.where(tail > ROUNDING, tail, 0.0), tail.clamp_min(ROUNDING).log()
 

@@ -1,4 +1,4 @@
-"""The loss of the configured algorithm: a pure function of per-token tensors, whose weights include denominators."""
+"""The loss of the configured algorithm: a pure function of per-token tensors. Its weights include the denominators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimx.config.sections.algorithm import Algorithm
 
 
 def make_loss(algorithm: Algorithm) -> Loss:
-    """Returns the loss function of a configured algorithm."""
+    """Returns the loss function that section `algorithm` configures."""
     kind = algorithm.loss.kind
     if kind == "sft":
         return sft_loss
@@ -27,7 +27,7 @@ def make_loss(algorithm: Algorithm) -> Loss:
 
 
 def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Computes the cross entropy of the demonstrated tokens."""
+    """Computes the weighted cross entropy of the demonstrated tokens."""
     loss = -(inputs.weight * inputs.logprobs).sum()
     return loss, {"loss/sft": loss.detach()}
 
@@ -35,19 +35,23 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 def policy_loss(
     inputs: LossInputs, surrogate: Surrogate, algorithm: Algorithm
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Computes -(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy + teacher_kl_coef KL with the
-    teacher, with the coefficients of `algorithm`.
+    """Computes the loss of a policy: -(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy +
+    teacher_kl_coef KL with the teacher, with the coefficients of `algorithm`. `surrogate`: objective to maximize.
 
-    `kl_unbiased`: multiplies the estimate by policy / old, so the mean of its gradient is the KL's gradient even if
-    another policy sampled (DeepSeek-V3.2, 2512.02556). `teacher_coef`: coefficient of log teacher - log engine in each
-    token's advantage, a single-sample reverse KL (on-policy distillation,
-    thinkingmachines.ai/blog/on-policy-distillation). `teacher_kl_coef`: coefficient of `teacher_kl`
-    (`slimx.algorithms.losses.kl`) at each token, independent of advantage and ratio (2306.13649, section 3.2, which
-    does not differentiate through the sampling either). `correction` weights the surrogate, `rejection` and
-    `opsm_delta` (`off_policy_sequences`) exclude tokens from it; the other terms keep every token."""
+    Other settings of `algorithm`:
+
+    - `kl_unbiased`: multiplies the KL estimate by policy / old, so that the mean of its gradient is the gradient of the
+      KL even if another policy sampled the tokens (DeepSeek-V3.2, 2512.02556).
+    - `teacher_coef`: coefficient of log teacher - log engine in each token's advantage, a single-sample estimate of the
+      reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
+    - `teacher_kl_coef`: coefficient of the divergence `teacher_kl` (`slimx.algorithms.losses.kl`) at each token,
+      independent of advantage and ratio (2306.13649, section 3.2, which does not differentiate through the sampling
+      either).
+    - `correction` multiplies the surrogate by importance weights; `rejection` and `opsm_delta` (`off_policy_sequences`)
+      exclude tokens from it. The other terms keep every token."""
     weight = inputs.weight
     trained = inputs.weight > 0
-    # Log-probs of untrained tokens are meaningless: a ratio there could overflow, and 0 * inf is NaN.
+    # Log-probs of untrained tokens are arbitrary: a ratio there could overflow, and 0 * inf is NaN.
     tokens = LossTokens(
         logprobs=torch.where(trained, inputs.logprobs, 0.0),
         log_ratio=torch.where(trained, inputs.logprobs - inputs.old_logprobs, 0.0),
@@ -97,7 +101,8 @@ def policy_loss(
 def _surrogate_weights(
     inputs: LossInputs, tokens: LossTokens, algorithm: Algorithm
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the surrogate's weights after correction, rejection and sequence masking, and their metrics."""
+    """Returns the surrogate's weights per token after correction, rejection and off-policy sequence masking, and the
+    metrics of these three."""
     weight = inputs.weight
     weights = weight
     metrics: dict[str, torch.Tensor] = {}
@@ -121,7 +126,8 @@ def _surrogate_weights(
 
 
 def kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
-    """Computes KL(rollout || policy) per token by k3, with the roles swapped because the rollout's policy sampled."""
+    """Computes KL(rollout || policy) per token with `k3`. Its arguments are swapped, because the rollout's policy
+    sampled the tokens."""
     difference = torch.where(trained, inputs.logprobs - inputs.rollout_logprobs, 0.0)
     return k3(torch.zeros_like(difference), difference)
 

@@ -1,9 +1,12 @@
 """Objectives that a policy gradient maximizes, token by token: one function per published objective.
 
-Each function takes `LossTokens` and the objective's parameters, and returns the objective [T], with gradient with
-respect to `logprobs`, and where it was clipped [T]: those tokens' gradient is not that of ratio x advantage.
-Objectives over full sequences (GSPO, TOPR) need sums that no single rank may have, and receive them without gradient; a
-term of value 0 carries the gradient instead, so every token adds its part on its own rank.
+Each function takes `LossTokens` and the objective's parameters. It returns the objective [T], with gradient with
+respect to `logprobs`, and bool [T]: True where the objective is clipped, so that its gradient is not that of ratio x
+advantage. In formulas, A is the advantage and ratio is policy / old.
+
+Objectives over full sequences (GSPO, TOPR) need sums over tokens on several context-parallel ranks, and receive these
+sums without a gradient. A term of value 0 carries the gradient instead, so that every token contributes its part on its
+own rank.
 """
 
 from __future__ import annotations
@@ -19,41 +22,41 @@ from slimx.data.columns import LossColumns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """Per-token tensors, each [T]."""
+    """Per-token tensors of a micro-batch, each [T], from which objectives are computed."""
 
     logprobs: torch.Tensor
-    """Log-probs of the policy, with gradient; 0 where not trained."""
+    """Log-probs under the policy, with gradient; 0 at tokens that are not trained."""
     log_ratio: torch.Tensor
-    """log(policy / old), with gradient; 0 where not trained."""
+    """log(policy / old), with gradient; 0 at tokens that are not trained."""
     advantages: torch.Tensor
     trained: torch.Tensor
-    """bool."""
+    """bool: True at trained tokens."""
     columns: LossColumns[torch.Tensor]
-    """Columns of the micro-batch, with arbitrary values where not trained."""
+    """Columns of the micro-batch, with arbitrary values at tokens that are not trained."""
     sequence_sum: SequenceSum
 
 
 Objective = tuple[torch.Tensor, torch.Tensor]
-"""The objective [T], and bool [T]: where it was clipped."""
+"""The objective [T], and bool [T]: True where it is clipped."""
 Surrogate = Callable[[LossTokens], Objective]
 
 
 def clip(tokens: LossTokens, *, low: float, high: float, dual: float | None = None) -> Objective:
-    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A).
+    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A), of PPO (1707.06347), and with
+    `high` > `low` of DAPO (2503.14476).
 
-    The source is PPO (1707.06347), with `high` > `low` DAPO (2503.14476).
-
-    `dual`: with a negative advantage the objective is at least `dual` x A, so a ratio beyond `dual` has no further
-    effect (dual-clip PPO, 1912.09729)."""
+    `dual`: with a negative advantage the objective is at least `dual` x A, so increasing a ratio beyond `dual` has no
+    further effect (dual-clip PPO, 1912.09729)."""
     return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
 
 
 def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """Computes the clipped objective with one ratio per sequence, the geometric mean of its tokens' (GSPO, 2507.18071).
+    """Computes the clipped objective with one ratio per sequence: the geometric mean of its tokens' ratios (GSPO,
+    2507.18071).
 
-    Uses the paper's GSPO-token form: the sequence's ratio is a number, multiplied by each token's
-    policy / stop-gradient(policy) = 1. Value and gradient are GSPO's if all tokens of a sequence share advantage and
-    weight; else each token's advantage applies to itself."""
+    This is the paper's GSPO-token form: the sequence's ratio is a constant that is multiplied by each token's policy /
+    stop-gradient(policy) = 1. Value and gradient are those of GSPO if all tokens of a sequence have the same advantage
+    and weight; otherwise each token uses its own."""
     constant = tokens.log_ratio.detach()
     count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
     mean = tokens.sequence_sum(constant) / count
@@ -61,16 +64,16 @@ def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
 
 
 def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
-    """Clips the weight but keeps every token's gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
-    (CISPO, MiniMax-M1, 2506.13585)."""
+    """Computes stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy: only the weight is clipped, so every token
+    keeps a gradient (CISPO, MiniMax-M1, 2506.13585)."""
     ratio = bounded_ratio(tokens.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
     return weight * tokens.advantages * tokens.logprobs, weight != ratio
 
 
 def topr(tokens: LossTokens) -> Objective:
-    """Computes A log policy, weighted where A < 0 by the sequence's importance ratio, clipped at 1 (TOPR, 2503.14286):
-    bad sequences that have become unlikely are hardly suppressed further."""
+    """Computes A log policy. Where A < 0, it is multiplied by the sequence's importance ratio, clipped at 1, so that
+    bad sequences that have become unlikely are hardly suppressed further (TOPR, 2503.14286)."""
     total = tokens.sequence_sum(tokens.log_ratio.detach())
     negative = tokens.advantages < 0
     weight = torch.where(negative, total.clamp(max=0).exp(), 1.0)
@@ -78,8 +81,8 @@ def topr(tokens: LossTokens) -> Objective:
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Objective:
-    """Computes (4 / tau) sigmoid(tau (ratio - 1)) A with a temperature per sign of A (SAPO, 2511.20347): a smooth clip,
-    with the gradient of ratio x A at ratio 1."""
+    """Computes (4 / tau) sigmoid(tau (ratio - 1)) A, with one temperature tau for positive and one for other advantages
+    (SAPO, 2511.20347): a smooth clip that has the gradient of ratio x A at ratio 1."""
     positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
     tau = tau_negative + (tau_positive - tau_negative) * positive
     ratio = bounded_ratio(tokens.log_ratio)
@@ -88,16 +91,17 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Obj
 
 
 def clip_cov(tokens: LossTokens, *, low: float, high: float, **selection: float) -> Objective:
-    """Computes the clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617). `selection`: unused
-    parameters of the selection."""
+    """Computes the clipped objective of `clip`, and 0 at the tokens that were selected by covariance
+    (`LossColumns.selected`; Clip-Cov, 2505.22617). `selection`: parameters of the selection, which are not used
+    here."""
     value, clipped = _clipped(tokens.log_ratio, tokens.advantages, low, high)
     selected = _selected(tokens)
     return torch.where(selected, 0.0, value), clipped | selected
 
 
 def kl_cov(tokens: LossTokens, *, coef: float, **selection: float) -> Objective:
-    """Computes ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617). `selection`: see
-    `clip_cov`."""
+    """Computes ratio A, minus `coef` |log ratio| at the tokens that were selected by covariance
+    (`LossColumns.selected`; KL-Cov, 2505.22617). `selection`: parameters of the selection, which are not used here."""
     value = bounded_ratio(tokens.log_ratio) * tokens.advantages
     selected = _selected(tokens)
     return value - coef * torch.where(selected, tokens.log_ratio.abs(), 0.0), selected
@@ -109,7 +113,7 @@ def _selected(tokens: LossTokens) -> torch.Tensor:
 
 
 def plain(tokens: LossTokens) -> Objective:
-    """Computes A log policy (REINFORCE): for advantages that already limit the step."""
+    """Computes A log policy (REINFORCE), without a clip. It suits advantages that already limit the step."""
     return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 
 
