@@ -1,4 +1,4 @@
-"""Calls in a background thread, so that a tracker or webhook that waits for its server does not block the run."""
+"""Makes calls in a background thread, so that a tracker or webhook that waits for its server does not block the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from slimx.observability.tracking.tracker import Sink
 
 
 class InOrder:
-    """Makes calls in the order in which they were added, in a daemon thread.
+    """Queue of calls that a daemon thread makes in the order in which they were added.
 
-    An error of a call is raised by a later `add` or by `close`, so that the caller counts it."""
+    If a call raises an exception, a later `add` or `close` raises it again, so that the caller notices and counts
+    it."""
 
     def __init__(self, name: str, *, close_s: float = 60.0, room: int = 512) -> None:
-        """Starts the thread. `name`: owner of the calls, for messages. `close_s`: deadline of `close` in seconds.
-        `room`: maximum number of waiting calls."""
+        """Starts the thread. `name`: name of the tracker or webhook, for messages. `close_s`: timeout of `close` in
+        seconds. `room`: maximum number of waiting calls."""
         self.name = name
         self._close_s = close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(room)
@@ -32,12 +33,12 @@ class InOrder:
         self._thread.start()
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a call. Raises SlimxError if `room` calls are waiting: it is then left out."""
+        """Adds a call to the queue. Raises SlimxError and discards the call if `room` calls are already waiting."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.name} does not keep up: {self.waiting} calls wait for it; this one is left out",
+                f"{self.name} is too slow: {self.waiting} calls wait, so this one is discarded; check its server",
                 code="track.late",
                 about=self.name,
             ) from None
@@ -46,12 +47,12 @@ class InOrder:
 
     @property
     def waiting(self) -> int:
-        """Calls that have not begun."""
+        """Number of calls that have not started."""
         return self._calls.qsize()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Waits until all calls and `last` have been made, `close_s` seconds in total. Raises SlimxError with the
-        number of remaining calls."""
+        """Waits until all added calls and then `last` have been made, for at most `close_s` seconds in total. Raises
+        SlimxError with the number of remaining calls."""
         until = time.monotonic() + self._close_s
         ends = 0
         for call in (last, None):
@@ -61,8 +62,8 @@ class InOrder:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             raise SlimxError(
-                f"{self.name} did not take its last {self._calls.unfinished_tasks - ends} calls in {self._close_s:g} "
-                "seconds; they are left out",
+                f"{self.name} did not finish its last {self._calls.unfinished_tasks - ends} calls in "
+                f"{self._close_s:g} seconds, so they are discarded; check its server",
                 code="track.late",
                 about=self.name,
             )
@@ -84,7 +85,8 @@ class InOrder:
 
 
 class InBackground:
-    """Calls `sink` in order, in the background; raises errors as `InOrder` does."""
+    """Tracker that forwards the calls of its methods to `sink` in a background thread, in order. Exceptions are raised
+    later, as in `InOrder`."""
 
     def __init__(self, sink: Sink, *, close_s: float = 60.0, room: int = 512) -> None:
         self.name = sink.name

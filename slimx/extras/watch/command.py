@@ -1,4 +1,4 @@
-"""Commands for viewing a run: status, stacks, rollouts, watch and report."""
+"""Commands that show a run: status, stacks, rollouts, watch and report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ status_app = typer.Typer(add_completion=False)
 @app.command()
 def watch(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8890,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8890,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     debug: Debug = False,
 ) -> None:
-    """Serves a live page about a run: its current activity, curves, time, rollouts token by token. Ctrl-C ends it."""
+    """Serves a live web page about a run: its current activity, curves, timing, and rollouts token by token. Ctrl-C
+    stops it."""
     from slimx.extras.watch.page.server import serve
 
     serve(run, host, port, lambda text: print(text, flush=True))
@@ -34,12 +35,12 @@ def watch(
 
 @report_app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; those with rollouts come first.")],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; runs with rollouts come first in the report.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
     debug: Debug = False,
 ) -> None:
-    """Writes one self-contained HTML report of one or more runs."""
+    """Writes one self-contained HTML report about one or more runs."""
     from slimx.extras.watch.report.report import write_report
 
     write_report(runs, out, title)
@@ -49,18 +50,18 @@ def report(
 @status_app.command()
 def status(
     run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, if RUN is a YAML file.")] = None,
     as_json: AsJson = False,
     saved: Annotated[
-        bool, typer.Option("--saved", help="Print only the step of the newest checkpoint; 0 without one.")
+        bool, typer.Option("--saved", help="Print only the step of the newest checkpoint; 0 without a checkpoint.")
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Exit with 0: running, 3: finished, 4: stalled, 5: dead, 2: there is no run."),
+        typer.Option("--check", help="Exit with 0: running, 3: finished, 4: stalled, 5: dead, 2: no run found."),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Shows the progress of a run, whether it still runs, and its engines; from its directory alone."""
+    """Shows the progress of a run, whether it is still running, and its engines, using only its directory."""
     import json
 
     directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
@@ -79,7 +80,7 @@ def status(
 
 @stacks_app.command()
 def stacks(
-    run: Annotated[Path, typer.Argument(help="Run directory; on each machine its own processes are shown.")],
+    run: Annotated[Path, typer.Argument(help="Run directory; only processes on this machine are shown.")],
     debug: Debug = False,
 ) -> None:
     """Prints the Python stacks of a run's processes on this machine: driver, ranks, engines, workers."""
@@ -91,19 +92,19 @@ def stacks(
 @rollouts_app.command()
 def rollouts(
     directory: Annotated[Path, typer.Argument(help="Run directory.")],
-    step: Annotated[
-        int | None, typer.Option(help="Step whose groups are shown; default: a line for each step.")
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Only the group with this id.")] = None,
-    reward_below: Annotated[float | None, typer.Option(help="Only trajectories with less reward.")] = None,
-    limit: Annotated[int, typer.Option(help="Groups shown, at most; 0: all.")] = 8,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
-    buffer: Annotated[bool, typer.Option("--buffer", help="Groups that wait in the newest checkpoint.")] = False,
-    dropped: Annotated[bool, typer.Option("--dropped", help="Groups that were not trained, and why.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step whose groups are shown; default: one line per step.")] = None,
+    group: Annotated[str | None, typer.Option(help="Show only the group with this id.")] = None,
+    reward_below: Annotated[float | None, typer.Option(help="Show only trajectories with a reward below this.")] = None,
+    limit: Annotated[int, typer.Option(help="Maximum number of groups shown; 0: all.")] = 8,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show every token with log-prob, mask and version.")] = False,
+    buffer: Annotated[
+        bool, typer.Option("--buffer", help="Show groups that the newest checkpoint saved for later steps.")
+    ] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="Show groups that were not trained, and why.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Shows the rollouts a run was trained on, group by group: prompts, texts, rewards, weight versions."""
+    """Shows the rollouts that a run was trained on, group by group: prompts, texts, rewards, weight versions."""
     from slimx.extras.watch.rollouts import Choice, show_rollouts
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)

@@ -1,4 +1,5 @@
-"""A Prometheus endpoint of the driver: metrics of the newest step, and of every engine, requested at each scrape."""
+"""Prometheus endpoint of the driver: metrics of the newest step, and the engines' own metrics, which are requested at
+each scrape."""
 
 from __future__ import annotations
 
@@ -23,21 +24,22 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.samples import RecordedSample
 
 FETCH_S = 2.0
-"""Maximum seconds to connect to an engine at a scrape, and without progress afterwards; then the engine is left out and
-`slimx_engine_up` is 0."""
+"""Timeout in seconds for connecting to an engine during a scrape, and for periods without progress after that. If it
+expires, the engine's metrics are omitted and `slimx_engine_up` is 0."""
 AT_ONCE = 16
 REQUEST_S = 10.0
-"""Seconds after which an idle connection is closed; the server has a thread for each."""
+"""Seconds after which an idle connection is closed. The server uses one thread per connection."""
 
 
 class PrometheusSink:
-    """Serves the metrics of a run at http://HOST:PORT/metrics. A metric `reward/mean` is named `slimx_reward_mean`."""
+    """Tracker that serves the metrics of a run at http://HOST:PORT/metrics. The metric `reward/mean` is named
+    `slimx_reward_mean`."""
 
     name = "prometheus"
 
     def __init__(self, run: str, directory: Path, host: str, port: int) -> None:
-        """Starts the server. `run`: run.name, a label of every metric. `directory`: run directory, whose engines.json
-        has the URLs of the engines. Raises SlimxError if it cannot listen on the port."""
+        """Starts the server. `run`: value of run.name, a label of every metric. `directory`: run directory, whose
+        engines.json contains the URLs of the engines. Raises SlimxError if it cannot listen on the port."""
         self._steps = StepCollector(run)
         registry = CollectorRegistry()
         registry.register(self._steps)
@@ -47,7 +49,7 @@ class PrometheusSink:
             self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass, REQUEST_S)
         except OSError as error:
             raise SlimxError(
-                f"track.prometheus: {host}:{port} cannot be listened at ({error.strerror}); give another port",
+                f"track.prometheus: cannot listen on {host}:{port} ({error.strerror}); set another port",
                 code="track.prometheus",
                 about="track.prometheus.port",
             ) from error
@@ -60,7 +62,7 @@ class PrometheusSink:
         self._steps.record = record
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
-        """Does nothing: texts are not metrics."""
+        """Does nothing, because Prometheus does not store texts."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -69,7 +71,7 @@ class PrometheusSink:
 
 
 class StepCollector(Collector):
-    """The metrics of the newest step."""
+    """Collector of the metrics of the newest step."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -87,14 +89,14 @@ class StepCollector(Collector):
             if value is None:
                 continue
             name = prometheus_name(key)
-            family = families.setdefault(name, GaugeMetricFamily(name, f"of slimx's {key}", labels=["run", "metric"]))
-            # The label distinguishes names that differ only in punctuation.
+            family = families.setdefault(name, GaugeMetricFamily(name, f"slimx metric {key}", labels=["run", "metric"]))
+            # The label distinguishes metrics whose names differ only in punctuation.
             family.add_metric([self._run, key], value)
         yield from families.values()
 
 
 class EngineCollector(Collector):
-    """Metrics served by the engines, with their names as a label."""
+    """Collector of the metrics that the engines serve, with the engine's name as a label."""
 
     def __init__(self, run: str, roster: Path) -> None:
         self._run = run
@@ -102,7 +104,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engines = [engine for engine in self._read() if engine["url"]]
-        up = GaugeMetricFamily("slimx_engine_up", "1 if the engine answered this scrape", labels=["run", "engine"])
+        up = GaugeMetricFamily("slimx_engine_up", "1 if the engine responded, else 0", labels=["run", "engine"])
         families: dict[str, Metric] = {}
         if engines:
             with ThreadPoolExecutor(min(AT_ONCE, len(engines))) as pool:
@@ -115,7 +117,7 @@ class EngineCollector(Collector):
         yield from families.values()
 
     def describe(self) -> Iterable[Metric]:
-        """Returns nothing, because the metrics of engines are unknown before a scrape."""
+        """Returns nothing, because the metrics of the engines are unknown before a scrape."""
         return []
 
     def _read(self) -> list[dict[str, Any]]:
@@ -126,7 +128,8 @@ class EngineCollector(Collector):
 
 
 def _bounded(handler: Any, seconds: float) -> Any:
-    """Returns a server's handler class that closes idle connections, and ignores broken ones."""
+    """Returns a subclass of the server's `handler` class that closes connections after `seconds` without a request, and
+    ignores broken connections."""
 
     class Bounded(handler):
         timeout = seconds
@@ -139,13 +142,14 @@ def _bounded(handler: Any, seconds: float) -> Any:
 
 
 def prometheus_name(key: str) -> str:
-    """Returns the Prometheus name of slimx's metric `key`: slimx_, and letters, digits and underscores."""
+    """Returns the Prometheus name of slimx's metric `key`: the prefix slimx_ and the key, with `_` for all characters
+    except ASCII letters and digits."""
     return "slimx_" + re.sub(r"\W", "_", key, flags=re.ASCII)
 
 
 def _fetch(url: str) -> str | None:
-    """Returns the text that an engine serves; None if it does not respond, or with too much. Ignores the proxy settings
-    of the site."""
+    """Returns the metrics that an engine serves at `url`, as text. Returns None if it does not respond or the response
+    is too large. Proxy settings of the environment are ignored."""
     try:
         response = fetch("GET", f"{url}/metrics/", connect_s=FETCH_S, read_s=FETCH_S, proxies=False, redirects=True)
     except (aiohttp.ClientError, TimeoutError):
@@ -156,7 +160,8 @@ def _fetch(url: str) -> str | None:
 
 
 def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:
-    """Adds the samples of one engine's family to those of others."""
+    """Adds the samples of one engine's metric family to the family of the same name in `families`. `labels`: labels to
+    add to each sample."""
     merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
     for sample in family.samples:
         merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value, sample.timestamp, sample.exemplar)

@@ -1,4 +1,4 @@
-"""`slimx rollouts`: the rollouts of a run, from its directory alone."""
+"""`slimx rollouts`: shows the rollouts of a run, reading only its directory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from slimx.rollout.flow.tickets import SavedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Selection of the groups of a step, and of their details."""
+    """Selection of groups, and of the details to show."""
 
     group: str | None = None
-    """Id of a single group; None: all."""
+    """Id of the only group to show; None: all groups."""
     reward_below: float | None = None
-    """Only trajectories with less reward, and groups that have any; None: all."""
+    """Upper limit of rewards: only trajectories with a lower reward are shown, and only groups that have such
+    trajectories. None: all."""
     limit: int = 8
-    """Maximum number of groups; 0: no limit."""
+    """Maximum number of groups to show; 0: no limit."""
     tokens: bool = False
     """True to show every token with its log-prob, mask and version."""
 
@@ -39,17 +40,19 @@ class Choice:
 def show_rollouts(
     directory: Path, step: int | None, choice: Choice, *, buffer: bool, dropped: bool, as_json: bool
 ) -> Iterable[str]:
-    """Returns the lines of one call. Raises SlimxError for conflicting options and for missing steps or groups."""
+    """Returns the lines that one call of the command prints. `buffer`, `dropped` and `as_json`: the options --buffer,
+    --dropped and --json. Raises SlimxError for conflicting options and for missing steps or groups."""
     chosen = choice.group is not None or choice.reward_below is not None or choice.tokens
     if buffer and (dropped or step is not None):
         raise SlimxError(
-            "--buffer shows the groups that wait in the newest checkpoint; leave out --step and --dropped",
+            "--buffer cannot be combined with --step or --dropped, because it shows groups of the newest checkpoint; "
+            "leave these options out",
             code="rollouts.options",
             about="--buffer",
         )
     if chosen and (dropped or not (buffer or step is not None)):
         raise SlimxError(
-            "--group, --reward-below and --tokens choose from a step or the buffer; add --step N or --buffer",
+            "--group, --reward-below and --tokens need a step or the buffer to choose from; add --step N or --buffer",
             code="rollouts.options",
             about="--step",
         )
@@ -76,7 +79,7 @@ def show_rollouts(
 
 
 def steps_of(directory: Path) -> Json:
-    """Returns {steps: [summary of each step file], problems: [a sentence per damaged file]}."""
+    """Returns {steps: [description of each saved step], problems: [a sentence per damaged file]}."""
     steps: list[Json] = []
     problems: list[str] = []
     for path in _files(directory).values():
@@ -91,12 +94,13 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """Returns {step, version, groups: [selected ones], hidden: number of further selected groups, problems}."""
+    """Returns {step, version, groups: [the groups of `choice`], hidden: number of chosen groups beyond its limit,
+    problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(
-            f"{directory / DIRECTORY} has no step {step}; it has {_ranges(list(files))} (track.rollouts says which "
-            "steps are kept)",
+            f"{directory / DIRECTORY} has no step {step}; choose from {_ranges(list(files))} (track.rollouts "
+            "sets which steps are saved)",
             code="rollouts.step",
             about=f"step {step}",
         )
@@ -104,7 +108,7 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     trained = read_trained(files[step], groups)
     if choice.group is not None and not any(group.id == choice.group for group in groups):
         raise SlimxError(
-            f"step {step} of {directory} has no group {choice.group}; it has {groups[0].id} to {groups[-1].id}",
+            f"step {step} of {directory} has no group {choice.group}; choose from {groups[0].id} to {groups[-1].id}",
             code="rollouts.group",
             about=choice.group,
         )
@@ -121,13 +125,16 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
 
 
 def buffer_of(directory: Path, choice: Choice) -> Json:
-    """Returns {checkpoint, step, version, waiting, hidden, problems}. `waiting`: by ticket {number, prompt, group: None
-    if incomplete, complete_rollouts and sampled_tokens: those of unfinished rollouts, which are kept}."""
+    """Returns {checkpoint, step, version, waiting, hidden, problems} for the groups that the newest checkpoint saved
+    for later steps.
+
+    `waiting` has for each started prompt {number, prompt, group: None if incomplete, complete_rollouts, sampled_tokens:
+    number of saved tokens of its unfinished rollouts}. Raises SlimxError without a checkpoint."""
     check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
-            f"{directory} has no complete checkpoint yet, and waiting groups are written there",
+            f"{directory} has no complete checkpoint yet, from which the buffer is read; wait for the first one",
             code="rollouts.buffer",
             about=str(directory),
         )
@@ -170,7 +177,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
 
 
 def dropped_of(directory: Path, step: int | None) -> Json:
-    """Returns {reasons: {reason: groups}, dropped: [{step, prompt, reason, detail}], problems}, of all steps or one."""
+    """Returns {reasons: {reason: number of groups}, dropped: [{step, prompt, reason, detail}], problems} for `step`, or
+    for all steps."""
     check_run(directory)
     file = directory / "dropped.jsonl"
     dropped: list[Json] = []
@@ -187,7 +195,7 @@ def dropped_of(directory: Path, step: int | None) -> Json:
 
 
 def steps_lines(values: Json) -> Iterator[str]:
-    """Yields a table of `steps_of`."""
+    """Yields the result of `steps_of` as a table."""
     yield "  step  version  groups  trajectories  truncated  sampled tokens    reward  oldest version  dropped"
     for step in values["steps"]:
         reward = "none"
@@ -203,7 +211,7 @@ def steps_lines(values: Json) -> Iterator[str]:
 
 
 def step_lines(values: Json) -> Iterator[str]:
-    """Yields `step_of` as text."""
+    """Yields the result of `step_of` as lines of text."""
     shown = len(values["groups"])
     yield f"step {values['step']}, trained at version {values['version']}: {shown} of {shown + values['hidden']} groups"
     yield from values["problems"]
@@ -213,18 +221,18 @@ def step_lines(values: Json) -> Iterator[str]:
 
 
 def buffer_lines(values: Json) -> Iterator[str]:
-    """Yields `buffer_of` as text."""
+    """Yields the result of `buffer_of` as lines of text."""
     complete = sum(ticket["group"] is not None for ticket in values["waiting"])
     yield (
         f"{values['checkpoint']}, after step {values['step']}: {complete} complete groups, "
-        f"{len(values['waiting']) - complete} not complete"
+        f"{len(values['waiting']) - complete} incomplete"
     )
     yield from values["problems"]
     for ticket in values["waiting"]:
         if ticket["group"] is None:
             yield (
-                f"ticket {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} rollouts "
-                f"complete, {ticket['sampled_tokens']} tokens sampled of others"
+                f"started as {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} "
+                f"rollouts complete, {ticket['sampled_tokens']} tokens of unfinished ones"
             )
         else:
             yield from group_lines(ticket["group"])
@@ -232,7 +240,7 @@ def buffer_lines(values: Json) -> Iterator[str]:
 
 
 def dropped_lines(values: Json, limit: int) -> Iterator[str]:
-    """Yields `dropped_of` as text, the newest `limit` groups."""
+    """Yields the result of `dropped_of` as lines of text, for the newest `limit` groups."""
     yield f"{len(values['dropped'])} groups were dropped"
     for reason, count in values["reasons"].items():
         yield f"{count:>6}  {reason}"
@@ -246,7 +254,7 @@ def dropped_lines(values: Json, limit: int) -> Iterator[str]:
 
 def _hidden(values: Json) -> Iterator[str]:
     if values["hidden"]:
-        yield f"{values['hidden']} more; --limit 0 shows all"
+        yield f"{values['hidden']} more groups; --limit 0 shows all"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -258,8 +266,8 @@ def _files(directory: Path) -> dict[int, Path]:
     if files:
         return files
     raise SlimxError(
-        f"{directory / DIRECTORY} holds no step: none has been generated yet, or track.rollouts.every is 0, or the run "
-        "has no engines",
+        f"{directory / DIRECTORY} has no saved step, because no step has been trained yet, or the run has no engines, "
+        "or track.rollouts.every is 0; set track.rollouts.every to save rollouts",
         code="rollouts.empty",
         about=str(directory / DIRECTORY),
     )
@@ -281,8 +289,8 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 
 def _decoder(directory: Path) -> tuple[Decode, list[str]]:
-    """Returns a decoder by the tokenizer saved with the run, or by that of the model for older runs; without one, a
-    decoder that shows ids, and the reason."""
+    """Returns a function that decodes token ids, with the tokenizer that was saved with the run, or for older runs that
+    of the model. If there is none, the function returns the ids as text, and the list contains the reason."""
     kept = directory / TOKENIZER
     try:
         source = kept if kept.is_dir() else read_config(directory)["model"]["path"]
@@ -293,7 +301,7 @@ def _decoder(directory: Path) -> tuple[Decode, list[str]]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Describes ascending steps in words."""
+    """Describes ascending steps by their number, first and last."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

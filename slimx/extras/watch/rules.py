@@ -1,4 +1,4 @@
-"""Rules about trackers."""
+"""Configuration rules for trackers."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def has_trackers(track: Track, local_device: str) -> Problems:
             key = f"track.{module}"
             package = "mlflow-skinny" if module == "mlflow" else module
             off = "false" if isinstance(value, bool) else "null"
-            yield key, f"{key} is set but {package} is not installed: pip install {package} or set {key}={off}"
+            yield key, f"{key} is set but {package} is not installed; run pip install {package} or set {key}={off}"

@@ -1,4 +1,4 @@
-"""Groups as shown by `slimx rollouts`: plain values for JSON, and lines of text made from them."""
+"""Groups as `slimx rollouts` shows them: plain values for JSON, and lines of text that are made from these values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.trained_tokens import TrainedTokens
 
 Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
+"""Function that returns the text of token ids."""
 Json = dict[str, Any]
 
 
 def group_values(
     group: Group, version: int | None, decode: Decode, trained: Mapping[str, TrainedTokens], *, tokens: bool
 ) -> Json:
-    """Returns {id, prompt: {id, text, answer, dataset}, reward: mean or None, baseline, trajectories}. `version`:
-    version of the trainers, relative to which staleness is counted. `trained`: results of training by trajectory.
-    `tokens`: True to include a list of every token."""
+    """Returns {id, prompt: see `prompt_values`, reward: mean or None, baseline, trajectories}.
+
+    `version`: weight version of the trainers, relative to which staleness is counted. `trained`: values that training
+    computed, by trajectory id. `tokens`: True to include a list of every token."""
     rewards: list[float] = []
     trajectories: list[Json] = []
     for trajectory in group.trajectories:
@@ -43,7 +44,7 @@ def group_values(
 
 
 def prompt_values(prompt: Prompt, decode: Decode) -> Json:
-    """Returns {id, text, answer, dataset}."""
+    """Returns the values of a prompt: {id, text, answer, dataset}."""
     if prompt.messages is None:
         text = decode(prompt.token_ids or [])
     else:
@@ -91,7 +92,9 @@ def _trajectory_values(
 
 
 def _trained_values(trajectory: Trajectory, trained: TrainedTokens) -> Json:
-    """Returns {advantage: mean of the trained tokens, gap: largest log-prob difference, other_experts: tokens}."""
+    """Returns values over a trajectory's trained tokens: {advantage: mean, gap: largest difference between the
+    log-probs of trainer and engine, other_experts: number of tokens that the trainer routed to other experts}. They are
+    None without trained tokens."""
     chosen = trajectory.loss_mask > 0
     if not chosen.any():
         return {"advantage": None, "gap": None, "other_experts": None}
@@ -136,7 +139,7 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 
 def group_lines(group: Json) -> Iterator[str]:
-    """Yields the lines of a group of `group_values`."""
+    """Yields lines of text for a group, the result of `group_values`."""
     line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
     line += f"reward {_shown(group['reward'])}"
     if group["baseline"] is not None:
@@ -148,7 +151,7 @@ def group_lines(group: Json) -> Iterator[str]:
 
 
 def prompt_line(prompt: Json) -> str:
-    """Returns a short description of a prompt of `prompt_values`."""
+    """Returns a short description of a prompt, the result of `prompt_values`."""
     line = f"prompt {prompt['id']}"
     if prompt["answer"] is not None:
         line += f" (answer {prompt['answer']!r})"
@@ -165,7 +168,7 @@ def _trajectory_lines(trajectory: Json) -> Iterator[str]:
     versions = "+".join(dict.fromkeys(str(version) for _, _, version in trajectory["versions"])) or "none"
     line += f"; {trajectory['status']} ({trajectory['finish_reason']}); version {versions}"
     if trajectory["staleness"] is not None:
-        line += f", {trajectory['staleness']} behind"
+        line += f", staleness {trajectory['staleness']}"
     counts = trajectory["tokens"]
     line += f"; tokens: {counts['prompt']} of the prompt, {counts['sampled']} sampled"
     if counts["inserted"]:
@@ -189,12 +192,12 @@ def _named_values(values: Mapping[str, float | None]) -> str:
 
 
 def _trained_words(trajectory: Json) -> str:
-    """Returns words about the trainers' results for a trajectory; "" before it is trained."""
+    """Describes the values that training computed for a trajectory; "" before it is trained."""
     if trajectory.get("gap") is None:
         return ""
     words = f" with advantage {_shown(trajectory['advantage'])}"
     if trajectory["other_experts"]:
-        words += f", {trajectory['other_experts']} by other experts"
+        words += f", {trajectory['other_experts']} routed to other experts"
     return f"{words}, largest log-prob gap {trajectory['gap']:.1e}"
 
 
@@ -223,7 +226,7 @@ def _indented(text: str, mark: str) -> Iterator[str]:
 
 
 def _number(value: float | None) -> float | None:
-    """Returns None instead of NaN, which JSON cannot represent."""
+    """Returns `value`, or None for NaN, which JSON cannot represent."""
     if value is None or math.isnan(value):
         return None
     return value

@@ -53,8 +53,8 @@ def prometheus(run: TrackedRun, endpoint: Prometheus) -> Sink | None:
 
 
 class TensorBoardSink:
-    """TensorBoard event files in RUN/tensorboard. After a resume, TensorBoard hides events of an earlier process from
-    `run.resume_step` on."""
+    """Tracker that writes TensorBoard event files in RUN/tensorboard. After a resume, TensorBoard hides the events that
+    an earlier process wrote for `run.resume_step` and later steps."""
 
     name = "tensorboard"
 
@@ -68,7 +68,7 @@ class TensorBoardSink:
     def log(self, record: StepRecord) -> None:
         for key, value in record.metrics.items():
             self._writer.add_scalar(key, value, global_step=record.step, walltime=record.time)
-        # The writer works in a thread: only a flush raises its failure in the step that caused it.
+        # The writer runs in a thread; the flush makes a failure appear in the step that caused it.
         self._writer.flush()
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
@@ -79,10 +79,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; a resumed run continues under the id in `RUN/wandb_id`. WANDB_MODE=offline needs no network.
+    """Tracker that logs to Weights & Biases. A resumed run continues under the id in `RUN/wandb_id`. WANDB_MODE=offline
+    needs no network.
 
-    The step is logged as a metric and used as the axis: wandb's step counter only increases, and wandb would drop the
-    repeated steps of a resumed run. They are drawn twice instead."""
+    The step is logged as a metric and used as the x axis, because wandb's own step counter only increases, so that
+    wandb would drop the steps that a resumed run repeats. Repeated steps are instead drawn twice."""
 
     name = "wandb"
 
@@ -111,20 +112,21 @@ class WandbSink:
 
 
 class MlflowSink:
-    """MLflow at a tracking URI; a resumed run continues under the id in `RUN/mlflow_run`, and its repeated steps are
-    recorded twice. Samples and the configuration are artifacts of the run."""
+    """Tracker that logs to MLflow at a tracking URI. A resumed run continues under the id in `RUN/mlflow_run`, and
+    steps that it repeats are recorded twice. Samples and the configuration are stored as artifacts of the run."""
 
     name = "mlflow"
     PARAMETER_CHARACTERS = 500
-    """Maximum length of a value, because servers refuse longer ones; the artifact config.yaml has complete values."""
+    """Maximum length of a parameter's value, because servers refuse longer ones. The artifact config.yaml contains the
+    complete values."""
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         self._names = _MlflowNames()
-        with _starting("mlflow", "give the URI of a server that answers", off="null"):
+        with _starting("mlflow", "set the URI of a server that responds", off="null"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
 
-            _reach(uri)  # MLflow itself would try for minutes
+            _reach(uri)  # without this check MLflow would retry for minutes
             self._metric = Metric
             self._client = MlflowClient(tracking_uri=uri)
             known = self._client.get_experiment_by_name(run.project)
@@ -137,7 +139,7 @@ class MlflowSink:
                 self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
                 id_file.write_text(self._id)
                 values = [Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in _flat(run.config)]
-                for start in range(0, len(values), 100):  # maximum of one request
+                for start in range(0, len(values), 100):  # limit of one request
                     self._client.log_batch(self._id, params=values[start : start + 100])
             self._client.log_text(self._id, run.yaml, "config.yaml")
 
@@ -146,7 +148,7 @@ class MlflowSink:
         metrics = []
         for key, value in record.metrics.items():
             metrics.append(self._metric(self._names.name(key), value, milliseconds, record.step))
-        for start in range(0, len(metrics), 1000):  # maximum of one request
+        for start in range(0, len(metrics), 1000):  # limit of one request
             self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:
@@ -157,8 +159,8 @@ class MlflowSink:
 
 
 class SwanlabSink:
-    """SwanLab; a resumed run continues under the id in `RUN/swanlab_id`, and sends repeated steps again.
-    SWANLAB_MODE=offline needs no network."""
+    """Tracker that logs to SwanLab. A resumed run continues under the id in `RUN/swanlab_id`, and sends steps that it
+    repeats again. SWANLAB_MODE=offline needs no network."""
 
     name = "swanlab"
 
@@ -180,7 +182,8 @@ class SwanlabSink:
 
 
 def _reach(uri: str) -> None:
-    """Connects to the server of an HTTP address. Raises OSError if it does not accept within 10 seconds."""
+    """Connects once to the server of an HTTP URI, as a check. Raises OSError if it does not accept the connection
+    within 10 seconds. Other URIs are not checked."""
     address = urlsplit(uri)
     if address.scheme in ("http", "https") and address.hostname:
         socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), timeout=10).close()
@@ -190,13 +193,13 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:
-    """Metric names that MLflow accepts, stable and unique per metric."""
+    """Metric names that MLflow accepts. A metric keeps its name, and no two metrics share one."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
 
     def name(self, key: str) -> str:
-        """Returns the MLflow name of metric `key`."""
+        """Returns the MLflow name of slimx's metric `key`."""
         if key not in self._names:
             plain = re.sub(r"[^\w.\- :/]", "_", key)
             name = plain
@@ -223,7 +226,7 @@ def _kind(samples: Sequence[RecordedSample]) -> str:
 
 
 def _samples_text(samples: Sequence[RecordedSample]) -> str:
-    """Formats the samples as plain text."""
+    """Formats samples as plain text."""
     texts = []
     for number, sample in enumerate(samples, start=1):
         texts.append(
@@ -240,19 +243,21 @@ def _number(value: float) -> str:
 
 
 def _verbatim(text: str) -> str:
-    """Returns text as Markdown that shows it verbatim: an indented block needs no end marker, which the text could
-    contain."""
+    """Returns Markdown that shows `text` verbatim, as an indented block: unlike a fenced block it needs no end marker,
+    which the text could contain."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 @contextmanager
 def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
-    """Refuses errors of the package of `track.KEY` in the block; a rule checks whether it is installed."""
+    """Converts an exception of the package of `track.KEY` in the `with` block to a SlimxError. A rule has already
+    checked that the package is installed. `remedy`: what the user can do; `off`: value of `track.KEY` that disables the
+    tracker."""
     try:
         yield
     except Exception as error:
         raise SlimxError(
-            f"track.{key} is set but {key} did not start ({error}); {remedy} or set track.{key}={off}",
+            f"track.{key} is set but {key} could not be started ({error}); {remedy} or set track.{key}={off}",
             code=f"track.{key}",
             about=f"track.{key}",
         ) from error

@@ -1,5 +1,5 @@
-"""`slimx status` describes a run from its directory alone: its progress, whether it still writes, its engines; `slimx
-stacks` shows the Python stacks of its processes on this machine."""
+"""`slimx status` and `slimx stacks`. The first describes a run from its directory alone: its progress, whether it is
+running, and its engines. The second shows the Python stacks of the run's processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from slimx.observability.tracking.run_files import check_run, read_config, up_to
 
 
 class RunCondition(StrEnum):
-    """States of a run; `slimx status --check` returns them as its exit status."""
+    """State of a run. `slimx status --check` exits with its `exit_status`."""
 
     RUNNING = "running"
     FINISHED = "finished"
     STALLED = "stalled"
-    """A process is training, but its phase takes too long (`track.stall`), or the driver is silent."""
+    """A process is training, but its phase takes too long (`track.stall`), or the driver has not written for
+    `SILENT_S`."""
     DEAD = "dead"
     """No process is training, and the run is not finished."""
 
     @property
     def exit_status(self) -> int:
-        """Exit status 0, 3, 4 or 5. A directory without a run ends with 2, like every refusal."""
+        """Exit status for the state: 0, 3, 4 or 5. Like every error, a directory without a run ends with 2."""
         return {RunCondition.RUNNING: 0, RunCondition.FINISHED: 3, RunCondition.STALLED: 4, RunCondition.DEAD: 5}[self]
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one
-    that ended, engines, routers, activity: the current or last one, usual_seconds: of its phase, silent_seconds: since
-    the driver last wrote}.
+    """Returns {name, state, running, finished, step, steps, seconds_ago, metrics, phase, engines, routers, activity,
+    usual_seconds, silent_seconds}.
 
-    `running` is True if a process is training, `seconds_ago` is the time since a step was last written. Raises
-    SlimxError for a directory without a run."""
+    `running` is True if a process is training. `seconds_ago` is the time since a step was last written, `metrics` are
+    those of the last step, and `phase` is the phase that ended last. `activity` is the current or last activity,
+    `usual_seconds` the usual duration of its phase, and `silent_seconds` the time since the driver last wrote it.
+    Raises SlimxError for a directory without a run."""
     config = read_config(directory)
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
@@ -88,7 +90,7 @@ def run_status(directory: Path) -> dict[str, Any]:
 def _state(running: bool, finished: bool, pace: PhasePace | None, silent: float | None) -> RunCondition:
     if not running:
         return RunCondition.FINISHED if finished else RunCondition.DEAD
-    # Without an activity the run is still starting, which has separate deadlines.
+    # Without an activity the run is still starting; separate timeouts apply to that.
     if pace is not None and pace.stalled or silent is not None and silent > SILENT_S:
         return RunCondition.STALLED
     return RunCondition.RUNNING
@@ -100,7 +102,7 @@ _OF_POLICY = re.compile(r"policy/([^/]+)/[^/]+/")
 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
-    """Returns the status as lines of text. Engines of a run that has ended are omitted."""
+    """Returns the result of `run_status` as lines of text. Engines of a run that is not running are omitted."""
     state = str(status["state"])
     if status["state"] is RunCondition.DEAD:
         state = "not running"
@@ -129,18 +131,18 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         if engine["nodes"] > 1:
             line += f", {engine['nodes']} machines"
         if engine["restarts"]:
-            line += f", started again: {engine['restarts']}"
+            line += f", restarts: {engine['restarts']}"
         lines.append(line)
         lines += _restarts(engine)
     for router in status["routers"]:
-        up = "up" if router["up"] else "out"
+        up = "up" if router["up"] else "down"
         lines.append(f"router   {router['name']}: {up} at {router['url']}")
         lines += _restarts(router)
     return lines
 
 
 def _policies(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the names of the policies that have metrics with their prefix."""
+    """Returns the names of the policies that have metrics of their own."""
     names: dict[str, None] = {}
     for key in metrics:
         match = _OF_POLICY.match(key)
@@ -150,7 +152,7 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """Formats the present metrics of SHOWN under names that begin with `prefix`."""
+    """Formats those metrics of SHOWN that are present. `prefix`: prefix of their names in `metrics`."""
     parts = []
     for key in SHOWN:
         value = metrics.get(prefix + key)
@@ -160,7 +162,7 @@ def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:
-    """Returns a line for each of the last restarts of an engine or a router."""
+    """Returns a line for each recent restart of `part`, an engine or a router."""
     lines = []
     for restart in part.get("history", []):
         when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
@@ -180,14 +182,14 @@ def _last_line(file: Path) -> dict[str, Any]:
 
 
 def run_stacks(directory: Path) -> str:
-    """Returns the stacks as text. Raises SlimxError for a directory without a run, or if none of its processes runs
-    here."""
+    """Returns the Python stacks of the run's processes on this machine as text. Raises SlimxError for a directory
+    without a run, or if no process of the run is found on this machine."""
     check_run(directory)
     found = stacks(directory)
     if not found:
         raise SlimxError(
-            f"no process of {directory} runs on {socket.gethostname()}, or none that this user may see; try on the "
-            "machines of the run, as its user or as root",
+            f"no process of the run {directory} was found on {socket.gethostname()}, or this user may not see it; try "
+            "on the machines of the run, as its user or as root",
             code="stacks.none",
             about=str(directory),
         )

@@ -1,1 +1,2 @@
-"""Events of a run: stalled phases, lost parts, steps without a signal; posted to a webhook."""
+"""Events of a run, such as stalled phases, lost parts and steps without a training signal, and the webhook that posts
+them."""

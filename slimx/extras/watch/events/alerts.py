@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from slimx.extras.watch.events.webhook import Webhook
 
 AFTER = 5
-"""Consecutive steps without a signal after which a run reports it."""
+"""Number of consecutive steps without a training signal after which a run reports it."""
 
 
 class Alerts(Events):
-    """Events of one run. Stalls are noted even without a webhook."""
+    """Receiver of one run's events that sends them to a webhook. Stalls are reported to the user even without a
+    webhook."""
 
     def __init__(self, name: str, directory: Path, note: Callable[[str], None], *, factor: float, at_least: float):
-        """Starts without a webhook. `note` receives messages about stalls and steps without a signal, and at the end
-        about undelivered events. `factor`, `at_least`: those of `track.stall`."""
+        """Takes the run's `name` and `directory`; no webhook is set. `note` receives messages for the user: about
+        stalls and steps without a signal, and at the end about undelivered events. `factor` and `at_least`: settings of
+        `track.stall`."""
         self.webhook: Webhook | None = None
         self.note = note
         self._name = name
@@ -36,10 +38,11 @@ class Alerts(Events):
         self._factor = factor
         self._at_least = at_least
         self._reported: tuple[str, int] | None = None
-        """Phase and number of the reported stall."""
+        """Phase and its number of the stall that was reported last and has not ended; None without one."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
-        """Sends an event; `what` is a sentence without the run's name."""
+        """Sends an event to the webhook; does nothing without one. `what`: a sentence without the run's name; `about`:
+        see `Event`."""
         if self.webhook is None:
             return
         step = ""
@@ -59,7 +62,7 @@ class Alerts(Events):
         )
 
     def look(self, activity: Mapping[str, Any]) -> None:
-        """Reports a stall of the phase of `activity`, once, and its later end."""
+        """Reports once that the phase of `activity` has stalled, and later that it has ended."""
         current = (activity["phase"], activity["number"])
         if self._reported is not None and self._reported != current:
             phase, _ = self._reported
@@ -76,9 +79,9 @@ class Alerts(Events):
             self.tell("stalled", sentence, about=pace.phase)
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
-        """Reports a step that an optimizer skipped because a gradient was not finite, and policies without a training
-        signal for many steps, which are also passed to `note`."""
-        skipped = "the optimizer skipped this step: a gradient was infinite or not a number"
+        """Reports, from a step's metrics, that an optimizer skipped the step because a gradient was not finite, and
+        that a policy had no training signal for many steps. The latter is also passed to `note`."""
+        skipped = "the optimizer skipped this step, because a gradient was infinite or NaN"
         for name, count in metrics.items():
             if name.endswith(("optim/skipped", "critic/skipped")) and count:
                 about = name.removesuffix("/skipped").removesuffix("optim").strip("/")
@@ -89,17 +92,18 @@ class Alerts(Events):
                 self.tell("no_signal", sentence, about=prefix.strip("/"))
 
     def close(self) -> None:
-        """Waits for the webhook, and notes undelivered events."""
+        """Waits for the webhook, and passes the number of undelivered events to `note`."""
         if self.webhook is None:
             return
         lost = self.webhook.close()
         if lost:
-            self.note(f"track.webhook did not take {len(lost)} events: {', '.join(lost)}")
+            self.note(f"track.webhook did not accept {len(lost)} events: {', '.join(lost)}")
 
 
 @contextmanager
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
-    """Sends the events of the block to `url`, including its early end; None: sends nothing."""
+    """Sends the events of the `with` block to the webhook at `url`, including one if the block ends with an exception.
+    None: sends nothing."""
     if url is not None:
         from slimx.extras.watch.events.webhook import Webhook  # imports aiohttp
 
@@ -119,7 +123,7 @@ def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
 
 @contextmanager
 def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]:
-    """Opens the alerts of a run; see `slimx.observability.events.open_events`."""
+    """Yields the receiver of a run's events; see `slimx.observability.events.open_events`."""
     stall = config.track.stall
     alerts = Alerts(config.run.name, Path(config.run.dir), note, factor=stall.factor, at_least=stall.at_least)
     with alerting(alerts, config.track.webhook):
@@ -127,28 +131,29 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns sentences about policies without a signal for `AFTER` or more steps, by the prefix of their metrics, from
-    the metrics of the last step."""
+    """Returns a sentence for each policy that has had no training signal for `AFTER` or more steps, by the prefix of
+    the policy's metrics. `metrics`: metrics of the last step."""
     out = {}
     for key, steps in metrics.items():
         if not key.endswith(STEPS_WITHOUT_SIGNAL) or (steps or 0) < AFTER:
             continue
         prefix = key.removesuffix(STEPS_WITHOUT_SIGNAL)
         same = metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1
-        why = "all rollouts of each group earn the same" if same else "the gradient is 0"
+        why = "because all rollouts of a group have the same reward" if same else "because the gradient is 0"
         reward = metrics.get(prefix + "reward/mean")
         shown = ""
         if reward is not None:
             shown = f", {prefix}reward/mean {reward:.4g}"
         out[prefix] = (
-            f"no signal for {steps:.0f} steps, {why}{shown}; "
-            "docs/guides/when-it-goes-wrong.md says under Groups without a signal what helps"
+            f"no training signal for {steps:.0f} steps, {why}{shown}; "
+            "for remedies see Groups without a signal in docs/guides/when-it-goes-wrong.md"
         )
     return out
 
 
 def is_reported(steps: float) -> bool:
-    """Returns True after `AFTER` steps, and again whenever they have doubled."""
+    """Returns True if a report is due after this number of `steps` without a signal: after `AFTER` steps, and again
+    whenever the number has doubled."""
     times, rest = divmod(int(steps), AFTER)
     return times > 0 and rest == 0 and times & (times - 1) == 0
 

@@ -1,4 +1,4 @@
-"""An event of a run, as posted by its webhook."""
+"""Event of a run, as the webhook posts it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from slimx.observability.events import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event as posted by the webhook."""
+    """Event of a run; the webhook posts its fields as a JSON object."""
 
     event: Kind
     text: str
-    """One line for people, with the run's name; chat services show the field with this name."""
+    """One readable line with the run's name. Chat services display a field of this name."""
     run: str
-    """run.name."""
+    """Value of run.name."""
     directory: str
-    """run.dir, absolute."""
+    """Absolute path of run.dir."""
     host: str
-    """Machine of the driver."""
+    """Host name of the driver's machine."""
     step: int | None
-    """The step in progress; None before the first."""
+    """Step in progress; None before the first step."""
     about: str
-    """Phase, part or error code that the event is about; "" for the complete run."""
+    """Phase, part or error code that the event concerns; "" for the whole run."""
     time: float
-    """Unix seconds."""
+    """Unix time of the event in seconds."""

@@ -1,4 +1,4 @@
-"""Usual duration of a run's phase, and the duration beyond which the run counts as stalled."""
+"""Usual duration of a run's phases, and the duration after which a phase counts as stalled."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from statistics import median
 from typing import Any
 
 RECENT = 20
-"""Number of earlier durations of a phase whose median is its usual duration."""
+"""Number of earlier durations of a phase whose median is the phase's usual duration."""
 TAIL_BYTES = 2**20
-"""Bytes of timeline.jsonl to read, about ten thousand phases."""
+"""Number of bytes that are read from the end of timeline.jsonl; about ten thousand phases."""
 SILENT_S = 120.0
-"""Seconds without an update by the driver after which it counts as hanging: it writes every 2 s."""
+"""Seconds without an update by the driver after which the run counts as stalled. The driver writes an update every 2
+s."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePace:
-    """A phase in progress, compared with its earlier durations."""
+    """Duration so far of a phase in progress, and its usual duration."""
 
     phase: str
     seconds: float
-    """Seconds since the phase began."""
+    """Seconds since the phase started."""
     usual: float | None
-    """Median of its last durations in this run, in seconds; None for the first."""
+    """Median of the phase's last durations in this run, in seconds; None if the phase has not ended before."""
     limit: float
-    """Seconds after which the run counts as stalled."""
+    """Number of seconds after which the phase counts as stalled."""
 
     @property
     def stalled(self) -> bool:
@@ -37,20 +38,20 @@ class PhasePace:
 def phase_pace(
     directory: Path, activity: Mapping[str, Any], now: float, *, factor: float, at_least: float
 ) -> PhasePace:
-    """Returns the pace of the phase of `activity` at `now` (Unix seconds). `factor`, `at_least`: those of
-    `track.stall`."""
+    """Returns the pace at time `now` (Unix seconds) of the phase that `activity` describes. `factor` and `at_least`:
+    settings of `track.stall`."""
     usual = usual_seconds(directory, activity["phase"])
     return PhasePace(activity["phase"], now - activity["since"], usual, max(at_least, factor * (usual or 0.0)))
 
 
 def usual_seconds(directory: Path, phase: str) -> float | None:
-    """Returns the median seconds of the last durations of a phase of the run in `directory`; None before the first has
-    ended."""
+    """Returns the median of a phase's last `RECENT` durations in seconds, from the run in `directory`; None if the
+    phase has not ended before."""
     durations: list[float] = []
     for line in reversed(last_lines(directory / "timeline.jsonl", TAIL_BYTES)):
         try:
             record = json.loads(line)
-        except ValueError:  # the first of them may be cut
+        except ValueError:  # the first line may be incomplete
             continue
         if record["name"] == phase and record.get("track", "main") == "main":
             durations.append(record["seconds"])
@@ -60,7 +61,8 @@ def usual_seconds(directory: Path, phase: str) -> float | None:
 
 
 def last_lines(file: Path, nbytes: int) -> list[bytes]:
-    """Returns the lines that end in a file's last `nbytes` bytes, the first of them possibly cut; [] without a file."""
+    """Returns the lines that end within the last `nbytes` bytes of a file. The first one may be incomplete. [] without
+    a file."""
     if not file.exists():
         return []
     with file.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""A webhook: every event of a run is posted as JSON in a background thread, and no failure stops the run."""
+"""Webhook that posts every event of a run as JSON in a background thread. No failure stops the run."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ from slimx.extras.watch.background import InOrder
 from slimx.extras.watch.events.event import Event
 
 TIMEOUT_S = 10.0
-"""Maximum seconds to connect, and without progress afterwards."""
+"""Timeout in seconds for connecting to the server, and for periods without progress after that."""
 PAUSES_S = (1.0, 2.0)
-"""Seconds before the second and the third attempt to post an event."""
+"""Pauses in seconds before the second and the third attempt to post an event."""
 RETRIED = (429, 500, 502, 503, 504)
-"""Statuses after which an event is posted again."""
+"""HTTP statuses after which an event is posted again."""
 MAX_PAUSE_S = 30.0
-"""Maximum of the pause that a response may ask for, in seconds."""
+"""Limit in seconds of the pause that a response requests by Retry-After."""
 CLOSE_S = 60.0
-"""Seconds for the last events at the end of a run."""
+"""Timeout in seconds for posting the last events at the end of a run."""
 
 
 class Webhook:
-    """Posts events to one URL in order, and counts undelivered ones."""
+    """Posts events to one URL in order, and records undelivered ones."""
 
     def __init__(self, url: str, *, close_s: float = CLOSE_S) -> None:
         self.lost: list[str] = []
-        """Kinds of the events that were not delivered."""
+        """Kinds of the events that could not be delivered."""
         self._url = url
         self._lock = threading.Lock()
         self._calls = InOrder("track.webhook", close_s=close_s)
 
     def send(self, event: Event) -> None:
-        """Posts `event` after all earlier ones."""
+        """Adds `event` to the queue of events to post."""
         try:
             self._calls.add(partial(self._post, event))
         except SlimxError:
             self._lose(event)
 
     def close(self) -> list[str]:
-        """Waits for the last events, `close_s` seconds at most, and returns the kinds of all undelivered ones."""
+        """Waits at most `close_s` seconds until the last events are posted, and returns the kinds of all undelivered
+        events."""
         sent = threading.Event()
         try:
             self._calls.close(sent.set)
         except SlimxError:
             if not sent.is_set():
                 with self._lock:
-                    self.lost.append("those that still waited")
+                    self.lost.append("all events that were still waiting")
         return self.lost
 
     def _post(self, event: Event) -> None:
@@ -65,12 +66,12 @@ class Webhook:
                     "POST", self._url, json=asdict(event), connect_s=TIMEOUT_S, read_s=TIMEOUT_S, redirects=True
                 )
             except (aiohttp.ClientError, TimeoutError):
-                continue  # the error's text contains the URL, which may contain a secret
+                continue  # the error contains the URL, which may contain a secret
             if response.status < 300:
                 return
             if response.status not in RETRIED:
                 break
-            with suppress(ValueError):  # Retry-After may also be a date
+            with suppress(ValueError):  # Retry-After may be a date
                 retry_after_s = min(float(response.headers.get("Retry-After", 0)), MAX_PAUSE_S)
         self._lose(event)
 

@@ -1,1 +1,1 @@
-"""`slimx watch`: a live page about one run, from its directory alone, at no cost to the run."""
+"""`slimx watch`: a live page about one run. It reads only the run's directory, so it does not slow the run down."""

@@ -1,4 +1,4 @@
-"""Reads the run of a live page: status, charts and rollouts. Growing files are read only once."""
+"""Content of a run's live page: status, charts and rollouts. Files that the run appends to are parsed only once."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.run_files import check_run
 
 POINTS = 600
-"""Points of a curve; longer ones are averaged."""
+"""Maximum number of points of a curve; longer curves are averaged."""
 PHASES_KEPT = 20_000
-"""Number of newest phases that the page draws; a run of 10,000 steps has about 80,000."""
+"""Number of newest phases that the page draws; a run of 10,000 steps has about 80,000 phases."""
 STEPS_KEPT = 4
-"""Number of steps whose groups are cached until one of their files is written."""
+"""Number of steps whose groups are cached. A step is read again after one of its files was written."""
 CHARACTERS = 4000
-"""Characters of a part of a rollout in the list; its tokens are shown completely."""
+"""Maximum number of characters shown for a part of a rollout in the list. The view of tokens shows all of them."""
 
 Json = dict[str, Any]
 
 
 class Growing[T]:
-    """A file of JSON lines that a run appends to. Each line is parsed once; a file truncated by a resumed run is read
-    again, and the last line is read when it is complete."""
+    """File of JSON lines that a run appends to. Each complete line is parsed once. If a resumed run has truncated or
+    replaced the file, it is read again from the start."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T], keep: int | None = None) -> None:
-        """Reads nothing yet. `keep`: number of newest records to keep; None: all."""
+        """Stores the parameters without reading the file. `parse`: converts the object of a line to a record. `keep`:
+        number of newest records to keep; None: all."""
         self._path = path
         self._parse = parse
         self.records: deque[T] = deque(maxlen=keep)
         self.read = 0
-        """Bytes that have been read."""
+        """Number of bytes that have been read."""
         self._file: tuple[int, int] | None = None
 
     def refresh(self) -> None:
-        """Reads the appended lines."""
+        """Reads and parses the lines that were appended since the last call."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -72,10 +73,10 @@ class Growing[T]:
 
 
 class Content:
-    """Content of the page of one run. Calls come from several threads."""
+    """Content of one run's page. Its methods may be called from several threads."""
 
     def __init__(self, directory: Path) -> None:
-        """Opens the run's files. Raises SlimxError for a directory without a run."""
+        """Prepares to read the files of the run in `directory`. Raises SlimxError if there is no run."""
         check_run(directory)
         self.directory = directory
         self._steps = Growing(directory / "metrics.jsonl", StepRecord.from_json)
@@ -86,15 +87,16 @@ class Content:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._rollouts: dict[int, tuple[tuple[int, ...], Json]] = {}
-        """Modification times of the files and groups, by step."""
+        """For each cached step, the modification times of its files and the values that `rollouts` returns."""
 
     def status(self) -> Json:
-        """Returns `slimx status` as values and as lines."""
+        """Returns the values of `slimx status`, and its text as `lines`."""
         values = run_status(self.directory)
         return {**values, "lines": describe_status(values), "now": time.time()}
 
     def charts(self, since: str) -> Json:
-        """Returns {version, charts}: every chart, or None if nothing has changed `since` that version."""
+        """Returns {version, charts}: `charts` contains all charts, or is None if the files have not changed since
+        version `since`."""
         with self._lock:
             self._steps.refresh()
             self._phases.refresh()
@@ -113,7 +115,7 @@ class Content:
             return {"version": version, "charts": charts}
 
     def steps(self) -> list[int]:
-        """Returns the steps whose rollouts are kept."""
+        """Returns the steps whose rollouts are saved, ascending."""
         return list(step_files(self.directory / DIRECTORY))
 
     def rollouts(self, step: int) -> Json:
@@ -136,17 +138,18 @@ class Content:
             return self._rollouts[step][1]
 
     def tokens(self, step: int, group: str) -> Json:
-        """Returns one group with every token. Raises SlimxError for a missing step or group."""
+        """Returns one group with all its tokens. Raises SlimxError for a missing step or group."""
         return step_of(self.directory, step, Choice(group=group, limit=0, tokens=True))
 
 
 def _written(*files: Path) -> tuple[int, ...]:
-    """Returns the modification times of existing files."""
+    """Returns the modification times in nanoseconds of those files that exist."""
     return tuple(file.stat().st_mtime_ns for file in files if file.exists())
 
 
 def cut(text: str) -> str:
-    """Returns the text, or its beginning and end and the number of characters between them."""
+    """Returns `text`, shortened in the middle to `CHARACTERS` characters. The number of omitted characters is
+    inserted."""
     left = len(text) - CHARACTERS
     if left <= 0:
         return text

@@ -1,11 +1,11 @@
-// The live page of a run. Text of a run goes into textContent only: it never becomes markup.
+// Live page of a run. Text of the run is assigned only to textContent, so it is never interpreted as HTML.
 "use strict";
 
 const EVERY_MS = 3000;
 const SHADES = ["#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9"];
 const GOOD = "#3f9f7f", BAD = "#c8574f";
-const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out"], ["loss/sft", "Loss"],
-  ["time/step", "Seconds of a step"], ["perf/tokens_per_second", "Tokens per second"], ["gap/mean", "Log-prob gap"],
+const NUMBERS = [["reward/mean", "Reward"], ["eval/accuracy", "Held-out reward"], ["loss/sft", "Loss"],
+  ["time/step", "Seconds per step"], ["perf/tokens_per_second", "Tokens per second"], ["gap/mean", "Log-prob gap"],
   ["staleness/max", "Staleness, versions"], ["dropped/total", "Dropped groups"],
   ["memory/train_peak_mib", "Trainer memory, MiB"]];
 const byId = (id) => document.getElementById(id);
@@ -19,7 +19,7 @@ function element(kind, className, text) {
   return made;
 }
 
-async function ask(path) {
+async function request(path) {
   const answer = await fetch(path);
   if (answer.status === 403) throw new Error(await answer.text());
   const found = await answer.json();
@@ -57,18 +57,18 @@ function drawStatus(status) {
   }));
 }
 
-// Charts stay where they are and get new numbers, so that a zoom or a hover survives.
+// Updates existing charts in place, so that zoom and hover are kept.
 function drawCharts(charts) {
   for (const block of ["curves", "time"]) {
     const wanted = charts.filter((chart) => chart.block === block);
-    const room = byId(block);
-    while (room.children.length > wanted.length) room.lastChild.remove();
+    const container = byId(block);
+    while (container.children.length > wanted.length) container.lastChild.remove();
     wanted.forEach((chart, number) => {
-      let card = room.children[number];
+      let card = container.children[number];
       if (!card) {
         card = element("div", "card");
         card.append(element("h4"), element("div", "chart"), element("div", "notes"));
-        room.append(card);
+        container.append(card);
       }
       card.className = chart.wide ? "card wide" : "card";
       card.children[0].textContent = chart.title;
@@ -76,7 +76,7 @@ function drawCharts(charts) {
       card.children[1].style.height = `${chart.height}px`;
       chart.figure.layout.uirevision = chart.title;
       card.chart = chart;
-      if (!room.hidden) draw(card);
+      if (!container.hidden) draw(card);
     });
   }
 }
@@ -107,7 +107,7 @@ async function load(side) {
   if (step === "" || side.hidden || byId("rollouts").hidden) return;
   side.querySelector(".count").textContent = "loading";
   try {
-    side.found = await ask(`/api/steps/${step}`);
+    side.found = await request(`/api/steps/${step}`);
   } catch (error) {
     side.found = null;
     side.querySelector(".groups").replaceChildren();
@@ -150,10 +150,10 @@ function drawGroups(side) {
   }
   const count = groups.reduce((sum, group) => sum + group.kept.length, 0);
   side.querySelector(".count").textContent =
-    `trained at version ${side.found.version}: ${count} trajectories of ${groups.length} groups` +
+    `trained at version ${side.found.version}: ${count} trajectories in ${groups.length} groups` +
     side.found.problems.map((problem) => `; ${problem}`).join("");
   side.querySelector(".groups").replaceChildren(...groups.map((group) => drawGroup(side, group)));
-  // A single one is what was looked for.
+  // If the filters leave a single trajectory, its tokens are opened.
   if (count === 1) side.querySelector(".trajectory").click();
 }
 
@@ -173,7 +173,7 @@ function drawGroup(side, group) {
     head.append(element("b", each.reward > 0 ? "up" : "down", `reward ${shown(each.reward)}`));
     if (known(each.advantage)) head.append(` advantage ${shown(each.advantage)}`);
     if (known(each.gap)) head.append(`, largest log-prob gap ${shown(each.gap)}`);
-    if (known(each.other_experts)) head.append(`, other experts for ${each.other_experts} tokens`);
+    if (known(each.other_experts)) head.append(`, ${each.other_experts} tokens routed to other experts`);
     const text = element("div", "text", textOf(each));
     row.append(head, text);
     row.addEventListener("click", () => openTokens(side, group.id, each.id, row, text), {once: true});
@@ -187,7 +187,7 @@ function drawGroup(side, group) {
 async function openTokens(side, group, id, row, text) {
   let found;
   try {
-    found = await ask(`/api/steps/${side.found.step}/tokens?group=${encodeURIComponent(group)}`);
+    found = await request(`/api/steps/${side.found.step}/tokens?group=${encodeURIComponent(group)}`);
   } catch (error) {
     row.append(element("p", "soft", error.message));
     return;
@@ -197,7 +197,7 @@ async function openTokens(side, group, id, row, text) {
   for (const token of row.tokens) {
     const span = element("span", token.source === "prompt" ? "prompt-token" : token.source, token.text);
     if (!token.trained && token.source === "sampled") span.classList.add("untrained");
-    span.title = toldOf(token);
+    span.title = tooltipOf(token);
     line.append(span);
   }
   text.replaceWith(legend, line);
@@ -206,33 +206,34 @@ async function openTokens(side, group, id, row, text) {
 
 const gapOf = (token) => known(token.trainer_logprob) && known(token.logprob) ? Math.abs(token.trainer_logprob - token.logprob) : null;
 
-function toldOf(token) {
-  const told = [`token ${token.position}`, `id ${token.id}`, token.source];
-  if (token.version !== null) told.push(`version ${token.version}`, `log-prob ${shown(token.logprob)}`);
+function tooltipOf(token) {
+  const lines = [`token ${token.position}`, `id ${token.id}`, token.source];
+  if (token.version !== null) lines.push(`version ${token.version}`, `log-prob ${shown(token.logprob)}`);
   if (token.version !== null && known(token.trainer_logprob))
-    told.push(`trainers' ${shown(token.trainer_logprob)}`, `gap ${shown(gapOf(token))}`);
-  if (token.trained && known(token.advantage)) told.push(`advantage ${shown(token.advantage)}`);
-  if (token.version !== null && token.other_experts) told.push("other experts than the engine's");
-  if (token.version !== null && !token.trained) told.push("not trained");
-  return told.join(", ");
+    lines.push(`trainer's log-prob ${shown(token.trainer_logprob)}`, `gap ${shown(gapOf(token))}`);
+  if (token.trained && known(token.advantage)) lines.push(`advantage ${shown(token.advantage)}`);
+  if (token.version !== null && token.other_experts) lines.push("routed to other experts than in the engine");
+  if (token.version !== null && !token.trained) lines.push("not trained");
+  return lines.join(", ");
 }
 
-// What a colour means: the colour and its strength from 0 to 1 for a token, and the legend.
+// Each function below returns `colour`, which maps a token to a color and an opacity from 0 to 1, or to null, and the
+// `entries` and `words` of the legend.
 function byVersion(tokens) {
   const versions = [...new Set(tokens.map((token) => token.version).filter((version) => version !== null))];
   const shade = (version) => SHADES[versions.indexOf(version) % SHADES.length];
   return {
     colour: (token) => token.version === null ? null : [shade(token.version), 0.16 + Math.min(1, -(token.logprob ?? 0) / 5) * 0.7],
     entries: versions.map((version) => [shade(version), `version ${version}`]),
-    words: "the stronger the colour, the less likely the token",
+    words: "stronger color: less likely token",
   };
 }
 
-// From 1e-7, the last bits of a log-prob, to 1: a decade is a sixth of the way.
+// The opacity increases by a seventh per decade, from a gap of 1e-7, the last bits of a log-prob, to a gap of 1.
 function byGap() {
   const colour = (token) => gapOf(token) === null ? null
     : gapOf(token) === 0 ? [GOOD, 0.25] : [BAD, Math.max(0.12, Math.min(1, 1 + Math.log10(gapOf(token)) / 7))];
-  return {colour, entries: [[GOOD, "none"], [BAD, "log-prob gap"]], words: "from pale, 1e-6 and less, to full, 1"};
+  return {colour, entries: [[GOOD, "no gap"], [BAD, "log-prob gap"]], words: "from pale (at most 1e-6) to full color (at least 1)"};
 }
 
 function byAdvantage(tokens) {
@@ -241,15 +242,15 @@ function byAdvantage(tokens) {
   return {
     colour: (token) => token.trained && known(token.advantage) && token.advantage !== 0
       ? [token.advantage > 0 ? GOOD : BAD, 0.15 + 0.6 * Math.abs(token.advantage) / most] : null,
-    entries: [[GOOD, "more of it"], [BAD, "less of it"]],
-    words: `full colour is an advantage of ${shown(most)}`,
+    entries: [[GOOD, "made more likely"], [BAD, "made less likely"]],
+    words: `strongest color: advantage of ${shown(most)} or -${shown(most)}`,
   };
 }
 
 function byExperts() {
   const colour = (token) => token.version === null || !known(token.other_experts) ? null
     : token.other_experts ? [BAD, 0.7] : [GOOD, 0.2];
-  return {colour, entries: [[GOOD, "the engine's experts"], [BAD, "other experts in some layer"]], words: ""};
+  return {colour, entries: [[GOOD, "same experts as in the engine"], [BAD, "other experts in at least one layer"]], words: ""};
 }
 
 const COLOURINGS = {"": byVersion, gap: byGap, advantage: byAdvantage, experts: byExperts};
@@ -264,7 +265,7 @@ function paint(row) {
     entry.append(mark, words);
     return entry;
   }));
-  const missing = colours.every((colour) => colour === null) ? "this step has no such values" : chosen.words;
+  const missing = colours.every((colour) => colour === null) ? "this step has no values to color by" : chosen.words;
   legend.append([missing, "dotted: inserted", "pale: not trained"].filter(Boolean).join("; "));
   colours.forEach((colour, at) => {
     spans[at].style.background = colour === null ? ""
@@ -276,14 +277,14 @@ function paint(row) {
 
 async function refresh() {
   try {
-    drawStatus(await ask("/api/status"));
-    const found = await ask(`/api/charts?since=${chartsVersion}`);
+    drawStatus(await request("/api/status"));
+    const found = await request(`/api/charts?since=${chartsVersion}`);
     chartsVersion = found.version;
     if (found.charts) drawCharts(found.charts);
-    drawSteps(await ask("/api/steps"));
+    drawSteps(await request("/api/steps"));
     byId("stale").hidden = true;
   } catch (error) {
-    byId("stale").textContent = `no answer since ${new Date().toLocaleTimeString()}: ${error.message}`;
+    byId("stale").textContent = `no update since ${new Date().toLocaleTimeString()}: ${error.message}`;
     byId("stale").hidden = false;
   }
   setTimeout(refresh, EVERY_MS);
@@ -297,7 +298,7 @@ function choose(tab) {
   remember(tab);
 }
 
-// The address says what is looked at: a link shows the same.
+// The URL contains the tab and the filters, so that a link to it shows the same view.
 const FILTERS = ["lowest", "highest", "dataset", "longest", "words", "order", "colour", "compare"];
 
 function remember(tab) {
@@ -325,7 +326,7 @@ function recall() {
 document.querySelectorAll("nav button").forEach((button) => button.addEventListener("click", () => choose(button.dataset.tab)));
 document.querySelectorAll(".side").forEach((side) => side.querySelector(".step").addEventListener("change", () => load(side)));
 byId("filters").addEventListener("input", (event) => {
-  // Tokens that are open stay open in other colours.
+  // A change of color repaints open tokens without closing them.
   if (event.target.id === "colour") document.querySelectorAll(".trajectory").forEach((row) => { if (row.tokens) paint(row); });
   else document.querySelectorAll(".side").forEach(drawGroups);
   remember();

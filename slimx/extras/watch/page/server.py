@@ -1,4 +1,4 @@
-"""HTTP server of the live page: a few fixed paths, read-only, for requests with its token."""
+"""HTTP server of the live page. It serves a few fixed paths, read-only, to clients that have its token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from slimx.extras.watch.report.report import PLOTLY
 from slimx.runtime.user_files import private_directory, private_token
 
 HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
-"""A Host header with a valid server name."""
+"""Pattern of a Host header with a valid server name."""
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
 HEADERS = {
-    # plotly.js styles what it draws; scripts come from this server alone, and text of a run is never markup.
+    # plotly.js sets styles; scripts are loaded only from this server, and text of a run is never interpreted as HTML.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -40,15 +40,15 @@ HEADERS = {
 MOST = 256
 """Maximum number of open connections."""
 IDLE_S = 60.0
-"""Deadline of a request on a connection, in seconds."""
+"""Timeout in seconds after which a connection without a request is closed."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves the page of the run in `directory` until Ctrl-C. Passes its URL to `say`.
+    """Serves the page of the run in `directory` until Ctrl-C. `say` receives the page's URL.
 
-    Raises SlimxError for a directory without a run, and for an address that it cannot listen on."""
+    Raises SlimxError if there is no run in the directory, or if it cannot listen on `host` and `port`."""
     content = Content(directory)
     token = private_token(private_directory() / "watch-token")
 
@@ -62,20 +62,21 @@ def serve(directory: Path, host: str, port: int, say: Callable[[str], None]) -> 
 
 
 async def listen(content: Content, token: str, host: str, port: int) -> Listening:
-    """Starts to serve a page. Raises SlimxError for an address that it cannot listen on."""
+    """Starts to serve the page of `content`. Raises SlimxError if it cannot listen on `host` and `port`."""
     try:
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
     except OSError as error:
         raise SlimxError(
-            f"--port: {host}:{port} cannot be listened at ({os.strerror(error.errno or 0)}); give another port, or 0 "
-            "for any that is free",
+            f"--port: cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); give another port, or 0 for "
+            "any free port",
             code="watch.port",
             about="--port",
         ) from None
 
 
 def application(content: Content, token: str) -> web.Application:
-    """Returns the page as an application. A request needs `token` as `?token=`, and gets a cookie for later ones."""
+    """Returns the web application that serves the page. The first request must contain `?token=TOKEN`; its response
+    sets a cookie that permits later requests."""
 
     def page(name: str, kind: str) -> Handler:
         body = Path(__file__).with_name(name).read_bytes()
@@ -122,18 +123,18 @@ def application(content: Content, token: str) -> web.Application:
 
 
 class _Access:
-    """Decides which requests are served. The cookie is valid only for this process: another server that later uses the
-    port cannot use it."""
+    """Access control for requests. The cookie is valid only for this process, so that another server that later uses
+    the port cannot use it."""
 
     def __init__(self, token: str) -> None:
         self._token = token
         self._secret = secrets.token_urlsafe(32)
-        # Browsers send the cookies of all ports of a host.
+        # Browsers send a host's cookies to all of its ports.
         self._cookie = f"slimx_watch_{secrets.token_hex(4)}"
 
     @web.middleware
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Serves permitted requests; every response has the headers."""
+        """Serves permitted requests, and adds the security headers to every response."""
         try:
             response = self._refusal(request) or await handler(request)
         except web.HTTPException as unknown:
@@ -143,10 +144,11 @@ class _Access:
         return response
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """Returns the response that replaces the page's; None for a request with the cookie."""
+        """Returns a response for a request that may not be served: an error, or the redirect that sets the cookie.
+        Returns None for a request with the cookie."""
         if not HOST.fullmatch(request.headers.get("host", "")):
-            return web.Response(text="the Host header names no server", status=400)
-        known = request.match_info.http_exception is None  # another path may be a URL of another server
+            return web.Response(text="the Host header is not a valid server name", status=400)
+        known = request.match_info.http_exception is None  # a path of another server must not set the cookie
         if known and _same(request.query.get("token", ""), self._token):
             location = str(request.rel_url.without_query_params("token"))
             response = web.Response(status=303, headers={"Location": location})
@@ -154,14 +156,14 @@ class _Access:
             return response
         if _same(request.cookies.get(self._cookie, ""), self._secret):
             return None
-        return web.Response(text="open the address that slimx watch has printed, with its token", status=403)
+        return web.Response(text="open the URL that slimx watch printed, including its token", status=403)
 
 
 def _step(request: web.Request) -> int:
-    """Returns the step of a path. Raises SlimxError if it is not a number, or has more digits than Python reads."""
+    """Returns the step in the request's path. Raises SlimxError if it is not a number, or has more than 18 digits."""
     step = request.match_info["step"]
     if not re.fullmatch(r"\d{1,18}", step, re.ASCII):
-        raise SlimxError(f"{step[:20]!r} is not a step; give a number", code="rollouts.step", about="step")
+        raise SlimxError(f"{step[:20]!r} is not a step; give the number of a step", code="rollouts.step", about="step")
     return int(step)
 
 

@@ -1,1 +1,1 @@
-"""The HTML report."""
+"""HTML report about one or several runs."""

@@ -1,4 +1,5 @@
-"""Shared parts of a report's charts: a figure with title and notes, its style, and the thinning of long curves."""
+"""Shared parts of a report's charts: the figure with its title and notes, its style, and the thinning of long
+curves."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import plotly.graph_objects as go
 
-# Distinguishable on white and on near-black.
+# Distinguishable on white and on near-black backgrounds.
 PALETTE = ("#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9", "#9a6b4f", "#7c8793")
 PHASES = {
     "generate": "#4a86cf",
@@ -30,14 +31,14 @@ PHASES = {
     "restore": "#8fbf9f",
     "step": "#b9c0c7",
 }
-"""Colour of each phase in every chart of every run."""
+"""Color of each phase, the same in the charts of all runs."""
 OTHERS = ("#6f9fd8", "#a3c34f", "#cf7d5a", "#4fb0a0", "#a86fd6", "#d4a94e", "#5b8a72", "#e08fa8")
-"""Colours of phases that are not in PHASES."""
+"""Colors for phases that are not in PHASES."""
 GRID = "rgba(128,128,128,0.22)"
 
 
 class PhaseColours:
-    """Colour of each phase for a whole page: that of PHASES, or one of OTHERS for other names."""
+    """Colors of phases on a whole page: a phase has its color of PHASES, or one of OTHERS in order of first use."""
 
     def __init__(self) -> None:
         self._others: dict[str, str] = {}
@@ -50,21 +51,22 @@ class PhaseColours:
 
 @dataclass(kw_only=True, slots=True)
 class Chart:
-    """A figure with its title and notes."""
+    """Figure with its title and notes."""
 
     title: str
     figure: go.Figure
     notes: list[str] = field(default_factory=list)
-    """Remarks that the figure does not show: averaging, non-finite values, omissions."""
+    """Remarks about what the figure does not show: averaging, non-finite values, omissions."""
     wide: bool = False
 
 
 def new_figure(*, height: int) -> go.Figure:
-    """Returns an empty figure; the page's style sheet colours its text according to the light or dark setting."""
+    """Returns an empty figure of `height` pixels. The page's style sheet sets the color of its text for light and dark
+    mode."""
     small = {"font": {"size": 12}}
     return go.Figure(
         layout={
-            "template": go.layout.Template(),  # plotly's own is large and is light only
+            "template": go.layout.Template(),  # plotly's default template is large and suits light mode only
             "height": height,
             "margin": {"l": 56, "r": 10, "t": 10, "b": 40},
             "paper_bgcolor": "rgba(0,0,0,0)",
@@ -87,8 +89,8 @@ def new_figure(*, height: int) -> go.Figure:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `points` points, each for a run of steps: its last step, and mean or maximum of its finite
-    values."""
+    """Returns at most `points` points of a curve. Each combines consecutive steps: x is the last of them, y the mean of
+    their finite values, or with `peak` the maximum."""
     if values.size <= points:
         return steps, values
     edges = np.arange(points + 1) * values.size // points
@@ -102,7 +104,7 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tupl
 
 
 def run_length(size: int, points: int) -> str:
-    """Describes the number of values that `thin` combines into a point: `3 to 4`."""
+    """Describes how many values `thin` combines into a point, such as `3 to 4`. `size`: number of values."""
     low = size // points
     high = -(-size // points)
     return f"{low}" if low == high else f"{low} to {high}"

@@ -17,19 +17,19 @@ RUNNING_MEAN_STEPS = 10
 
 @dataclass(slots=True, frozen=True)
 class Series:
-    """One metric of a panel."""
+    """Metric that a panel draws as a curve."""
 
     key: str
     label: str
     running_mean: bool = False
-    """True to draw the metric faintly, with its running mean over RUNNING_MEAN_STEPS on top."""
+    """True to draw the metric faintly, with its running mean over RUNNING_MEAN_STEPS steps on top."""
     sparse: bool = False
-    """True for a metric measured at some steps only: drawn with markers."""
+    """True for a metric that is measured only at some steps, so that it is drawn with markers."""
 
 
 class Panel:
-    """One chart of curves. `log`: logarithmic axis; `thousands`: ticks such as 110k rather than 1.1e5; `legend`: legend
-    even for a single curve."""
+    """Chart with one or several curves. `log`: True for a logarithmic axis; `thousands`: True for ticks such as 110k
+    instead of 1.1e5; `legend`: True for a legend even if there is a single curve."""
 
     def __init__(
         self, title: str, *series: Series, log: bool = False, thousands: bool = False, legend: bool = False
@@ -48,7 +48,7 @@ PANELS = (
         Series("eval/accuracy", "held-out reward (reward model: accuracy)", sparse=True),
     ),
     Panel(
-        "Groups without signal and truncated responses, share",
+        "Fraction of groups without signal and of truncated responses",
         Series("reward/groups_without_signal", "groups without signal"),
         Series("response/truncated", "truncated"),
     ),
@@ -56,46 +56,48 @@ PANELS = (
         "Response length, tokens",
         Series("response/mean_tokens", "mean"),
         Series("response/max_tokens", "longest"),
-        Series("response/passed_mean_tokens", "right answers"),
+        Series("response/passed_mean_tokens", "correct answers"),
         Series("response/failed_mean_tokens", "wrong answers"),
     ),
     Panel("Entropy of the policy, nats", Series("policy/entropy", "entropy")),
     Panel("Loss", Series("loss/policy", "policy"), Series("loss/sft", "supervised"), Series("value/loss", "critic")),
-    Panel("Clipped tokens, share", Series("loss/clip_fraction", "policy"), Series("value/clip_fraction", "critic")),
-    Panel("KL to the reference", Series("kl/reference", "KL")),
+    Panel(
+        "Fraction of clipped tokens", Series("loss/clip_fraction", "policy"), Series("value/clip_fraction", "critic")
+    ),
+    Panel("KL divergence from the reference", Series("kl/reference", "KL")),
     Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
-    Panel("Log-prob gap, trainer to engine", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
+    Panel("Log-prob gap of trainer and engine", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
     Panel(
         "Tokens with a gap above 1e-5",
         Series("gap/tokens_above_1e-5", "all"),
-        Series("gap/tokens_other_routes", "explained by other routes"),
+        Series("gap/tokens_other_routes", "routed to other experts"),
     ),
     Panel("Learning rate", Series("optim/lr", "rate"), Series("critic/lr", "critic")),
     Panel("Staleness, versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
-    Panel("Turns of a rollout", Series("rollout/turns_mean", "mean"), Series("rollout/turns_max", "most")),
+    Panel("Turns per rollout", Series("rollout/turns_mean", "mean"), Series("rollout/turns_max", "max")),
     Panel("Tokens per second", Series("perf/tokens_per_second", "tokens/s"), thousands=True),
 )
 
 FAMILIES = (
     ("Parts of the reward, mean", re.compile(r"reward/part/(.+)/mean")),
     ("Reward by data set", re.compile(r"source/(.+)/reward")),
-    ("Held-out reward by set", re.compile(r"eval/(.+)/accuracy")),
+    ("Held-out reward by data set", re.compile(r"eval/(.+)/accuracy")),
     ("Reward of further policies", re.compile(r"policy/([^/]+)/reward/mean")),
     ("Held-out reward of further policies", re.compile(r"policy/([^/]+)/eval/accuracy")),
     ("Loss of further policies", re.compile(r"policy/([^/]+)/loss/policy")),
     ("Log-prob gap of further policies, mean", re.compile(r"policy/([^/]+)/gap/mean")),
 )
-"""Panels of all metrics whose names match, with a line for each."""
+"""Panels for metrics whose names are not fixed: title and pattern. A panel has one curve per matching metric."""
 LOGGED = re.compile(r"hook/(.+)/mean")
-"""Metrics logged by hooks, with a panel for each."""
+"""Pattern of metrics that hooks logged; each gets its own panel."""
 MOST_LINES = len(PALETTE)
 MOST_LOGGED = 12
 
 
 def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
-    """Returns the panels for which `records` have values, and the titles of the other panels.
+    """Returns charts of the panels for which `records` have values, and the titles of the other panels.
 
-    Curves of more than `points` steps are averaged over equal runs of steps."""
+    Curves of more than `points` steps are averaged over runs of consecutive steps of nearly equal length."""
     logged_names: set[str] = set()
     for record in records:
         logged_names.update(record.metrics)
@@ -108,19 +110,19 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
             charts.append(_panel(panel, present, records, points))
         else:
             absent.append(panel.title)
-    charts[1:1] = _families(names, records, points)  # next to the reward
+    charts[1:1] = _families(names, records, points)  # right after the reward
     logged = _matching(names, LOGGED)
     for name, label in logged[:MOST_LOGGED]:
         panel = Panel(f"Logged by a hook: {label}", Series(name, "mean"))
         charts.append(_panel(panel, panel.series, records, points))
     if len(logged) > MOST_LOGGED:
         left = len(logged) - MOST_LOGGED
-        charts[-1].notes.append(f"{left} more names that hooks logged are in the table of all metrics.")
+        charts[-1].notes.append(f"The table of all metrics contains {left} more metrics that hooks logged.")
     return charts, absent
 
 
 def _matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[str, str]]:
-    """Returns names that match, each with the pattern's group."""
+    """Returns the names that match, each with the text of the pattern's group."""
     out = []
     for name in names:
         match = pattern.fullmatch(name)
@@ -138,7 +140,7 @@ def _families(names: Sequence[str], records: Sequence[StepRecord], points: int) 
             charts.append(_panel(panel, panel.series, records, points))
             left = len(series) - len(panel.series)
             if left:
-                charts[-1].notes.append(f"{left} more are in the table of all metrics.")
+                charts[-1].notes.append(f"The table of all metrics contains {left} more.")
     return charts
 
 
@@ -183,7 +185,7 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
 
 @dataclass(slots=True)
 class _Line:
-    """One line to draw."""
+    """One line of a chart."""
 
     label: str
     colour: str
@@ -194,7 +196,8 @@ class _Line:
 
 
 def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and values of one metric; non-finite values become NaN, a gap in the line, and are noted."""
+    """Returns the steps and values of one metric. Non-finite values become NaN, which draws a gap, and are mentioned in
+    `notes`."""
     measured_steps: list[int] = []
     measured_values: list[float] = []
     for record in records:
@@ -214,10 +217,10 @@ def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -
 
 
 def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
-    """Makes the axis logarithmic, and moves exact zeros from the lines to the foot of the axis.
+    """Makes the y axis logarithmic, and moves values of exactly 0 from the lines to the bottom of the axis.
 
-    A logarithmic axis has no zero, and an exact zero is the ideal log-prob gap: it is drawn as an open circle on an
-    additional tick, a decade below the smallest value."""
+    A logarithmic axis has no zero, but exactly 0 is the ideal log-prob gap. It is drawn as an open circle at an
+    additional tick, one decade below the smallest value."""
     positive = np.concatenate([line.y[line.y > 0] for line in lines])
     low = 0
     high = 0
@@ -245,7 +248,7 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
-    """Returns the single value of all lines; None if they have several."""
+    """Returns the value of all points of the lines if they are equal; else None."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
     if values.size != 1:
         return None
@@ -273,13 +276,15 @@ def _draw(figure: go.Figure, line: _Line) -> None:
 
 
 def _has_lone_point(y: np.ndarray) -> bool:
-    """Returns True if some value has no neighbour to draw a line to: without a marker it would be invisible."""
+    """Returns True if a finite value has no finite neighbor. No line is drawn to such a point, so it needs a marker to
+    be visible."""
     drawn = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     return bool((drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).any())
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of the last RUNNING_MEAN_STEPS values, of fewer at the start; NaN values are ignored."""
+    """Returns at each point the mean of the last RUNNING_MEAN_STEPS values, or of fewer at the start. NaN values are
+    ignored."""
     finite = np.isfinite(values)
     total = np.cumsum(np.where(finite, values, 0.0))
     count = np.cumsum(finite)

@@ -1,4 +1,4 @@
-"""Charts of time: seconds by phase per step, and the phases of the last steps on parallel tracks."""
+"""Charts of time: seconds by phase for each step, and the phases of the last steps on parallel tracks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ GANTT_ROWS = 24
 
 
 def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours) -> list[Chart]:
-    """Returns charts of seconds by phase per step, and of the last GANTT_STEPS steps by track; [] without phases.
+    """Returns a chart of seconds by phase for each step, and a chart of the last GANTT_STEPS steps by track; [] without
+    phases.
 
-    `colours`: phase colours of the page."""
+    `points`: maximum number of bars; more steps are averaged. `colours`: colors of phases on the page."""
     placed = place(phases)
     by_name: dict[str, str] = {}
     for item in placed:
@@ -29,7 +30,7 @@ def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours)
 
 
 def _steps(placed: Sequence[Placed]) -> list[int]:
-    """Returns the steps that phases belong to, ascending."""
+    """Returns the steps to which the phases belong, ascending."""
     return sorted({item.phase.step for item in placed if item.phase.step is not None})
 
 
@@ -72,9 +73,9 @@ def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points:
     if len(steps) > points:
         chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
     if parents:
-        chart.notes.append("rest: time of a phase outside of its nested phases.")
+        chart.notes.append("rest: time of a phase minus the time of the phases nested in it.")
     if len(tracks) > 1:
-        chart.notes.append("Tracks run at the same time, so a bar may be longer than its step took.")
+        chart.notes.append("Tracks run in parallel, so a bar may be longer than the duration of its step.")
     if outside:
         listed = ", ".join(f"{name} {value:.1f} s" for name, value in outside.items())
         chart.notes.append(f"Outside of steps: {listed}.")
@@ -99,7 +100,7 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
         title = f"Last {len(steps)} steps by track"
     chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
     if len(keys) > GANTT_ROWS:
-        chart.notes.append(f"{len(keys) - GANTT_ROWS} further rows of overlapping phases are not drawn.")
+        chart.notes.append(f"{len(keys) - GANTT_ROWS} more rows of overlapping phases are not drawn.")
     bars: dict[str, _Bars] = {name: _Bars() for name in colours}
     for item in inside:
         if _row(item) in rows:
@@ -117,13 +118,13 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
             marker={"color": colours[name], "line": {"width": 0}},
             text=[name] * len(drawn.start),
             textposition="inside",
-            textangle=0,  # a narrow bar has no text rather than one on its side
+            textangle=0,  # text that does not fit into a bar is omitted rather than rotated
             insidetextanchor="middle",
             textfont={"color": "white"},
             customdata=drawn.step,
             hovertemplate="step %{customdata}: %{x:.2f} s",
         )
-    # A track is labelled once, at its first row; the rows below it are its nested and overlapping phases.
+    # Only the first row of a track is labeled; the rows below it are its nested and overlapping phases.
     named = {track: number for (track, _, _), number in reversed(rows.items())}
     chart.figure.update_yaxes(
         tickvals=list(named.values()),
@@ -138,7 +139,7 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
     _mark_steps(chart, inside, steps, origin)
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
-    chart.notes.append("Colours as above. A bar below a longer one of its track is nested in it or overlaps with it.")
+    chart.notes.append("Colors as above. A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
 
 
@@ -154,7 +155,7 @@ def _mark_steps(chart: Chart, items: Sequence[Placed], steps: Sequence[int], ori
 
 
 def _mark_step(chart: Chart, start: float, label: str) -> None:
-    """Draws a dotted line at the start of a step, with its label above."""
+    """Draws a dotted line with a label above it at the start of a step."""
     chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
     chart.figure.add_annotation(
         x=start, y=1, yref="paper", yanchor="bottom", xanchor="left", text=label, showarrow=False
@@ -163,7 +164,7 @@ def _mark_step(chart: Chart, start: float, label: str) -> None:
 
 @dataclass(slots=True)
 class _Bars:
-    """Bars of one phase: parallel lists of their start and length in seconds, their row, and their step."""
+    """Bars of one phase, as parallel lists of start and length in seconds, row, and step."""
 
     start: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -183,7 +184,7 @@ def _row(item: Placed) -> tuple[str, int, int]:
 
 
 def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
-    """Returns a sort key of rows: tracks in the order of their first phase."""
+    """Returns a sort key for rows that orders tracks by their first phase."""
     order: dict[str, int] = {}
     for item in items:
         order.setdefault(item.phase.track, len(order))

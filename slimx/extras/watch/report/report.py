@@ -21,29 +21,29 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread
 
-# The runs of a page share these bounds: they keep what a run takes below the 0.5 MB that plotly.js takes.
+# The runs of a page share these limits, which keep the part for the runs below the 0.5 MB of plotly.js.
 CURVE_POINTS = 1200
 SAMPLE_ROWS = 24
 SAMPLE_STEPS = 4
 TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
 PEAK = "trainer memory at its peak, MiB"
-"""Prefix of the labels of the summary's memory numbers, one per phase."""
+"""Start of the summary's labels of peak memory, of which there is one per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
-"""plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, through `gzip -9n`), of the release that
-the pinned plotly was made for. The browser unpacks it."""
+"""plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, compressed with `gzip -9n`), of the
+release that belongs to the pinned version of plotly. The browser decompresses it."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
-    """Writes the page `out` (one file, no network) with a section per run directory: first runs with rollouts, then
-    supervised ones, otherwise in the given order.
+    """Writes the page `out`, one file that needs no network, with a section per run directory. Runs with rollouts come
+    first, then supervised runs; otherwise the order is that of `run_dirs`.
 
     Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; the page reports a
-    missing or damaged file. Raises SlimxError without a run directory, for a directory without any of these files, and
+    missing or damaged file. Raises SlimxError if `run_dirs` is empty, for a directory without any of these files, and
     if the page cannot be written."""
     if not run_dirs:
         raise SlimxError(
-            f"no run directory is given for the report {out}; name at least one",
+            f"there is no run directory for the report {out}; give at least one",
             code="report.runs",
             about=str(out),
         )
@@ -62,13 +62,13 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
         out.write_text(html, encoding="utf-8")
     except OSError as error:
         raise SlimxError(
-            f"{out}: cannot be written ({error.strerror}); name another file", code="report.out", about=str(out)
+            f"{out}: cannot be written ({error.strerror}); give another file", code="report.out", about=str(out)
         ) from error
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Converts figures to the input of the page's script, and keeps state shared by the whole page."""
+    """Converter of charts to values for the page's template, and state that all sections share."""
 
     written: int = 0
     colours: PhaseColours = field(default_factory=PhaseColours)
@@ -79,7 +79,7 @@ class _Writer:
             "id": f"chart-{self.written}",
             "title": chart.title,
             "height": chart.figure.layout.height,
-            # Inside a script element only "<" could end it or begin a comment.
+            # Inside a script element only "<" could end the element or start a comment.
             "figure": chart.figure.to_json(validate=False).replace("<", r"\u003c"),
             "notes": chart.notes,
             "wide": chart.wide,
@@ -87,12 +87,13 @@ class _Writer:
 
 
 def _sampled(run: RunFiles) -> bool:
-    """Returns True if the run has rollouts, as opposed to supervised fine-tuning."""
+    """Returns True if the run has rollouts, False for supervised fine-tuning."""
     return any("response/mean_tokens" in record.metrics or "reward/mean" in record.metrics for record in run.steps)
 
 
 def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
-    """Returns one run as the template shows it; `run_count` runs divide the page's size limit."""
+    """Returns the values for a run's section of the template. The page's size limit is divided by `run_count`, the
+    number of runs."""
     points = max(200, CURVE_POINTS // run_count)
     blocks = []
     if run.steps:
@@ -102,14 +103,12 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
             notes.append(f"Not logged in this run: {', '.join(absent)}.")
         blocks.append({"title": "Curves", "charts": [figures.card(chart) for chart in charts], "notes": notes})
     elif "metrics.jsonl" not in run.missing:
-        run.problems.append("metrics.jsonl holds no step")
+        run.problems.append("metrics.jsonl contains no step")
     if run.phases:
         charts = phase_charts(run.phases, points=min(points, 300), colours=figures.colours)
-        blocks.append(
-            {"title": "Where the time goes", "charts": [figures.card(chart) for chart in charts], "notes": []}
-        )
+        blocks.append({"title": "Time by phase", "charts": [figures.card(chart) for chart in charts], "notes": []})
     elif "timeline.jsonl" not in run.missing:
-        run.problems.append("timeline.jsonl holds no phase")
+        run.problems.append("timeline.jsonl contains no phase")
     comparison = compare(run.samples, columns=SAMPLE_STEPS)
     samples = None
     training = []
@@ -132,7 +131,7 @@ def _section(run: RunFiles, figures: _Writer, run_count: int) -> dict[str, Any]:
 
 
 def _extent(run: RunFiles) -> str:
-    """Describes directory, steps and times of the run in one line."""
+    """Describes directory, steps, start and duration of the run in one line."""
     parts = [str(run.directory)]
     if run.steps:
         first = run.steps[0]
@@ -152,7 +151,7 @@ def _extent(run: RunFiles) -> str:
 
 
 def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with a single memory number: the highest of all phases, with the name of its phase."""
+    """Returns the summary with only one number for memory: the highest of all phases, whose label names its phase."""
     peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
     if len(peaks) < 2:
         return dict(summary)
@@ -165,7 +164,8 @@ def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(label: str, value: Any) -> dict[str, Any]:
-    """Formats a headline number: thousands separators, four significant digits; other values are shown as text."""
+    """Formats a headline number with thousands separators and four significant digits. Other values are shown as
+    text."""
     if isinstance(value, bool):
         return {"label": label, "value": "yes" if value else "no", "text": False}
     if not isinstance(value, (int, float)):
@@ -176,7 +176,8 @@ def _number(label: str, value: Any) -> dict[str, Any]:
 
 
 def _digits(value: float) -> str:
-    """Formats four significant digits, and all integer digits of a number below a billion."""
+    """Formats a number with four significant digits, or with all integer digits if it is at least 10,000 and below a
+    billion."""
     if math.isfinite(value) and 1e4 <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:.4g}"
@@ -191,8 +192,8 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
         note = f"{kind} rollouts of step {steps[0]}, the only step that has samples."
     else:
         listed = ", ".join(map(str, steps[:-1]))
-        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {comparison.common} prompts have one at the first "
-        note += "and the last."
+        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {comparison.common} prompts have a rollout at both "
+        note += "the first and the last of these steps."
     if total > len(shown):
         note += f" {len(shown)} of {total} prompts are shown, in the order of the file."
     table = []
@@ -203,7 +204,8 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
 
 
 def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
-    """Returns the first training rollout of each recorded step, at most TRAINING_ROWS, spread over the run."""
+    """Returns one training rollout for each recorded step, the first of the step. At most TRAINING_ROWS steps are
+    chosen, spread over the run."""
     first: dict[int, RecordedSample] = {}
     for sample in samples:
         if not sample.evaluation:
@@ -237,7 +239,7 @@ def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[
 
 
 def _cut(text: str) -> str:
-    """Returns the text, or its beginning and the number of omitted characters."""
+    """Returns `text`, or its first SAMPLE_CHARACTERS characters and the number of omitted ones."""
     left = len(text) - SAMPLE_CHARACTERS
     if left <= 0:
         return text
@@ -245,7 +247,7 @@ def _cut(text: str) -> str:
 
 
 def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
-    """Returns name, count, first, last, lowest and highest value of every metric, by name."""
+    """Returns a row for each metric, sorted by name: name, count, first, last, lowest and highest value."""
     by_key: dict[str, list[float]] = {}
     for record in steps:
         for key, value in record.metrics.items():
