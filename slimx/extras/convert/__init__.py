@@ -1,10 +1,10 @@
-"""Conversion of checkpoints: Hugging Face <-> Megatron's torch_dist, and quantization to block fp8.
+"""Conversion of checkpoints between Hugging Face and Megatron's torch_dist, and quantization to block fp8 and INT4.
 
+run          plans each conversion and checks its input; read this first
 sources      tensors of the source, slice by slice: `CheckpointReader` or `TorchDistReader`
-torch_dist   the files of a Megatron directory, planned from the weight table
-safetensors  the files of a Hugging Face directory
-fp8          tensors of such a directory in fp8
+target       shards of a Megatron directory, and the rank that reads each
+formats      files of the output: torch_dist, safetensors, fp8, INT4, PEFT
 work         writes planned files: in parallel, resumable, verified, all or nothing
-partial      the directory of an unfinished conversion, and which of its files belong to the conversion
+partial      directory of an unfinished conversion, and its files
 compare      reads the output again and compares it with its source
 """

@@ -30,24 +30,24 @@ if TYPE_CHECKING:  # torch takes seconds to import, too long for --help
 app = typer.Typer(
     cls=CommandGroup,
     add_completion=False,
-    help="Convert checkpoints, slice by slice: memory stays below 2 GB for any size. A conversion that was killed "
-    "continues when it is started again; the output appears when it is complete.",
+    help="Convert checkpoints slice by slice, with less than 2 GB of memory for any size. A conversion that was killed "
+    "continues if the same command is run again; OUT appears only when it is complete.",
 )
 Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")]
 Dtype = Annotated[
     Literal["stored", "bfloat16", "float32"],
-    typer.Option(help="Dtype of the model; stored: that of the source, fp8 as bf16."),
+    typer.Option(help="Dtype of the converted weights; stored: dtype of the source, with fp8 converted to bf16."),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Read the output again: verify checksums, and values against the source.")
+    bool, typer.Option("--verify", help="Read the output again, check its checksums, and compare values with SOURCE.")
 ]
 Threads = Annotated[
-    int, typer.Option(min=1, max=1024, help="Number of files written at once; each needs about 250 MB of memory.")
+    int, typer.Option(min=1, max=1024, help="Number of files written in parallel; each needs about 250 MB of memory.")
 ]
-FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Approximate size of a file in GB.")]
+FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Approximate size of each file of the output in GB.")]
 FamilyOption = Annotated[
-    str, typer.Option("--family", help="Module of a family that slimx does not include: docs/models.md.")
+    str, typer.Option("--family", help="Module of a model family that slimx does not include (docs/models.md).")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 THREADS = min(4, os.cpu_count() or 1)
@@ -61,15 +61,15 @@ def hf_to_megatron(
     layout: Annotated[
         str,
         typer.Option(
-            help="Parallel sizes that will read it, such as tensor=8,pipeline=2,expert=8: each rank then reads "
-            "separate files. Any other layout can load it too."
+            help="Parallel sizes of the job that will load OUT, such as tensor=8,pipeline=2,expert=8, so that each "
+            "rank reads separate files. Any other layout can load OUT too."
         ),
     ] = "",
     layers: Annotated[
         Literal["auto", "numbered", "stacked"],
         typer.Option(
-            help="Keys of its layers: numbered (required by slime and Miles for models with experts), or stacked under "
-            "one key; auto: numbered with experts, else stacked."
+            help="Keys of the layers in OUT: numbered (required by slime and Miles for models with experts), or "
+            "stacked under one key; auto: numbered for models with experts, else stacked."
         ),
     ] = "auto",
     file_size: FileSize = 0.5,
@@ -78,8 +78,8 @@ def hf_to_megatron(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md: which system
-    loads which family)."""
+    """Convert Hugging Face SOURCE to OUT, a torch_dist checkpoint of megatron-core (docs/conversion.md lists which
+    system loads which family)."""
     _work(
         lambda run, options: run.hf_to_megatron(source, layout=layout, layers=layers, **options),
         out,
@@ -96,7 +96,7 @@ def megatron_to_hf(
     source: Source,
     out: Out,
     original: Annotated[
-        Path, typer.Option(help="Hugging Face directory of the model: its config, tokenizer and frozen tensors.")
+        Path, typer.Option(help="Hugging Face directory with the model's config, tokenizer and frozen tensors.")
     ],
     dtype: Dtype = "stored",
     file_size: FileSize = 2,
@@ -105,7 +105,7 @@ def megatron_to_hf(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
+    """Convert SOURCE, a torch_dist checkpoint of Megatron saved under any layout, to a Hugging Face directory OUT."""
     _work(
         lambda run, options: run.megatron_to_hf(source, original, **options),
         out,
@@ -123,7 +123,7 @@ def hf_to_fp8(
     out: Out,
     rule: Annotated[
         Literal["ieee", "triton", "te", "ue8m0"],
-        typer.Option(help="How scales are chosen (docs/numerics.md); ue8m0 for DeepGEMM on Blackwell."),
+        typer.Option(help="Rule by which scales are computed (docs/numerics.md); ue8m0 for DeepGEMM on Blackwell."),
     ] = "ieee",
     dtype: Dtype = "stored",
     file_size: FileSize = 2,
@@ -132,7 +132,7 @@ def hf_to_fp8(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
+    """Convert Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, a format that SGLang loads."""
     _work(
         lambda run, options: run.hf_to_fp8(source, rule=rule, **options),
         out,
@@ -155,7 +155,8 @@ def hf_to_int4(
     family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
-    """Convert Hugging Face SOURCE to OUT with routed experts in INT4, groups of 32, in compressed-tensors' format."""
+    """Convert Hugging Face SOURCE to OUT with routed experts in INT4, in groups of 32, in compressed-tensors'
+    format."""
     _work(lambda run, options: run.hf_to_int4(source, **options), out, dtype, file_size, family, threads, verify)
 
 
@@ -163,10 +164,10 @@ def hf_to_int4(
 def adapters_to_peft(
     source: Annotated[Path, typer.Argument(help="RUN/checkpoints of a run with trainer.lora.")],
     out: Out,
-    original: Annotated[Path, typer.Option(help="Hugging Face directory of the base.")],
+    original: Annotated[Path, typer.Option(help="Hugging Face directory of the base model.")],
     debug: Debug = False,
 ) -> None:
-    """Convert low-rank adapters of SOURCE to OUT, a directory that the package peft loads on top of the base."""
+    """Convert the LoRA adapters of SOURCE to OUT, a directory that the package peft loads on top of the base model."""
     from slimx.config.sections.policies import ACTOR
     from slimx.extras.convert.formats.peft import export_adapters
     from slimx.extras.megatron_files.directory import find_checkpoint
@@ -175,13 +176,13 @@ def adapters_to_peft(
     lora = read_state(find_checkpoint(source)).policies[ACTOR]["lora"]
     if lora is None:
         raise SlimxError(
-            f"{source} is of a run without trainer.lora and has no adapters; convert its weights with `slimx convert "
-            "megatron-to-hf`",
+            f"{source} has no adapters, because its run did not set trainer.lora; convert its weights with `slimx "
+            "convert megatron-to-hf`",
             code="convert.no_adapters",
             about=str(source),
         )
     count = export_adapters(source, out, original, lora["alpha"])
-    Console(soft_wrap=True).print(f"{out}: {count:,} parameters of adapters, rank {lora['rank']}", highlight=False)
+    Console(soft_wrap=True).print(f"{out}: adapters of rank {lora['rank']}, {count:,} parameters", highlight=False)
 
 
 def _work(
@@ -193,8 +194,8 @@ def _work(
     threads: int,
     verify: bool,
 ) -> None:
-    """Plans and runs a conversion; `plan` receives the module `run` and the common options. OS errors on input or
-    output become one-sentence refusals."""
+    """Runs a conversion. `plan` receives the module `slimx.extras.convert.run` and the common options, and returns the
+    planned conversion. Raises SlimxError for an OS error during input or output."""
     import torch
 
     from slimx.extras.convert import run
@@ -206,7 +207,7 @@ def _work(
         "file_bytes": int(file_size * 1e9),
         "family": load_family(family, "--family") if family else None,
     }
-    torch.set_num_threads(1)  # files are written by several threads here
+    torch.set_num_threads(1)  # several threads write files, so torch itself uses one
     try:
         conversion = plan(run, options)
     except OSError as error:
@@ -228,14 +229,16 @@ def _work(
 
 
 class Bar(Progress):
-    """A `slimx.extras.convert.work.ProgressListener` on a console; silent if that is not a terminal."""
+    """`slimx.extras.convert.work.ProgressListener` that draws a progress bar on a console, or nothing if the console is
+    not a terminal."""
 
     def __init__(self, console: Console):
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         super().__init__(TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal)
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts a part; bytes of an earlier attempt count as done but not towards the speed."""
+        """Starts a new bar for a part of the conversion. Bytes of an earlier attempt count as done, but not in the
+        speed."""
         self._part = self.add_task(label, total=total)
         if done:
             self.update(self._part, completed=done)

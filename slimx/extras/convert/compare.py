@@ -1,7 +1,7 @@
-"""Comparison of a conversion's output, read again like any program would, with its source.
+"""Comparison of a conversion's output with its source. The output is read as any other program would read it.
 
-Checksums prove that a disk stored the bytes that were written, not that these were right. No code here is shared with
-the writers: outputs are read through their headers, and torch dequantizes codes.
+Checksums prove that a disk stored the bytes that were written, not that the bytes were right. The comparison shares no
+code with the writers: it reads the output through the headers of its files, and torch dequantizes the codes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from slimx.extras.low_precision.int4 import GROUP
 from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
-"""Largest relative error of a value: half of e4m3's last place, and of bf16's, the dtype in which codes are read."""
+"""Maximum relative error of a value in fp8: half a unit in e4m3's last place, plus the error of bf16, the dtype in
+which codes are read."""
 _OF_SCALE = 2.0**-8
-"""Bound of a small value's error in units of its scale: half the spacing of e4m3's subnormal numbers (2^-9), doubled
-because ue8m0 may halve the scale after rounding, plus room for bf16's rounding."""
+"""Maximum error of a small value in fp8, in units of its scale: half the spacing of e4m3's subnormal numbers (2^-9),
+doubled because ue8m0 may halve the scale after rounding, plus a margin for bf16's rounding."""
 
 _OF_INT4_SCALE = 0.5 + 0.125
-"""Largest error of a value in INT4 in units of amax / 7; a wrong code exceeds it."""
+"""Maximum error of a value in INT4, in units of amax / 7 of its group; a wrong code causes a larger one."""
 _LEAST_BF16 = 2.0**-123
-"""Largest error of values that become zero because their group's scale is subnormal."""
+"""Maximum error of values that become 0 because their group's scale is subnormal."""
 
 
 def compare_copied(
@@ -33,7 +34,8 @@ def compare_copied(
     written: Reading,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless `written` has tensor `name` in `dtype`, with the source's values, rounded if needed."""
+    """Raises SlimxError unless `written` has the tensor `name` in `dtype`, with the values of the tensor in `source`,
+    rounded to `dtype` if needed. `advance`: receives the number of compared bytes."""
     actual = written.dtype(name)
     if actual != dtype:
         raise differs(name, f"it is {actual}, not {dtype}")
@@ -54,8 +56,9 @@ def compare_quantized(
     scales: torch.Tensor,
     advance: Advance,
 ) -> None:
-    """Raises SlimxError unless every value of the quantized tensor `name`, with `scales` [block rows, block cols], is
-    within e4m3 rounding of the source's."""
+    """Raises SlimxError unless every value of the quantized tensor `name` is within e4m3 rounding of its value in
+    `source`. `scales` [block rows, block cols]: scales of the written tensor. `advance`: receives the number of
+    compared bytes."""
     high, wide = block
     for rect in row_blocks(shape, 4, multiple=high):
         expected = source.read(name, rect).float()
@@ -64,13 +67,16 @@ def compare_quantized(
         spread = rows.repeat_interleave(high, 0)[: rect.rows].repeat_interleave(wide, 1)[:, : rect.cols]
         allowed = torch.maximum(expected.abs() * _RELATIVE, spread * _OF_SCALE)
         if not bool(((part - expected).abs() <= allowed).all()):
-            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
+            raise differs(
+                name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not match the source's values in fp8"
+            )
         advance(rect.rows * rect.cols)
 
 
 def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, advance: Advance) -> None:
-    """Raises SlimxError unless every value of the tensor `name` in INT4 is within rounding of the source's: half a
-    scale, plus bf16's rounding of element, quotient and value."""
+    """Raises SlimxError unless every value of the tensor `name` in INT4 is within rounding of its value in `source`:
+    half a scale, plus bf16's rounding of element, quotient and value. `advance`: receives the number of compared
+    bytes."""
     for rect in row_blocks(shape, 4):
         expected = source.read(name, rect).float()
         part = written.read(name, rect).float()
@@ -78,16 +84,17 @@ def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, adv
         scale = groups.abs().amax(-1, keepdim=True) / 7
         allowed = _OF_INT4_SCALE * scale + _LEAST_BF16
         if not bool(((part.unflatten(1, (-1, GROUP)) - groups).abs() <= allowed).all()):
-            raise differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in INT4")
+            raise differs(
+                name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not match the source's values in INT4"
+            )
         advance(rect.rows * rect.cols)
 
 
 def differs(name: str, difference: str) -> SlimxError:
-    """Builds the refusal of an output whose tensor `name` has other values than the source's."""
+    """Builds the error for an output whose tensor `name` does not have the source's values. `difference`: a clause."""
     return SlimxError(
         f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report this "
-        "with the "
-        "source's config.json",
+        "error with the source's config.json",
         code="convert.values",
         about=name,
     )

@@ -1,13 +1,13 @@
-"""The directory that a conversion is written to, and which of its files belong to the conversion.
+"""Directory to which a conversion writes, and the files in it that belong to the conversion.
 
-    OUT.partial/                 during the conversion; becomes OUT at the end
-        FILE.writing             a file that is being written; restarted after a kill
-        FILE                     a finished file, on disk
-        .conversion/plan         identity of the conversion: another one must not continue here
+    OUT.partial/                 during the conversion; renamed to OUT at the end
+        FILE.writing             a file that is being written; written again after a kill
+        FILE                     a finished file, synced to disk
+        .conversion/plan         identity of the conversion; another conversion must not continue in this directory
         .conversion/done/FILE    size and XXH3 of a finished file, and its writer's notes
 
-No other file is ever written, reused or deleted: a directory without a plan, or with a file that is not in the plan,
-belongs to someone else.
+No other file is ever written, reused or deleted. A directory without a plan, or with a file that is not in the plan, is
+refused, because it may belong to another program.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ _WRITING = ".writing"
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A finished file."""
+    """Record of a finished file."""
 
     record: FileRecord
     notes: Any
-    """Notes of the file's writer, returned at the end of the conversion."""
+    """Result of the file's `write`, which the conversion's `finish` receives."""
 
 
 class Partial:
-    """The directory OUT.partial of a conversion."""
+    """The directory OUT.partial of an unfinished conversion."""
 
     def __init__(self, out: Path, planned: Collection[str], small: Collection[str]):
-        """Takes `planned` and `small`: names of the files that the conversion writes, and of those that complete it.
+        """Takes the final directory `out`, and the names of files: `planned` are those that the conversion writes in
+        parallel, `small` those that it adds at the end.
 
         Raises SlimxError if `out` exists."""
         if os.path.lexists(out) or out.name in ("", ".."):
             raise SlimxError(
-                f"{out} exists already; remove it or choose another directory", code="convert.exists", about=str(out)
+                f"{out} already exists; remove it or choose another directory", code="convert.exists", about=str(out)
             )
         self.out = out
         self.path = out.with_name(out.name + ".partial")
@@ -69,18 +70,19 @@ class Partial:
         return self._state / "plan"
 
     def record_path(self, name: str) -> Path:
-        """Returns the path of the record of the finished file `name`."""
+        """Returns the path of the record that the file `name` is finished."""
         return self._state / "done" / name.replace("/", "-")
 
     def writing(self, file: Path) -> Path:
-        """Returns the path of `file` while it is being written."""
+        """Returns the path that `file` has while it is being written."""
         return file.with_name(file.name + _WRITING)
 
     @contextlib.contextmanager
     def owned(self, fingerprint: str) -> Iterator[None]:
-        """Creates the directory and locks it: for one process at a time, and only for the conversion `fingerprint`.
+        """Creates the directory and locks it during the `with` block, for one process and for the conversion with this
+        `fingerprint`.
 
-        Raises SlimxError, without changes, for a directory of another conversion."""
+        Raises SlimxError, without changing anything, for a directory of another conversion."""
         self._make()
         handle = os.open(self._state, os.O_RDONLY)
         try:
@@ -88,7 +90,7 @@ class Partial:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SlimxError(
-                    f"{self.path}: another process is writing it; wait for it to end",
+                    f"{self.path}: another process is writing to this directory; wait until it ends",
                     code="convert.busy",
                     about=str(self.path),
                 ) from None
@@ -121,22 +123,23 @@ class Partial:
             write_synced(self._plan, fingerprint.encode())
         elif other:
             raise SlimxError(
-                f"{self.path} was started by a conversion of other files or with other options; remove it to start "
-                "anew",
+                f"{self.path} belongs to a conversion of other files or with other options; remove this directory to "
+                "start anew",
                 code="convert.other",
                 about=str(self.path),
             )
 
     def _foreign(self, path: Path) -> SlimxError:
         return SlimxError(
-            f"{path}: was not made by this conversion, which writes to {self.path}; move it away, or choose another "
-            "directory",
+            f"{path} was not created by this conversion, which writes to {self.path}; move it away, or choose another "
+            "output directory",
             code="convert.foreign",
             about=str(path),
         )
 
     def finished(self, names: Collection[str], threads: int) -> dict[str, Done]:
-        """Returns finished files of an earlier attempt, by name, whose content is still what was written."""
+        """Returns the records of the files that an earlier attempt finished and whose content is unchanged, by name.
+        `threads`: number of files that are read in parallel."""
         for name in names:
             self.writing(self.path / name).unlink(missing_ok=True)
         claimed: dict[str, Done] = {}
@@ -157,16 +160,16 @@ class Partial:
         return claimed
 
     def mark_done(self, name: str, done: Done) -> None:
-        """Records that file `name` is finished.
+        """Records that the file `name` is finished.
 
-        The record is not synced to disk: if a crash of the host damages it, or loses the file's name, that file is
-        written again."""
+        The record is not synced to disk. If a crash of the host damages the record or loses the file's directory entry,
+        the file is written again."""
         path = self.record_path(name)
         self.writing(path).write_bytes(msgspec.json.encode(done))
         self.writing(path).rename(path)
 
     def discard(self) -> None:
-        """Removes the conversion's files, and the directory if it contains nothing else."""
+        """Removes the conversion's files, and the directory if it contains no others."""
         for file in self._files:
             file.unlink(missing_ok=True)
         for folder in (*sorted(self._folders, key=lambda folder: -len(folder.parts)), self.path):
@@ -174,10 +177,10 @@ class Partial:
                 folder.rmdir()
 
     def publish(self) -> None:
-        """Renames the complete directory to its final name, synced to disk."""
+        """Renames the complete directory to its final name, synced to disk. Raises SlimxError if that name exists."""
         if os.path.lexists(self.out):
             raise SlimxError(
-                f"{self.out} was created in the meantime; move it away and run the same command again",
+                f"{self.out} was created during the conversion; move it away and run the same command again",
                 code="convert.exists",
                 about=str(self.out),
             )
@@ -188,11 +191,11 @@ class Partial:
         sync_directory(self.out.parent)
 
     def refusal(self, error: OSError) -> SlimxError:
-        """Builds the SlimxError that explains `error` to the user."""
+        """Builds the SlimxError that explains an OS error of the conversion to the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
-                f"{self.path}: no space is left on its disk; free space and run the same command again: it continues "
-                "after the finished files",
+                f"{self.path}: no space is left on the disk; free space and run the same command again, which "
+                "continues after the finished files",
                 code="convert.space",
                 about=str(self.path),
             )

@@ -1,4 +1,4 @@
-"""The conversions: all errors in their input are found here, before anything is written."""
+"""Plans the conversions. Errors in the input are found here, before anything is written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _PREDICTION = "mtp.layers."
 
 
 class Overlay:
-    """Tensors of `trained`, and those that only `original` has; `aliases` are other names of `trained`'s."""
+    """Source that combines the tensors of `trained` with those that only `original` has. `aliases`: further names of
+    tensors of `trained`, by alias."""
 
     def __init__(self, trained: TorchDistReader, original: TensorSource | None, aliases: Mapping[str, str]):
         self.trained = trained
@@ -67,12 +68,12 @@ def hf_to_megatron(
     file_bytes: int = torch_dist.FILE_BYTES,
     family: Family | None = None,
 ) -> ToMegatron:
-    """Plans the conversion of the Hugging Face directory `source` to a Megatron-LM release, without tensors that a
-    trainer does not have.
+    """Plans the conversion of the Hugging Face directory `source` to a Megatron-LM release. Tensors that a trainer does
+    not have are omitted.
 
-    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `target.parse_layout`. `layers`: whether keys of
-    layers are numbered or stacked; "auto": numbered for models with experts. `file_bytes`: approximate size of a file.
-    `family`: None for the one of the source's architecture."""
+    `dtype`: dtype of the converted weights; None: as stored, with fp8 converted to bf16. `layout`: see
+    `target.parse_layout`. `layers`: keys of layers, numbered or stacked; "auto": numbered for models with experts.
+    `file_bytes`: approximate size of a file. `family`: model family; None: the family of the source's architecture."""
     spec, reader = _open(source, family)
     target = Target(spec.table, parse_layout(layout))
     return ToMegatron(
@@ -87,15 +88,15 @@ def hf_to_megatron(
 
 
 def _numbered(spec: ModelSpec, layers: Layers) -> bool:
-    """Returns True if each layer gets separate keys. Raises SlimxError if `layers` requires stacking of layers that
-    differ.
+    """Returns True if each layer gets separate keys. Raises SlimxError if `layers` requires stacking but the model's
+    layers differ.
 
-    Scripts of slime and Miles pass --moe-layer-freq as a list for every model with experts, so megatron-core expects
-    numbered layers; Megatron-LM finds them too, through the metadata written with them."""
+    Scripts of slime and Miles pass --moe-layer-freq as a list for every model with experts, which makes megatron-core
+    expect numbered layers. Megatron-LM loads them too, because of the metadata that is written with them."""
     differ = numbers_layers(spec.transformer)
     if layers == "stacked" and differ:
         raise SlimxError(
-            f"--layers stacked: the layers of {spec.path} differ, and megatron-core numbers such layers; choose "
+            f"--layers stacked: the layers of {spec.path} differ, so megatron-core expects numbered keys; choose "
             "numbered",
             code="convert.layers",
             about="--layers",
@@ -111,10 +112,10 @@ def megatron_to_hf(
     file_bytes: int = safetensors.FILE_BYTES,
     family: Family | None = None,
 ) -> ToHuggingFace:
-    """Plans the conversion of the Megatron directory `source` to a Hugging Face directory. Config, tokenizer and
-    tensors that a trainer does not have are those of `original`, if it has tensors.
+    """Plans the conversion of the Megatron directory `source` to a Hugging Face directory. Config and tokenizer come
+    from `original`, and if it has tensors, also those that a trainer does not have.
 
-    `dtype`: of the model; None: as saved. `family`: see `hf_to_megatron`."""
+    `dtype`: dtype of the converted weights; None: as saved. `file_bytes` and `family`: see `hf_to_megatron`."""
     path = find_checkpoint(source)
     spec = _with_prediction(original, _prediction_layers(path), family)
     table = spec.table
@@ -153,17 +154,17 @@ def hf_to_fp8(
     file_bytes: int = safetensors.FILE_BYTES,
     family: Family | None = None,
 ) -> ToHuggingFace:
-    """Plans the conversion of the Hugging Face directory `source` to block fp8, for the tensors that the family's fp8
-    checkpoints have in fp8.
+    """Plans the quantization of the Hugging Face directory `source` to block fp8, for the tensors that are in fp8 in
+    the family's published fp8 checkpoints.
 
-    `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored.
-    `family`: see `hf_to_megatron`."""
+    `rule`: rule by which scales are computed (docs/numerics.md). `dtype`: dtype of the other weights; None: as stored.
+    `file_bytes` and `family`: see `hf_to_megatron`."""
     spec, reader = _open(source, family)
     quantization = block_fp8.quantization(rule)
     names = quantized_names(spec.table, quantization.block)
     if not names:
         raise SlimxError(
-            f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantized",
+            f"{source}: slimx has no fp8 format for {spec.family.ARCHITECTURE}; use the checkpoint unquantized",
             code="convert.fp8",
             about=str(source),
         )
@@ -199,16 +200,16 @@ def hf_to_int4(
     file_bytes: int = safetensors.FILE_BYTES,
     family: Family | None = None,
 ) -> ToHuggingFace:
-    """Plans the conversion of the Hugging Face directory `source` to routed experts in INT4, in compressed-tensors'
-    format.
+    """Plans the quantization of the routed experts of the Hugging Face directory `source` to INT4, in
+    compressed-tensors' format.
 
-    `dtype`: of the other tensors; None: as stored. `family`: see `hf_to_megatron`."""
+    `dtype`: dtype of the other weights; None: as stored. `file_bytes` and `family`: see `hf_to_megatron`."""
     spec, reader = _open(source, family)
     names = int4.experts_of(spec.table)
     if not names:
         raise SlimxError(
-            f"{source}: {spec.family.ARCHITECTURE} has no routed experts with separately stored matrices, and only "
-            "those can be INT4",
+            f"{source}: {spec.family.ARCHITECTURE} has no routed experts that are stored as separate matrices, but "
+            "only those can be quantized to INT4; use `slimx convert hf-to-fp8`",
             code="convert.int4",
             about=str(source),
         )
@@ -238,12 +239,13 @@ def hf_to_int4(
 
 
 def _target_dtype(source: TensorSource, name: str, declared: str | None, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the requested `dtype` for tensors without a `declared` one, else the source's."""
+    """Returns the dtype of a converted tensor: the requested `dtype`, or that of `source` if none is requested or if
+    the weight table declares a dtype for the tensor."""
     return dtype if dtype is not None and declared is None else source.dtype(name)
 
 
 def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointReader]:
-    """Opens a Hugging Face directory: its model and tensors, checked against each other."""
+    """Opens a Hugging Face directory. Returns its model and a reader of its tensors, after checking that they match."""
     reader = CheckpointReader(source)
     spec = read_model(source, family=family)
     complete = _with_prediction(source, spec.family.mtp_layers(spec.hf), family)
@@ -256,13 +258,14 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
 
 
 def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
-    """Reads the model with up to `layers` layers of multi-token prediction."""
+    """Reads the model description with `layers` layers of multi-token prediction, or with as many as its config has if
+    that is fewer."""
     spec = read_model(path, family=family)
     return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 
 
 def _prediction_layers(path: Path) -> int:
-    """Counts the layers of multi-token prediction in a torch_dist checkpoint."""
+    """Returns the number of multi-token prediction layers in a torch_dist checkpoint."""
     keys = read_metadata(path / ".metadata").state_dict_metadata
     layers = set()
     for key in keys:
@@ -272,7 +275,8 @@ def _prediction_layers(path: Path) -> int:
 
 
 def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
-    """Returns shape and declared dtype, if any, of every checkpoint tensor that a trainer has."""
+    """Returns, for every checkpoint tensor that a trainer has, its shape and the dtype that the weight table declares,
+    or None."""
     out: dict[str, tuple[tuple[int, ...], str | None]] = {}
     for entry in spec.table.entries():
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
@@ -281,8 +285,8 @@ def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
 
 
 def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | None) -> list[Unit]:
-    """Returns units for tensors of `original` that trainers do not have: aliases, and frozen tensors and buffers as
-    stored."""
+    """Returns units for the tensors of `original` that trainers do not have: aliases, which are converted to `dtype`,
+    and frozen tensors and buffers, which are copied as stored."""
     units = []
     for name in spec.table.aliases:
         if name in original.names:
@@ -294,8 +298,8 @@ def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | No
 
 
 def _stored_as(config: Json, dtypes: Collection[torch.dtype]) -> Json:
-    """Returns `config` with the dtype of the tensors without a declared one, under both names that transformers has
-    used for it; unchanged if they have several dtypes."""
+    """Returns `config` with the dtype of the converted weights, under both names that transformers has used for it.
+    Returns it unchanged if there are several dtypes."""
     if len(dtypes) != 1:
         return config
         return config
@@ -310,7 +314,7 @@ def _stored_as(config: Json, dtypes: Collection[torch.dtype]) -> Json:
 
 
 def _content(directory: Path) -> str:
-    """Returns a digest of name, size and modification time of the files of `directory`."""
+    """Returns a digest of the path of `directory` and of its files' names, sizes and modification times."""
     stats = []
     for file in sorted(directory.iterdir()):
         if file.is_file():

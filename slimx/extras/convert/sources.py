@@ -1,4 +1,4 @@
-"""Sources of a conversion's tensors, read slice by slice with bounded memory."""
+"""Sources from which a conversion reads tensors, slice by slice, with bounded memory."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from slimx.layout.parts import matrix
 
 Shape = tuple[int, ...]
 Advance = Callable[[int], None]
-"""Callback with the number of bytes done since the previous call."""
+"""Callback that receives the number of bytes processed since its previous call."""
 BLOCK_BYTES = 32 * 2**20
-"""Approximate memory for one tensor at a time."""
+"""Approximate memory in bytes for the part of a tensor that is processed at a time."""
 MAPPED_BYTES = 128 * 2**20
-"""Bytes that are read from a source's mapped files before they are reopened, because pages that were read stay in
-memory until the file is closed."""
+"""Number of bytes that are read from a source's memory-mapped files before the files are reopened, because pages that
+were read stay in memory until then."""
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face names."""
+    """Tensors that are read by their Hugging Face names."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which `read` returns a tensor."""
+        """Returns the dtype in which `read` returns the tensor `name`."""
         ...
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Reads the elements `rect` of a tensor, [rect.rows, rect.cols]; the result may be in a mapped file."""
+        """Reads the elements `rect` of the tensor `name`, [rect.rows, rect.cols]. The result may refer to a
+        memory-mapped file."""
         ...
 
     def reopened(self) -> TensorSource:
-        """Returns the same source with no file open."""
+        """Returns a copy of the source that has no file open."""
         ...
 
 
 class Scratch:
-    """Reusable memory of one thread. Blocks of many sizes, allocated and freed on the heap, would fragment it up to
+    """Reusable memory of one thread. Without it, allocating and freeing blocks of many sizes would fragment the heap by
     gigabytes."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor, overwriting the previous one. Its storage ends where it ends."""
+        """Returns an uninitialized tensor that overwrites the one that the previous call returned."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
             self._memory = bytearray(count * dtype.itemsize)
@@ -55,20 +56,21 @@ class Scratch:
 
 
 class Reading:
-    """A source as read by one thread, with a bounded part of its files in memory."""
+    """View of a source for one thread that limits how much of the source's files is in memory."""
 
     def __init__(self, source: TensorSource):
         self._source = source.reopened()
         self._bytes = 0
         self.scratch = Scratch()
-        """Reusable buffers for converted tensors."""
+        """Reusable memory for converted tensors."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of tensor `name`, as `TensorSource.dtype`."""
+        """Returns the dtype of tensor `name`; see `TensorSource.dtype`."""
         return self._source.dtype(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Reads as `TensorSource.read` does; drop the result before the next call, so that its file can be closed."""
+        """Reads elements of a tensor; see `TensorSource.read`. The caller must drop the result before the next call, so
+        that its file can be closed."""
         if self._bytes > MAPPED_BYTES:
             self._source = self._source.reopened()
             self._bytes = 0
@@ -78,8 +80,10 @@ class Reading:
 
 
 def row_blocks(shape: Shape, itemsize: int, multiple: int = 1) -> Iterator[Rect]:
-    """Yields the rows of a tensor in order, in blocks of about BLOCK_BYTES with a `multiple` of rows, or up to the end
-    of their matrix; no block spans two matrices of a stack."""
+    """Yields the rows of a tensor in order, in blocks of about BLOCK_BYTES. `itemsize`: bytes of an element.
+
+    The number of rows in a block is a multiple of `multiple`, except for the last block of a matrix. No block spans two
+    matrices of a stack."""
     rows, cols = matrix(shape)
     single = shape[-2] if len(shape) == 3 and shape[-2] > 1 else rows  # a convolution has one row per channel
     step = max(1, BLOCK_BYTES // max(1, cols * itemsize) // multiple) * multiple

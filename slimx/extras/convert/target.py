@@ -1,7 +1,8 @@
-"""Parallel sizes that a Megatron directory is written for: how its tensors are cut, and which rank reads which file.
+"""Parallel sizes for which a Megatron directory is written. They determine how tensors are split, and which rank reads
+which file.
 
-Any layout can load any torch_dist checkpoint, but a rank reads complete pieces even if it needs only a part. If pieces
-are cut like the layout's shards, each rank reads only its bytes, from separate files.
+Any layout can load any torch_dist checkpoint, but a rank reads complete pieces even if it needs only a part of them. If
+tensors are split like the shards of the layout, each rank reads only its own bytes, from separate files.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from slimx.layout.ranks import Sizes, stage_layers
 from slimx.layout.table import Entry, Row, Table
 
 _MOST = 65536
-"""Largest value of one parallel size."""
+"""Maximum value of a parallel size."""
 _NAMES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual")
 
 
 class ShardBox(NamedTuple):
-    """Rows and columns of a full tensor that belong to tensor-parallel rank `shard`."""
+    """Rectangle of a full tensor that belongs to the tensor-parallel rank `shard`."""
 
     shard: int
     row: int
@@ -33,7 +34,8 @@ class ShardBox(NamedTuple):
 
 
 def parse_layout(text: str) -> Sizes:
-    """Parses sizes like "tensor=8,pipeline=2,expert=8"; empty: one rank. Raises SlimxError for anything else."""
+    """Parses parallel sizes such as "tensor=8,pipeline=2,expert=8"; an empty `text` means one rank. Raises SlimxError
+    for anything else."""
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         if not part:
@@ -41,7 +43,7 @@ def parse_layout(text: str) -> Sizes:
         name, _, size = part.partition("=")
         if name not in _NAMES or name in sizes or not _is_size(size):
             raise SlimxError(
-                f"--layout {text[:80]}: {part[:40]!r} is not a parallel size; write {', '.join(_NAMES)} with a number "
+                f"--layout {text[:80]}: {part[:40]!r} is not a parallel size; use {', '.join(_NAMES)} with numbers "
                 f"from 1 to {_MOST}, such as tensor=8,expert=8",
                 code="convert.layout",
                 about="--layout",
@@ -68,7 +70,7 @@ def _is_size(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model under parallel sizes. Raises SlimxError if the model cannot be split so."""
+    """Model under given parallel sizes. Raises SlimxError if the model cannot be split into these sizes."""
 
     table: Table
     sizes: Sizes
@@ -76,7 +78,8 @@ class Target:
     def __post_init__(self) -> None:
         if self.sizes.stages > self.table.layers:
             raise SlimxError(
-                f"--layout: {self.sizes.stages} pipeline stages for {self.table.layers} layers; choose fewer",
+                f"--layout: {self.sizes.stages} pipeline stages are more than the {self.table.layers} layers; choose "
+                "fewer stages",
                 code="convert.layout",
                 about="--layout",
             )
@@ -85,11 +88,11 @@ class Target:
             cut(row, self._ways(row))
 
     def boxes(self, entry: Entry) -> list[ShardBox]:
-        """Returns the boxes that the tensor of `entry` is cut into."""
+        """Returns the rectangles into which the tensor of `entry` is split."""
         return cut(entry.row, self._ways(entry.row))
 
     def rank(self, entry: Entry, shard: int) -> int:
-        """Returns the first rank that has shard `shard`."""
+        """Returns the first rank that has shard `shard` of the tensor of `entry`."""
         sizes = self.sizes
         row = entry.row
         if row.stage == "layer":
@@ -118,14 +121,14 @@ class Target:
 
 
 def cut(row: Row, ways: int) -> list[ShardBox]:
-    """Cuts `row`'s tensor between `ways` ranks. A rank's part of several sources (gate and up) is in several boxes of
-    the full tensor."""
+    """Splits the tensor of `row` into shards for `ways` ranks. If the tensor consists of several sources (such as gate
+    and up), a rank's shard consists of several rectangles."""
     shapes = [matrix(shape) for _, shape in row.sources]
     (rows, cols), full = row.map.local(shapes, row.axis, 0, 1)
     if ways == 1:
         return [ShardBox(0, 0, 0, rows, cols)]
     if row.axis == 1:
-        row.map.local(shapes, 1, 0, ways)  # refuses tensors that cannot be split
+        row.map.local(shapes, 1, 0, ways)  # raises an error for a tensor that cannot be split
         return [ShardBox(shard, 0, shard * cols // ways, rows, cols // ways) for shard in range(ways)]
     out: list[ShardBox] = []
     for shard in range(ways):
@@ -136,7 +139,8 @@ def cut(row: Row, ways: int) -> list[ShardBox]:
 
 
 def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
-    """Returns first row and number of rows of the runs that `local`, one rank's rectangles, fill in a full tensor."""
+    """Returns first row and number of rows of each run of consecutive rows of the full tensor that one rank has.
+    `local`: rectangles of the rank's shard; `full`: rectangles of the full tensor."""
     runs: list[tuple[int, int]] = []
     for first, count in sorted(_rows(rect, full) for rect in local):
         if runs and sum(runs[-1]) == first:
@@ -147,7 +151,8 @@ def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
 
 
 def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
-    """Returns first row and number of the rows of the full tensor that have the source rows of `local`."""
+    """Returns first row and number of those rows of the full tensor that contain the source rows of the rectangle
+    `local`."""
     for rect in full:
         before, off = divmod(local.row - rect.row, rect.step)
         if rect.source == local.source and not off and 0 <= before < rect.rows:

@@ -1,7 +1,7 @@
 """Writes the files of a conversion: in parallel, resumable after a kill, verified, all or nothing.
 
-Files are planned before any is written, and their content depends on the plan alone, so a resumed conversion gives the
-same bytes as an uninterrupted one. `slimx.extras.convert.partial` is the directory during the conversion.
+Files are planned before any is written, and their content depends only on the plan, so a resumed conversion writes the
+same bytes as an uninterrupted one. `slimx.extras.convert.partial` manages the directory during the conversion.
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ from slimx.extras.convert.sources import Advance
 from slimx.json_types import Json
 
 _SPARE_BYTES = 64 * 2**20
-"""Disk space in addition to the planned tensors: headers, metadata, tokenizer."""
+"""Disk space that is required in addition to the planned tensors, for headers, metadata and tokenizer."""
 
 
 class PlannedFile(Protocol):
-    """A file of the output."""
+    """File of the output, planned but not yet written."""
 
     name: str
-    """Path relative to the output."""
+    """Path relative to the output directory."""
     nbytes: int
-    """Bytes of its tensors."""
+    """Total size of the file's tensors in bytes."""
 
     def write(self, stream: Stream) -> object:
-        """Writes the file; the result is passed, as JSON, to the conversion's `finish`."""
+        """Writes the file. The result must be JSON values; the conversion's `finish` receives it."""
         ...
 
 
 class Conversion(Protocol):
-    """A planned conversion: the files that it writes, and the comparison of its output with its source."""
+    """Planned conversion: the files to write, and the comparison of the output with its source."""
 
     files: Sequence[PlannedFile]
     fingerprint: str
-    """Identity of the conversion: differs if the files differ."""
+    """Digest that identifies the conversion. Conversions with different files have different digests."""
 
     @property
     def small(self) -> Sequence[str]:
-        """Names of the files that `finish` adds."""
+        """Names of the files that `finish` writes."""
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Returns a context that is active while files are written."""
+        """Returns a context manager that is active while files are written."""
         ...
 
     def finish(self, directory: Path, notes: Json) -> None:
-        """Adds the small files that complete the output; `notes` by file name."""
+        """Writes the small files that complete the output in `directory`. `notes`: for each file, the result of its
+        `write`."""
         ...
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Reads the complete output and compares its values with the source's. Raises SlimxError naming a tensor that
-        differs."""
+        """Reads the complete output in `directory`, and compares its values with the source's. Raises SlimxError naming
+        a tensor that differs."""
         ...
 
 
 class _Stopped(Exception):
-    """Raised in a writer because another file failed."""
+    """Raised while a file is being written because another file failed."""
 
 
 class Stream:
-    """A file that is written sequentially and digested on the way."""
+    """File that is written sequentially. The digest is computed during writing."""
 
     def __init__(self, file: BinaryIO, advance: Advance, stop: threading.Event):
         self._file = file
@@ -79,10 +80,10 @@ class Stream:
         self._digest = xxhash.xxh3_128()
         self._size = 0
         self.failure: BaseException | None = None
-        """Error of a failed write. `torch.save` replaces it by an error without the cause."""
+        """Error of a failed write. It is kept here, because `torch.save` raises another error without the cause."""
 
     def write(self, data: Buffer) -> int:
-        """Writes the bytes of `data`."""
+        """Writes the bytes of `data`, and returns their number."""
         view = memoryview(data).cast("B")
         try:
             if self._stop.is_set():
@@ -103,7 +104,7 @@ class Stream:
         return self._size
 
     def flush(self) -> None:
-        """Does nothing: no byte is buffered."""
+        """Does nothing, because no bytes are buffered."""
 
     @property
     def record(self) -> FileRecord:
@@ -112,17 +113,18 @@ class Stream:
 
 
 class ProgressListener(Protocol):
-    """Listener to the progress of a conversion."""
+    """Receiver of a conversion's progress."""
 
     def begin(self, label: str, total: int, done: int) -> None:
-        """Starts a part of the work: `total` bytes, of which an earlier attempt did `done`."""
+        """Starts a part of the conversion of `total` bytes, of which an earlier attempt finished `done`. `label`: name
+        of the part."""
 
     def add(self, nbytes: int) -> None:
-        """Reports `nbytes` more bytes as done."""
+        """Reports that `nbytes` more bytes are finished."""
 
 
 class _Silent:
-    """A listener that ignores progress."""
+    """Progress listener that ignores all reports."""
 
     def begin(self, label: str, total: int, done: int) -> None:
         pass
@@ -134,10 +136,11 @@ class _Silent:
 def convert(
     conversion: Conversion, out: Path, *, threads: int, verify: bool, progress: ProgressListener | None = None
 ) -> dict[str, FileRecord]:
-    """Writes `conversion` to the new directory `out`; returns its tensor files.
+    """Writes `conversion` to the new directory `out`, and returns the sizes and digests of its tensor files by name.
 
-    `verify`: reads them again, and compares their bytes with what was written and their values with the source's.
-    Raises SlimxError on failure; `out` then does not exist, and finished files stay in OUT.partial for a retry.
+    `threads`: number of files that are written in parallel. `verify`: True to read the files again, and compare their
+    bytes with those written and their values with the source's. Raises SlimxError on failure; `out` then does not
+    exist, and finished files remain in OUT.partial for a retry.
     """
     names = [file.name for file in conversion.files]
     partial = Partial(out, names, conversion.small)
@@ -163,7 +166,7 @@ def convert(
 def _fill(
     conversion: Conversion, partial: Partial, done: dict[str, Done], threads: int, progress: ProgressListener
 ) -> None:
-    """Writes the files missing in `done`, adds them to it, and completes the output."""
+    """Writes the files that are not in `done`, adds their records to it, and completes the output."""
     total = 0
     before = 0
     for file in conversion.files:
@@ -180,10 +183,10 @@ def _fill(
 def _check_space(partial: Path, required: int) -> None:
     system = os.statvfs(partial)
     free = system.f_bavail * system.f_frsize
-    required += required // 100 + _SPARE_BYTES  # data around tensors grows with them
+    required += required // 100 + _SPARE_BYTES  # the data around tensors grow with the tensors
     if required > free:
         raise SlimxError(
-            f"{partial}: its disk has {free / 1e9:.2f} GB free, {required / 1e9:.2f} GB are needed; "
+            f"{partial}: {required / 1e9:.2f} GB are needed, but the disk has {free / 1e9:.2f} GB free; "
             "free space or choose a directory on another disk",
             code="convert.space",
             about=str(partial),
@@ -193,7 +196,7 @@ def _check_space(partial: Path, required: int) -> None:
 def _write_all(
     files: Sequence[PlannedFile], partial: Partial, done: dict[str, Done], threads: int, progress: ProgressListener
 ) -> None:
-    """Writes the files that are not in `done`, largest first, and adds them to it."""
+    """Writes the files that are not in `done`, the largest first, and adds their records to it."""
     stop = threading.Event()
     lock = threading.Lock()
 
@@ -211,7 +214,7 @@ def _write_all(
             stop.set()
             pool.shutdown(cancel_futures=True)
             _collect(running, done)
-            if isinstance(error, _Stopped):  # because of a file that failed and whose future may end later
+            if isinstance(error, _Stopped):  # another file failed; its future may end later than this one
                 for future in running:
                     failure = _failure(future)
                     if failure is not None:
@@ -220,14 +223,14 @@ def _write_all(
 
 
 def _collect(running: Mapping[Future[Done], PlannedFile], done: dict[str, Done]) -> None:
-    """Adds files that were finished while another file failed."""
+    """Adds the records of files that were finished while another file failed."""
     for future, file in running.items():
         if not future.cancelled() and future.exception() is None:
             done[file.name] = future.result()
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """Returns the error of a file that failed by itself, not because another one failed."""
+    """Returns the error of a file that failed itself; None for a file that was stopped because another one failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 
@@ -250,7 +253,7 @@ def _write_one(file: PlannedFile, partial: Partial, advance: Advance, stop: thre
             os.fsync(handle.fileno())
         writing.rename(path)
     except BaseException:
-        stop.set()  # before this thread takes the next file, earlier than other threads learn of the failure
+        stop.set()  # before other threads notice the failure, so that this thread starts no other file
         writing.unlink(missing_ok=True)
         raise
     done = Done(stream.record, notes)

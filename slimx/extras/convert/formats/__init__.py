@@ -1,1 +1,1 @@
-"""Files of each format of checkpoints: which tensors they hold, and how their bytes are written and read."""
+"""Formats of checkpoints: for each, which tensors its files contain, and how the bytes are written and read."""

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory in block fp8, and the matching config.json."""
+"""Tensors of a Hugging Face directory in block fp8, and the config.json that declares them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 
 
 def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
-    """Returns the checkpoint tensors that the family's fp8 checkpoints have in fp8.
+    """Returns the names of the checkpoint tensors that are in fp8 in the family's published fp8 checkpoints. `block`:
+    rows and columns of a quantization block.
 
-    Raises SlimxError if engines could not use one: they fuse the sources of one row, block by block."""
+    Raises SlimxError for a tensor that engines could not use, because they concatenate it with other tensors and a
+    block would span two of them."""
     names: set[str] = set()
     for entry in table.entries():
         if not entry.row.quantized:
@@ -32,8 +34,8 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
         for name, shape in zip(entry.sources, shapes, strict=True):
             if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
-                    f"tensor {name} has {shape[0]} rows, not a multiple of {block[0]}: engines put it in one "
-                    f"tensor with {entry.sources[len(shapes) - 1]}; this model cannot be served in block fp8",
+                    f"tensor {name} has {shape[0]} rows, not a multiple of {block[0]}, but engines concatenate it with "
+                    f"{entry.sources[len(shapes) - 1]}; this model cannot be served in block fp8, keep it in bf16",
                     code="convert.blocks",
                     about=name,
                 )
@@ -42,7 +44,7 @@ def quantized_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
 
 
 def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
-    """Plans a matrix as e4m3 codes, followed by its scales."""
+    """Plans a matrix of fp8 output: its e4m3 codes, followed by its scales."""
     block = quantization.block
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
@@ -66,9 +68,11 @@ def quantized(name: str, shape: Shape, quantization: Quantization) -> Unit:
 def _quantize(
     name: str, values: torch.Tensor, quantization: Quantization, scratch: Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes codes, uint8 [rows, cols], and scales [block rows, block cols] of `values` [rows, cols], in `scratch`.
+    """Quantizes `values` [rows, cols]. Returns codes, uint8 [rows, cols], and scales [block rows, block cols], both in
+    the memory of `scratch`.
 
-    bf16 and fp32 are quantized directly; fp16, which the kernels do not support, as fp32 of the same value."""
+    bf16 and fp32 are quantized directly. fp16, which the kernels do not support, is first converted to fp32, which is
+    exact."""
     if values.dtype == torch.float16:
         values = values.float()
     item = element_bytes(name, values, torch.bfloat16, torch.float32)
@@ -104,20 +108,21 @@ def _quantize(
 
 
 def check_rule(rule: str, dtype: torch.dtype, name: str) -> None:
-    """Raises SlimxError if `rule` cannot quantize tensor `name` of `dtype` on this host."""
+    """Raises SlimxError if the scale rule `rule` cannot quantize tensor `name` of `dtype` on this host."""
     if rule != "triton":
         return
     if dtype != torch.bfloat16:
         raise SlimxError(
-            f"tensor {name} is {dtype}: the rule triton quantizes bf16 only; choose another rule",
+            f"tensor {name} is {dtype}, but --rule triton quantizes only bf16; choose another rule",
             code="convert.rule",
             about=name,
         )
-    kernel.triton_scales(kernel.TRITON_SCALES)  # refuses a host without the table
+    kernel.triton_scales(kernel.TRITON_SCALES)  # raises an error on a host without the table
 
 
 def with_quantization(hf: Json, quantization: Quantization, plain: Sequence[str]) -> Json:
-    """Returns the config.json `hf` of a model in fp8 except the matrices `plain`, for SGLang and transformers."""
+    """Returns the config.json `hf` with the quantization settings of a model in fp8, for SGLang and transformers.
+    `plain`: matrices that are not quantized."""
     config: Json = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -1,4 +1,5 @@
-"""Routed experts of a Hugging Face directory in INT4, and the matching config.json: compressed-tensors' format."""
+"""Routed experts of a Hugging Face directory in INT4, and the config.json that declares them, in compressed-tensors'
+format."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from slimx.models.families import ModelSpec
 
 
 def experts_of(table: Table) -> frozenset[str]:
-    """Returns the checkpoint tensors with the matrices of routed experts.
+    """Returns the names of the checkpoint tensors that contain matrices of routed experts.
 
-    Raises SlimxError naming one whose number of columns is not a multiple of the group size."""
+    Raises SlimxError naming a tensor whose number of columns is not a multiple of the group size."""
     names: set[str] = set()
     for entry in experts(table):
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
             if shape[1] % int4.GROUP:
                 raise SlimxError(
-                    f"tensor {name} has {shape[1]} columns, not a multiple of {int4.GROUP}: this model cannot be "
-                    "stored in INT4",
+                    f"tensor {name} has {shape[1]} columns, not a multiple of {int4.GROUP}, so this model cannot be "
+                    "stored in INT4; use `slimx convert hf-to-fp8`",
                     code="convert.groups",
                     about=name,
                 )
@@ -37,7 +38,7 @@ def experts_of(table: Table) -> frozenset[str]:
 
 
 def quantized(name: str, shape: Shape) -> Unit:
-    """Plans a matrix as INT4 codes, followed by its scales and its shape."""
+    """Plans a matrix of INT4 output: its codes, followed by its scales and its shape."""
     packed = int4.packed_shapes(shape)
 
     def parts(reading: Reading) -> Iterator[torch.Tensor]:
@@ -61,8 +62,8 @@ def quantized(name: str, shape: Shape) -> Unit:
 
 
 def served_plain(spec: ModelSpec) -> Iterator[str]:
-    """Yields names of the matrices that SGLang's layers keep unquantized. It fuses some checkpoint matrices into one
-    and looks up the fused name among the unquantized ones; nothing if SGLang does not serve the model."""
+    """Yields the names of the matrices that SGLang's layers keep unquantized, as SGLang looks them up: it fuses some
+    checkpoint matrices into one and looks up the fused name. Yields nothing if SGLang does not serve the model."""
     try:
         table = spec.engine_table()
     except SlimxError:
@@ -73,7 +74,8 @@ def served_plain(spec: ModelSpec) -> Iterator[str]:
 
 
 def with_quantization(hf: Json, plain: Iterable[str]) -> Json:
-    """Returns the config.json `hf` of a model in INT4 except the matrices `plain`, for SGLang and transformers."""
+    """Returns the config.json `hf` with the quantization settings of a model in INT4, for SGLang and transformers.
+    `plain`: matrices that are not quantized."""
     group = {
         "targets": ["Linear"],
         "weights": {**int4.SCHEME, "dynamic": False, "actorder": None},

@@ -1,4 +1,4 @@
-"""Writes the adapters of a checkpoint in PEFT's format, which `slimx.extras.lora.peft` describes and reads."""
+"""Writes the LoRA adapters of a checkpoint in PEFT's format, which `slimx.extras.lora.peft` describes and reads."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-"""Models whose exported adapters were compared with PEFT's merge."""
+"""Architectures for which exported adapters were verified: PEFT's merge gives the same weights."""
 
 
 def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> int:
-    """Writes the adapters of the checkpoint `source` to the directory `out`, which must not exist; returns their number
-    of parameters. `original`: the Hugging Face directory of the base; `alpha`: `trainer.lora.alpha` of the run.
+    """Writes the adapters of the checkpoint `source` to the directory `out`, which must not exist, and returns their
+    number of parameters. `original`: Hugging Face directory of the base model; `alpha`: value of `trainer.lora.alpha`
+    in the run.
 
-    Raises SlimxError for a checkpoint without adapters, or a model whose export was never compared."""
+    Raises SlimxError for a checkpoint without adapters, and for an architecture that is not in `ARCHITECTURES`."""
     if out.exists():
-        raise SlimxError(f"{out} exists; name a directory that does not", code="convert.exists", about=str(out))
+        raise SlimxError(
+            f"{out} already exists; give a directory that does not exist", code="convert.exists", about=str(out)
+        )
     spec = read_model(original)
     path = find_checkpoint(source)
     if spec.family.ARCHITECTURE not in ARCHITECTURES:
         raise SlimxError(
-            f"{original} is {spec.family.ARCHITECTURE}, whose adapters were never compared with PEFT's, unlike those "
-            f"of {', '.join(ARCHITECTURES)}",
+            f"{original} is {spec.family.ARCHITECTURE}, for which the export of adapters is not verified; it is "
+            f"supported for {', '.join(ARCHITECTURES)}",
             code="convert.peft_family",
             about=str(original),
         )
@@ -58,7 +61,8 @@ def export_adapters(source: Path, out: Path, original: Path, alpha: float) -> in
 
 
 def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, set[str]], int]:
-    """Returns tensors by PEFT's names, PEFT's targets, and the common rank."""
+    """Returns the adapters' tensors by PEFT's names, the names for PEFT's target_modules and target_parameters, and the
+    rank."""
     metadata = read_metadata(path / ".metadata")
     keys = metadata.state_dict_metadata.keys()
     per_layer = any(key.startswith("decoder.layers.0.") for key in keys)
@@ -109,7 +113,7 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
-    """Returns for each of `modules` its shortest name suffix that no other matrix has."""
+    """Returns the shortest suffix of each module's name that is not a suffix of any matrix without an adapter."""
     taken: set[str] = set()
     for key, shape in spec.table.checkpoint_shapes().items():
         name = key.removesuffix(".weight")
@@ -128,7 +132,8 @@ def _endings_of(name: str) -> list[str]:
 
 
 def _by_module(location: TensorLocation, b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Splits rows of B [out, r] by their module of transformers, in the order of the checkpoint's names."""
+    """Splits the rows of B [out, r] by transformers' module. The rows of a module are in the order of the
+    checkpoint."""
     rows: dict[int, dict[int, int]] = defaultdict(dict)
     for rect in location.part.rects:
         for index in range(rect.rows):

@@ -1,7 +1,7 @@
 """Plans and writes a Hugging Face directory: safetensors files, index, config and tokenizer.
 
 Files are written sequentially, in blocks of rows, because safetensors' `save_file` needs all tensors of a file in
-memory. The format is a length of 8 bytes, a JSON header with each tensor's dtype, shape and offsets, and the data.
+memory. A file consists of a length of 8 bytes, a JSON header with each tensor's dtype, shape and offsets, and the data.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _NAMES |= {torch.int32: "I32", torch.int64: "I64"}
-"""Names of dtypes in safetensors files."""
+"""Names of dtypes in the headers of safetensors files."""
 
 
 class Tensor(NamedTuple):
-    """A tensor of the output."""
+    """Name, dtype and shape of a tensor of the output."""
 
     name: str
     dtype: torch.dtype
@@ -52,12 +52,13 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are converted together, and their conversion: their bytes one after another, in blocks."""
+    """Tensors that are converted together. `blocks` yields their bytes, one tensor after another, in blocks."""
 
     tensors: tuple[Tensor, ...]
     blocks: Callable[[Reading], Iterator[torch.Tensor]]
     compare: Callable[[Reading, Reading, Advance], None]
-    """Compares (source, output, progress callback). Raises SlimxError naming a tensor."""
+    """Function of source, output and a progress callback that compares the tensors' values. Raises SlimxError naming a
+    tensor that differs."""
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,7 @@ class Unit:
 
 
 def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
-    """Plans a copy of a tensor, in `dtype`."""
+    """Plans a copy of the tensor `name` in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for rect in row_blocks(shape, dtype.itemsize):
@@ -79,8 +80,8 @@ def copied(name: str, shape: Shape, dtype: torch.dtype) -> Unit:
 
 
 def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype) -> Unit:
-    """Plans a stack [count, ...] of shape `shape` of the table's tensors `sources` (`slimx.layout.table`), in
-    `dtype`."""
+    """Plans the tensor `name` as a stack, of shape `shape` [count, ...], of the tensors `sources` of the weight table
+    (`slimx.layout.table`), in `dtype`."""
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for source in sources:
@@ -102,7 +103,7 @@ def stacked(name: str, sources: Sequence[str], shape: Shape, dtype: torch.dtype)
 
 @dataclass(slots=True)
 class SafetensorsFile:
-    """One file of the output."""
+    """Planned safetensors file of the output."""
 
     source: TensorSource
     name: str = ""
@@ -110,9 +111,9 @@ class SafetensorsFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> None:
-        """Writes the header, then every unit's blocks."""
+        """Writes the header, then the blocks of every unit."""
         reading = Reading(self.source)
-        # Tensors follow each other without gaps, so tensors of odd sizes come last to keep the others aligned.
+        # Tensors are stored without gaps. Units with odd sizes come last, so that the other tensors are aligned.
         units = sorted(self.units, key=lambda unit: any(tensor.nbytes % 8 for tensor in unit.tensors))
         stream.write(_header(list(chain(*(unit.tensors for unit in units)))))
         for unit in units:
@@ -137,7 +138,7 @@ def _header(tensors: Sequence[Tensor]) -> bytes:
 
 
 class ToHuggingFace:
-    """A conversion of units to a Hugging Face directory."""
+    """Planned conversion to a Hugging Face directory that contains the tensors of `units`."""
 
     def __init__(
         self,
@@ -149,8 +150,9 @@ class ToHuggingFace:
         template: Path,
         config: Json,
     ):
-        """Takes `identity`: the conversion with its options and its source's content. `template`: directory whose files
-        without tensors are copied. `config`: content of the new config.json."""
+        """Plans the files. `file_bytes`: approximate size of a file. `identity`: text that identifies the conversion,
+        its options and its source's content. `template`: directory whose files without tensors are copied. `config`:
+        content of the new config.json."""
         self.template = template
         self.config = config
         self.files: list[SafetensorsFile] = []
@@ -167,29 +169,31 @@ class ToHuggingFace:
         self.fingerprint = digest.hexdigest()
 
     def writing(self) -> AbstractContextManager[None]:
-        """Returns a context that does nothing: writing safetensors files needs no preparation."""
+        """Returns a context manager that does nothing, because writing safetensors files needs no preparation."""
         return nullcontext()
 
     @property
     def small(self) -> Sequence[str]:
-        """Names of the files that `finish` adds."""
+        """Names of the files that `finish` writes."""
         return (INDEX, CONFIG, *(file.name for file in self._carried()))
 
     def _carried(self) -> list[Path]:
-        """Returns the template's files without tensors. Raises SlimxError for a link whose target does not exist."""
+        """Returns the files of the template that contain no tensors, except config.json. Raises SlimxError for a link
+        whose target does not exist."""
         files = [file for file in sorted(self.template.iterdir()) if not file.name.endswith(TENSOR_SUFFIXES)]
         for file in files:
             if not file.exists():
                 raise SlimxError(
-                    f"{file}: links to {file.readlink()}, which does not exist; download the file again, or remove the "
-                    "link",
+                    f"{file} is a link to {file.readlink()}, which does not exist; download the file again, or remove "
+                    "the link",
                     code="convert.link",
                     about=str(file),
                 )
         return [file for file in files if file.is_file() and file.name != CONFIG]
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Reads the output by its headers and index, and compares every tensor with the source's."""
+        """Reads the output through its headers and index, and compares every tensor with the source's. Raises
+        SlimxError naming a tensor that differs."""
         source = Reading(self._source)
         written = Reading(CheckpointReader(directory))
         for file in self.files:
@@ -197,7 +201,7 @@ class ToHuggingFace:
                 unit.compare(source, written, advance)
 
     def finish(self, directory: Path, notes: Json) -> None:
-        """Writes index and config, and copies the template's other files."""
+        """Writes index and config to `directory`, and copies the template's other files. `notes`: not used."""
         weight_map = {}
         for file in self.files:
             for unit in file.units:

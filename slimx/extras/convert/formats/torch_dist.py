@@ -3,9 +3,10 @@
     OUT/latest_checkpointed_iteration.txt      "release"
     OUT/release/.metadata  metadata.json  common.pt  __RANK_N.distcp
 
-The format is torch.distributed.checkpoint's: a file is a sequence of tensors as `torch.save` writes them, and
-`.metadata` locates them. torch's `FileSystemWriter.write_data` keeps every tensor of a file until the file is closed
-(torch 2.13), and megatron-core's save needs the complete model; here one piece at a time is converted and written.
+The format is that of torch.distributed.checkpoint: a file is a sequence of tensors as `torch.save` writes them, and
+`.metadata` locates them. The files are written here, one piece at a time, because torch's `FileSystemWriter.write_data`
+keeps every tensor of a file in memory until the file is closed (torch 2.13), and megatron-core's save needs the
+complete model.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ from slimx.models.files.safe_pickle import read_metadata
 from slimx.models.files.torch_dist import TRACKER, preloaded
 
 FILE_BYTES = 5 * 10**8
-"""Small enough that a rank reading one of a thousand ranks' files does not wait long; a model of 1 TB has 2,000."""
+"""Default size of a file in bytes, small enough that a rank that reads one of a thousand ranks' files does not wait
+long. A model of 1 TB has 2,000 files."""
 _RELEASE = "release"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of one tensor, stored separately."""
+    """Rectangle of a tensor that is stored separately."""
 
     location: TensorLocation
     box: ShardBox
@@ -65,7 +67,7 @@ class Piece:
 
     @property
     def offsets(self) -> Shape:
-        """Position of its first element in the full tensor."""
+        """Position of the piece's first element in the full tensor."""
         return (*self.location.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
 
     @property
@@ -74,7 +76,7 @@ class Piece:
 
     @property
     def _inner(self) -> Shape:
-        """Axes between rows and columns, of length 1 in every model (a depthwise convolution's)."""
+        """Sizes of the axes between rows and columns, which are 1 in every model (as in a depthwise convolution)."""
         return self.location.part.shape[1:-1]
 
     @property
@@ -85,7 +87,7 @@ class Piece:
         return (row,) if len(self.location.part.shape) == 1 else (row, *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
-        """Computes the piece's values, in the scratch memory of `reading`."""
+        """Computes the piece's values from the source, in the scratch memory of `reading`."""
         box = self.box
         part = self.location.part
         out = reading.scratch.tensor((box.rows, box.cols), self.dtype)
@@ -98,7 +100,8 @@ class Piece:
 
 
 def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
-    """Yields the parts of `boxes`, which cut the full tensor of an entry, in the section at `location`."""
+    """Yields the parts of `boxes` that are in the section of the tensor at `location`. `boxes`: shards of the whole
+    tensor of an entry."""
     rows, _ = matrix(location.part.shape)
     for box in boxes:
         top = max(box.row, location.first)
@@ -122,7 +125,7 @@ def clip(rect: Rect, box: ShardBox) -> Rect | None:
 
 @dataclass(slots=True)
 class TorchDistFile:
-    """One file of pieces."""
+    """Planned torch_dist file of the output."""
 
     name: str
     source: TensorSource
@@ -130,18 +133,18 @@ class TorchDistFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> list[list[int]]:
-        """Writes the pieces; returns position and length of each, in bytes."""
+        """Writes the pieces, and returns position and length in bytes of each."""
         reading = Reading(self.source)
         spans = []
         for piece in self.pieces:
             start = stream.tell()
-            torch.save(piece.make(reading), cast("IO[bytes]", stream))  # it only writes
+            torch.save(piece.make(reading), cast("IO[bytes]", stream))  # torch.save only writes to it
             spans.append([start, stream.tell() - start])
         return spans
 
 
 class ToMegatron:
-    """A conversion of Hugging Face tensors to a Megatron-LM release."""
+    """Planned conversion of Hugging Face tensors to a Megatron-LM release."""
 
     def __init__(
         self,
@@ -154,8 +157,9 @@ class ToMegatron:
         file_bytes: int,
         origin: str,
     ):
-        """Takes `dtype`: of the model; None: each tensor as stored. `numbered`: whether every layer has separate keys,
-        else one key stacks the layers. `origin`: identity of the source's content."""
+        """Plans the files. `dtype`: dtype of the converted weights; None: each tensor as stored. `numbered`: True if
+        every layer has separate keys, False if one key stacks the layers. `file_bytes`: approximate size of a file.
+        `origin`: text that identifies the source's content."""
         self._file_bytes = file_bytes
         self._source = source
         self.spec = spec
@@ -169,7 +173,8 @@ class ToMegatron:
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
 
     def _plan(self, source: TensorSource) -> list[TorchDistFile]:
-        """Plans the files of each rank, filled one after another in the order of the checkpoint."""
+        """Plans the files that each rank will read. A rank's files are filled one after another, in the order of the
+        weight table."""
         files: list[TorchDistFile] = []
         current: dict[int, TorchDistFile] = {}
         count: dict[int, int] = {}
@@ -190,8 +195,8 @@ class ToMegatron:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Disables the checksums of `torch.save`, which take half its time: `torch.load` ignores them, and a conversion
-        has its digests."""
+        """Disables the checksums of `torch.save`, which take half of its time, while files are written. They are not
+        needed, because `torch.load` ignores them, and a conversion has digests of its own."""
         before = get_crc32_options()
         set_crc32_options(False)
         try:
@@ -201,17 +206,17 @@ class ToMegatron:
 
     @property
     def small(self) -> Sequence[str]:
-        """Names of the files that `finish` adds."""
+        """Names of the files that `finish` writes."""
         return (f"{_RELEASE}/.metadata", f"{_RELEASE}/common.pt", f"{_RELEASE}/metadata.json", TRACKER)
 
     def compare(self, directory: Path, advance: Advance) -> None:
-        """Reads every tensor of the output as a conversion back would, and compares it with the source's. Raises
-        SlimxError naming the first that differs."""
+        """Reads every tensor of the output as a conversion to Hugging Face would, and compares it with the source's.
+        Raises SlimxError naming the first tensor that differs."""
         written = Reading(TorchDistReader(directory, self.spec.table))
         source = Reading(self._source)
         for location in self._tensors:
             if location.first:
-                continue  # the sources are those of the first section
+                continue  # the sources were compared at the first section
             if location.centred:
                 _compare_centred(location, source, directory / _RELEASE)
                 continue
@@ -219,7 +224,8 @@ class ToMegatron:
                 compare_copied(name, shape, self._dtypes[location.key], source, written, advance)
 
     def finish(self, directory: Path, notes: Json) -> None:
-        """Writes metadata, arguments, format and tracker: `small`."""
+        """Writes the files of `small` to `directory`: metadata, arguments, format and tracker. `notes`: for each file,
+        what `TorchDistFile.write` returned."""
         release = directory / _RELEASE
         write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
         common = io.BytesIO()
@@ -239,7 +245,7 @@ class ToMegatron:
         stored: dict[MetadataIndex, _StorageInfo] = {}
         for file in self.files:
             for piece, (start, length) in zip(file.pieces, notes[file.name], strict=True):
-                # Keys that other systems use refer to the same bytes.
+                # Keys of the same tensor in other systems refer to the same bytes.
                 for key in (piece.location.key, *piece.location.also):
                     offset = torch.Size(piece.offsets)
                     index = MetadataIndex(key, offset, len(chunks[key]))
@@ -250,7 +256,7 @@ class ToMegatron:
             for name in (location.key, *location.also):
                 properties = TensorProperties(dtype=self._dtypes[location.key])
                 tensors[name] = TensorStorageMetadata(properties, torch.Size(location.shape), chunks[name])
-        # Without path and random id: the same conversion gives the same bytes.
+        # Path and random id are omitted, so that the same conversion always gives the same bytes.
         return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())
 
     def _common(self) -> Json:
@@ -267,7 +273,7 @@ class ToMegatron:
                 "distrib_optim_fully_reshardable_mem_efficient": False,
                 "chained_optim_avoid_prefix": True,
                 "singleton_local_shards": False,
-                # Megatron-LM derives the expected keys from this, regardless of its --moe-layer-freq.
+                # Megatron-LM derives the keys that it expects from this, regardless of its --moe-layer-freq.
                 "non_homogeneous_layers": self.numbered,
             },
             tensor_model_parallel_size=sizes.tensor,
@@ -277,7 +283,8 @@ class ToMegatron:
 
 
 def _written(location: TensorLocation) -> Iterator[TensorLocation]:
-    """Yields the tensors that the one at `location` is written as: two if its key stores it minus 1."""
+    """Yields the tensors to write for the one at `location`. There are two if its key stores the values minus 1: the
+    key, and a second one with the values."""
     if not location.centred:
         yield location
         return
@@ -286,19 +293,19 @@ def _written(location: TensorLocation) -> Iterator[TensorLocation]:
 
 
 def _compare_centred(location: TensorLocation, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `location` stores the source's values minus 1."""
+    """Raises SlimxError unless the key of `location` contains the source's values minus 1."""
     (name,) = location.part.sources
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
     written = read_whole(release, location.key, read_metadata(release / ".metadata"))
     if not torch.equal(bits(written[location.index]), bits(expected)):
-        raise differs(name, f"{location.key} is not its values minus 1")
+        raise differs(name, f"{location.key} does not contain its values minus 1")
 
 
 def _dtypes(
     tensors: Sequence[TensorLocation], source: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Returns the dtype of each key: its row's declared one, else `dtype`, else that of the source's tensors. Raises
-    SlimxError if the source stores them in several."""
+    """Returns the dtype of each key: the dtype that the weight table declares, else `dtype`, else that of the source's
+    tensors. Raises SlimxError if the source stores the tensors of a key in several dtypes."""
     out: dict[str, torch.dtype] = {}
     for location in tensors:
         declared = "float32" if location.centred else location.entry.row.dtype
@@ -312,8 +319,8 @@ def _dtypes(
             actual = source.dtype(name)
             if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
-                    f"tensor {name} is stored as {actual} and others of {location.key}, one tensor in Megatron, as "
-                    f"{out[location.key]}: both cannot be kept exactly; choose --dtype",
+                    f"tensor {name} is stored as {actual}, but other parts of Megatron's tensor {location.key} as "
+                    f"{out[location.key]}; choose one dtype with --dtype",
                     code="convert.dtypes",
                     about=name,
                 )
@@ -321,7 +328,7 @@ def _dtypes(
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """Splits a piece into pieces of bounded size, by rows."""
+    """Splits a piece by rows into pieces of at most about BLOCK_BYTES."""
     box = piece.box
     step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
     for row in range(0, box.rows, step):

@@ -1,7 +1,8 @@
-"""Reads Hugging Face tensors from a torch_dist checkpoint, saved under any layout, without loading complete files.
+"""Reads tensors by their Hugging Face names from a torch_dist checkpoint, saved under any layout, without loading
+complete files.
 
-The checkpoint's metadata locates pieces of tensors, which are read from mapped files. No code in the checkpoint is
-executed: see `slimx.models.files.safe_pickle`, and torch's `weights_only`.
+The checkpoint's metadata locates pieces of tensors, which are read from memory-mapped files. Code in the checkpoint is
+never executed, because metadata is read with `slimx.models.files.safe_pickle`, and tensors with torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from slimx.reshard.plan.intersect import Move, moves
 
 _DTYPES = torch.bfloat16, torch.float32, torch.float16
 _HEADERS = threading.Lock()
-"""Lock for reading headers, because torch reads one under a process-wide mode."""
+"""Lock held while the header of a piece is read, because this uses a process-wide mode of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A saved piece of a tensor: its offsets in the tensor, its shape, and its location in a file."""
+    """Saved piece of a tensor: its offsets in the tensor, its shape, and its location in a file."""
 
     offsets: Shape
     sizes: Shape
@@ -52,11 +53,11 @@ class _Stored:
 
 
 class TorchDistReader:
-    """Tensors of a checkpoint of Megatron-LM by their Hugging Face names."""
+    """Reader of the tensors of a Megatron-LM checkpoint by their Hugging Face names."""
 
     def __init__(self, path: Path, table: Table):
-        """Opens the checkpoint in `path`. Raises SlimxError if it does not fit `table`, or if a file is missing or
-        truncated."""
+        """Opens the checkpoint in `path`. `table`: weight table of the model. Raises SlimxError if the checkpoint does
+        not match `table`, or if a file is missing or truncated."""
         fit = check_fit(path, table)
         self.path = fit.path
         metadata = read_metadata(self.path / ".metadata")
@@ -76,7 +77,7 @@ class TorchDistReader:
             dtype = _entry(metadata, key).properties.dtype
             if dtype not in _DTYPES:
                 raise SlimxError(
-                    f"{self.path}: tensor {key} is saved as {dtype}, which slimx does not support; save it in bf16",
+                    f"{self.path}: tensor {key} has dtype {dtype}, which slimx does not support; save it in bf16",
                     code="megatron.dtype",
                     about=key,
                 )
@@ -86,7 +87,8 @@ class TorchDistReader:
         self._files: dict[str, torch.Tensor] = {}
         self._out = Scratch()
         self._headers: dict[_Stored, tuple[int, int]] = {}
-        """First byte in its file and size of a piece's data; -1 if not in the order of its elements."""
+        """For each piece, the position of its data in the file and their size in bytes; the position is -1 if the data
+        are not contiguous."""
 
     def _check_files(self) -> None:
         ends: dict[str, int] = defaultdict(int)
@@ -96,14 +98,14 @@ class TorchDistReader:
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise _damaged(self.path, name, "is missing, but .metadata names it")
+                raise _damaged(self.path, name, "the file is missing, but .metadata refers to it")
             size = file.stat().st_size
             if size < end:
-                raise _damaged(self.path, name, f"is truncated: {size} bytes, .metadata requires {end}")
+                raise _damaged(self.path, name, f"the file has {size} bytes, but .metadata requires {end}")
 
     @property
     def names(self) -> Collection[str]:
-        """Names of all tensors of the model."""
+        """Hugging Face names of all tensors of the model."""
         return self._holders.keys()
 
     def dtype(self, name: str) -> torch.dtype:
@@ -112,7 +114,7 @@ class TorchDistReader:
 
     @cached_property
     def centred(self) -> frozenset[str]:
-        """Norms whose factors were saved minus 1, and are computed in fp32, as in megatron-core."""
+        """Names of norm weights that the checkpoint stores minus 1. `read` adds 1 in fp32, as megatron-core does."""
         names = set()
         for name, holders in self._holders.items():
             first, _ = holders[0]
@@ -121,14 +123,15 @@ class TorchDistReader:
         return frozenset(names)
 
     def reopened(self) -> TorchDistReader:
-        """Returns the same reader with no file mapped."""
+        """Returns a copy of the reader that has no file mapped."""
         other = copy(self)
         other._files = {}
         other._out = Scratch()
         return other
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Reads the elements `rect`, which must not step, of tensor `name`; valid until the next call."""
+        """Reads the elements `rect` of tensor `name`, [rect.rows, rect.cols]. The step of `rect` must be 1. The result
+        is valid until the next call."""
         holders = self._holders[name]
         out = self._out.tensor((rect.rows, rect.cols), self._dtypes[holders[0][0].key])
         rects = [source for _, source in holders]
@@ -138,7 +141,7 @@ class TorchDistReader:
         return out.float() + 1 if name in self.centred else out
 
     def _fill(self, out: torch.Tensor, location: TensorLocation, move: Move) -> None:
-        """Copies the part `move` of the tensor at `location`, from all pieces that have some of it."""
+        """Copies the part `move` of the tensor at `location` to `out`, from all pieces that overlap it."""
         view = out[move.row :: move.row_step, move.col : move.col + move.cols][: move.rows]
         step = move.source_step
         filled = 0
@@ -157,12 +160,10 @@ class TorchDistReader:
             view[first:last, start:stop].view(torch.uint8).copy_(part)
             filled += (last - first) * (stop - start)
         if filled != view.numel():
-            raise _incomplete(
-                self.path, location.key, f"at {list(location.index)}: {filled} of {view.numel()} elements"
-            )
+            raise _incomplete(self.path, location.key, f"{filled} of {view.numel()} elements at {list(location.index)}")
 
     def _bytes(self, piece: _Stored, index: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the matrix of `piece` with index `index` in the full tensor, uint8 [rows, bytes of a row]."""
+        """Returns the matrix at `index` of the full tensor, from `piece`, as uint8 [rows, bytes of a row]."""
         if piece.file not in self._files:
             path = self.path / piece.file
             self._files[piece.file] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
@@ -174,7 +175,7 @@ class TorchDistReader:
         return data.view(-1, rows, data.numel() // (prod(piece.sizes) // cols))[matrix]
 
     def _data(self, piece: _Stored, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the bytes of a saved piece of a tensor of `dtype`, in the order of its elements."""
+        """Returns the data of a saved piece of a tensor of `dtype` as bytes, in the order of its elements."""
         mapped = self._files[piece.file]
         if piece not in self._headers:
             self._headers[piece] = self._header(piece, dtype)
@@ -187,10 +188,10 @@ class TorchDistReader:
         with _HEADERS, FakeTensorMode():
             tensor = _load(self.path, piece)
         if tuple(tensor.shape) != piece.sizes:
-            problem = f"holds a tensor {list(tensor.shape)} where .metadata has {list(piece.sizes)}"
+            problem = f"the file has a tensor of shape {list(tensor.shape)}, but .metadata {list(piece.sizes)}"
             raise _damaged(self.path, piece.file, problem)
         if tensor.dtype != dtype:
-            problem = f"holds a tensor of {tensor.dtype} where .metadata has {dtype}"
+            problem = f"the file has a tensor of {tensor.dtype}, but .metadata {dtype}"
             raise _damaged(self.path, piece.file, problem, code="megatron.dtype")
         if not tensor.is_contiguous():
             return -1, 0
@@ -200,8 +201,8 @@ class TorchDistReader:
 
 
 def read_whole(path: Path, key: str, metadata: Metadata) -> torch.Tensor:
-    """Returns a copy of the tensor `key` of the checkpoint in `path`, whose pieces `metadata` describes: for tensors
-    that fit into memory and are in no weight table. Executes no code from the checkpoint."""
+    """Returns a copy of the tensor `key` of the checkpoint in `path`. It is meant for tensors that fit into memory and
+    are in no weight table. `metadata`: metadata of the checkpoint. Executes no code from the checkpoint."""
     entry = _entry(metadata, key)
     out = torch.empty(entry.size, dtype=entry.properties.dtype)
     filled = 0
@@ -224,12 +225,12 @@ def _entry(metadata: Metadata, key: str) -> TensorStorageMetadata:
 def _load(path: Path, piece: _Stored) -> torch.Tensor:
     try:
         with (path / piece.file).open("rb") as file:
-            view = cast("IO[bytes]", _create_file_view(file, piece.start, piece.length))  # has the methods of one
+            view = cast("IO[bytes]", _create_file_view(file, piece.start, piece.length))  # has its methods
             return torch.load(view, map_location="cpu", weights_only=True)
-    # A damaged file raises nearly any error.
+    # A damaged file may raise almost any exception.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise _damaged(path, piece.file, f"damaged at byte {piece.start} ({reason})") from error
+        raise _damaged(path, piece.file, f"the file is damaged at byte {piece.start} ({reason})") from error
 
 
 def _damaged(path: Path, file: str, problem: str, code: str = "megatron.file") -> SlimxError:
@@ -243,12 +244,13 @@ def _incomplete(path: Path, key: str, problem: str) -> SlimxError:
 
 
 class _Pieces:
-    """The saved pieces of the tensor with one key, whose first `stacked` axes stack matrices."""
+    """Saved pieces of the tensor with one key. The tensor's first `stacked` axes are those along which matrices are
+    stacked."""
 
     def __init__(self, path: Path, key: str, stacked: int, metadata: Metadata):
         self.all = [_stored(path, key, chunk, metadata) for chunk in _entry(metadata, key).chunks]
         self._by_index: dict[Shape, list[_Stored]] = defaultdict(list)
-        """Pieces within a single matrix, by its index."""
+        """For each index of a matrix, the pieces that are within this matrix."""
         self._others: list[_Stored] = []
         for piece in self.all:
             single = all(size == 1 for size in piece.sizes[:stacked])
@@ -272,20 +274,21 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
     storage = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
     if storage is None:
         raise SlimxError(
-            f"{path / '.metadata'}: does not locate {key} at {list(chunk.offsets)}; save it again",
+            f"{path / '.metadata'} does not locate {key} at {list(chunk.offsets)}; save the checkpoint again",
             code="megatron.metadata",
             about=key,
         )
     if getattr(storage, "transform_descriptors", None):
         raise SlimxError(
-            f"{path}: tensor {key} is compressed; save it again without extensions",
+            f"{path}: tensor {key} is compressed, which slimx does not support; save the checkpoint without extensions",
         )
     return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), storage.relative_path, storage.offset, storage.length)
 
 
 def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns first row and column, and number of rows and columns, after the axes that stack matrices; a vector is one
-    column. Axes in between have length 1."""
+    """Returns first row and column of a piece, and its number of rows and columns. The first `stacked` axes, along
+    which matrices are stacked, are skipped. A vector has one column, and axes between rows and columns have length
+    1."""
     row, *inner_offsets = piece.offsets[stacked:]
     rows, *inner_sizes = piece.sizes[stacked:]
     if not inner_sizes:
