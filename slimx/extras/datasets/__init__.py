@@ -1,1 +1,1 @@
-"""Published data sets as files of prompts, and checks of such files as a run would read them."""
+"""Published data sets as prompt files, and checks of prompt files as a run would read them."""

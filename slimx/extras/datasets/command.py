@@ -1,4 +1,4 @@
-"""`slimx data`: writes published data sets as files of prompts, and shows how a run would read a file."""
+"""`slimx data`: writes published data sets as prompt files, and shows how a run would read a prompt file."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 KNOWN = entry_points.find(DATASETS)
-"""Published data sets by their name on the command line."""
+"""Published data sets, by their names on the command line."""
 SHOWN = 3
-"""Prompts that `slimx data check` renders."""
+"""Number of prompts that `slimx data check` prints."""
 LONGEST = 2000
-"""Characters of a prompt that are shown, at most."""
+"""Maximum number of characters of a prompt that are printed."""
 
 
 def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str]:
-    """Writes a published data set as JSONL of prompts, and yields lines about it. `source`: file or directory to read
-    instead of a download; `seed` shuffles the choices of GPQA."""
+    """Writes the published data set `name` as a JSON Lines file of prompts, and yields lines of output. `source`: file
+    or directory to read instead of a download; `seed`: seed of the order of choices in GPQA."""
     if name not in KNOWN:
         near = [known for known in KNOWN if known.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"did you mean {near[0]}?" if len(near) == 1 else "slimx data check FILE looks at a file of your own"
+        hint = f"did you mean {near[0]}?" if len(near) == 1 else "for a file of your own, use slimx data check FILE"
         raise SlimxError(
-            f"slimx data knows no {name!r}, but {', '.join(KNOWN)}; {hint}",
+            f"there is no published data set {name!r}, only {', '.join(KNOWN)}; {hint}",
             code="data.name",
             about=name,
         )
     known = entry_points.load(DATASETS, name)
     origin = source or known.hub
     if out.exists() and not out.is_file():
-        raise SlimxError(f"{out} is not a file; name the file to write", code="data.out", about=str(out))
+        raise SlimxError(f"{out} is not a file; give a file to write", code="data.out", about=str(out))
     prompts: dict[str, Json] = {}
     repeated: Counter[str] = Counter()
     for where, number, row in read_rows(origin)[1]:
@@ -70,25 +70,27 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             repeated[prompt["id"]] += 1
         else:
             raise SlimxError(
-                f"{where}: id {prompt['id']!r} is that of another question; give the file as it was published",
+                f"{where}: id {prompt['id']!r} is already the id of another question; use the file as it was published",
                 code="prompts.id",
                 about=prompt["id"],
             )
     if not prompts:
-        raise SlimxError(f"{origin}: holds no row", code="prompts.empty", about=origin)
+        raise SlimxError(f"{origin} contains no rows; give another file", code="prompts.empty", about=origin)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
     except OSError as error:
-        raise SlimxError(f"{out}: cannot be written ({error.strerror})", code="data.out", about=str(out)) from error
-    yield f"{out}: {len(prompts)} prompts of {origin}"
+        raise SlimxError(
+            f"{out}: cannot be written ({error.strerror}); give another file", code="data.out", about=str(out)
+        ) from error
+    yield f"{out}: {len(prompts)} prompts from {origin}"
     if repeated:
-        yield f"{repeated.total()} rows repeated an earlier one and are written once ({len(repeated)} questions)"
+        yield f"{repeated.total()} rows were omitted as duplicates of an earlier row ({len(repeated)} questions)"
     yield f"reward.function: {known.reward}"
 
 
 def _fitting(row: Mapping[str, object], where: str, name: str) -> str:
-    """Returns a hint if a row is of another data set than `name`, else ""."""
+    """Returns a hint for the error message if `row` looks like a row of another data set than `name`, else ""."""
     for other, known in entry_points.load_all(DATASETS).items():
         try:
             known.convert(row, where, 0)
@@ -108,8 +110,9 @@ def check(
     subset: str | None = None,
     split: str | None = None,
 ) -> Iterator[str]:
-    """Yields lines about how a run would read a file. Raises SlimxError if the run would refuse it. `fields`, `system`
-    and `template` are those of section rollout, `subset` and `split` those of an entry of rollout.sources."""
+    """Yields lines that describe how a run would read a prompt file. Raises SlimxError if a run would refuse the file.
+    `model`: directory of the tokenizer; `fields`, `system` and `template`: settings of section rollout; `subset` and
+    `split`: settings of an entry of rollout.sources."""
     first = next(iter(read_rows(file, subset, split)[1]), None)
     guessed = None
     if first is not None and fields is None and not {*first[2]} <= {*KEYS}:
@@ -127,7 +130,7 @@ def check(
         used = {path.split(".")[0] for path in paths if isinstance(path, str)}
         unused = [name for name in first[2] if name not in used]
         if unused:
-            yield f"columns that no field names: {', '.join(unused)}"
+            yield f"columns not used by any field: {', '.join(unused)}"
     yield from _counted(prompts)
     tokenizer = None
     if model is not None:
@@ -140,11 +143,12 @@ def check(
     for prompt in prompts[:SHOWN]:
         yield from rendered_lines(prompt, tokenizer)
     if model is None:
-        yield "give --model DIR to see the prompts in the chat template, and their tokens"
+        yield "add --model DIR to see the prompts rendered by the chat template, and their numbers of tokens"
 
 
 def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """Yields a prompt with its answer: rendered by the chat template, or its turns without a tokenizer."""
+    """Yields lines for a prompt with its answer. The prompt is rendered by the chat template, or without a tokenizer as
+    its messages."""
     title = f"--- {prompt.id}"
     if prompt.answer is not None:
         title += f" (answer: {_cut(prompt.answer)})"
@@ -162,18 +166,16 @@ def rendered_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) ->
 def _counted(prompts: Sequence[Prompt]) -> Iterator[str]:
     without = sum(prompt.answer is None for prompt in prompts)
     if without:
-        yield f"{without} prompts have no answer; rewards that compare with one refuse them"
+        yield f"{without} prompts have no answer; rewards that compare with an answer refuse them"
     tasks = Counter(msgspec.json.encode((prompt.messages, prompt.token_ids)) for prompt in prompts)
     repeated = len(prompts) - len(tasks)
     if repeated:
-        yield f"{repeated} prompts repeat another one's text"
+        yield f"{repeated} prompts have the same text as another prompt"
     for source, count in sorted(Counter(prompt.source for prompt in prompts if prompt.source).items()):
         yield f"data set {source}: {count} prompts"
     with_images = sum("images" in prompt.metadata for prompt in prompts)
     if with_images:
-        yield (
-            f"{with_images} prompts have images in metadata.images: hooks get them, the model's own template does not"
-        )
+        yield (f"{with_images} prompts have images in metadata.images; hooks get them, but the chat template does not")
 
 
 def _cut(text: str) -> str:
@@ -184,21 +186,22 @@ def _cut(text: str) -> str:
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help=f"{', '.join(KNOWN)}; or check.")],
-    file: Annotated[str, typer.Argument(help="File to write; with check, the file or directory to look at.")],
+    name: Annotated[str, typer.Argument(help=f"Data set ({', '.join(KNOWN)}), or check.")],
+    file: Annotated[str, typer.Argument(help="File to write; with check, the file or directory to read.")],
     source: Annotated[
-        str | None, typer.Option("--from", help="File or directory of the data set; default: it is downloaded.")
+        str | None, typer.Option("--from", help="File or directory of the data set; default: download it.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of GPQA's choices.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of choices in GPQA.")] = 0,
     model: Annotated[str | None, typer.Option(help="With check: Hugging Face directory of the tokenizer.")] = None,
-    fields: Annotated[str | None, typer.Option(help="With check: rollout.fields, as '{prompt: question}'.")] = None,
+    fields: Annotated[str | None, typer.Option(help="With check: rollout.fields, e.g. '{prompt: question}'.")] = None,
     system: Annotated[str | None, typer.Option(help="With check: rollout.system.")] = None,
     template: Annotated[str | None, typer.Option(help="With check: rollout.template.")] = None,
     subset: Annotated[str | None, typer.Option(help="With check: subset of a directory or of hf://.")] = None,
     split: Annotated[str | None, typer.Option(help="With check: split of a directory or of hf://.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Write a published data set as a file of prompts; `slimx data check FILE`: say what a run would see of a file."""
+    """Write a published data set as a prompt file, or check a prompt file (`slimx data check FILE`) as a run would read
+    it."""
     if name == "check":
         mapping = _mapping("--fields", fields)
         arguments = _mapping("--template", template) or {}
@@ -219,8 +222,8 @@ def _mapping(option: str, text: str | None) -> Json | None:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict):
-        raise SlimxError(f"{option} is {text!r}, which is not a mapping; write '{{prompt: question}}'")
+        raise SlimxError(f"{option} is {text!r}, which is not a YAML mapping; write e.g. '{{prompt: question}}'")
     unknown = [key for key in value if key not in RowFields.model_fields]
     if option == "--fields" and unknown:
-        raise SlimxError(f"--fields has {unknown[0]!r}; known are {', '.join(RowFields.model_fields)}")
+        raise SlimxError(f"--fields has the unknown key {unknown[0]!r}; use {', '.join(RowFields.model_fields)}")
     return value

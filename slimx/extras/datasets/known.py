@@ -23,14 +23,14 @@ type Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A published data set."""
+    """Published data set that `slimx data` can write as a prompt file."""
 
     hub: str
-    """hf://OWNER/NAME/SUBSET/SPLIT."""
+    """Location on the Hub, hf://OWNER/NAME/SUBSET/SPLIT."""
     convert: Callable[[Row, str, int], Json]
-    """(row, location of the row, seed) -> fields of a prompt."""
+    """Function of a row, its location for error messages, and a seed. It returns the fields of a prompt."""
     reward: str
-    """Dotted path of a reward for its answers."""
+    """Name or dotted path of a reward function that suits the data set's answers."""
 
 
 def _gsm8k(row: Row, where: str, seed: int) -> Json:
@@ -57,7 +57,7 @@ def _dapo(row: Row, where: str, seed: int) -> Json:
         raise _unfit(where, "its prompt is not a list of messages")
     answer = _column(row, "reward_model.ground_truth", where)
     turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in messages]
-    # The published file repeats each question many times under one index; `slimx data` writes it once.
+    # The published file repeats each question many times with the same index; `slimx data` writes it once.
     extra_info = row.get("extra_info")
     index = extra_info.get("index") if isinstance(extra_info, Mapping) else None
     out: Json = {"messages": turns, "answer": str(answer)}
@@ -69,7 +69,7 @@ def _dapo(row: Row, where: str, seed: int) -> Json:
 def _aime(row: Row, where: str, seed: int) -> Json:
     columns = {str(name).lower(): name for name in row}
     if not {"problem", "answer"} <= columns.keys():
-        raise _unfit(where, f"it has {', '.join(map(str, row))}, and no problem and answer")
+        raise _unfit(where, f"it has the columns {', '.join(map(str, row))}, but not problem and answer")
     answer = str(as_text(row[columns["answer"]])).strip()
     number = re.fullmatch(r"\$?(\d{1,3})(?:\.0+)?\s*(?:°|\^\{?\\circ\}?|\\degree)?\$?", answer)
     if not number:
@@ -82,7 +82,7 @@ def _gpqa(row: Row, where: str, seed: int) -> Json:
     question = str(_column(row, "Question", where)).strip()
     names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
     choices = [str(_column(row, name, where)).strip() for name in names]
-    # Drawn from seed and question, so that neither the order nor the number of rows changes a question's choices.
+    # Drawn from seed and question, so that neither the order nor the number of rows affects a question's choices.
     keys = np.random.PCG64([seed, int(fingerprint(question.encode()), 16)]).random_raw(len(choices))
     order = [int(index) for index in np.argsort(keys, kind="stable")]
     listed = "\n".join(f"{letter}) {choices[index]}" for letter, index in zip(LETTERS, order, strict=True))
@@ -98,7 +98,7 @@ def _ifeval(row: Row, where: str, seed: int) -> Json:
         arguments = msgspec.json.decode(arguments)
     if len(ids) != len(arguments):
         raise _unfit(where, f"it has {len(ids)} instruction ids and {len(arguments)} kwargs")
-    # A table has every argument in every row; those that an instruction does not take are null.
+    # A table has every argument in every row; arguments that an instruction does not take are null.
     kwargs = [_without_nulls(item) for item in arguments]
     metadata = {"instruction_id_list": ids, "kwargs": kwargs}
     key = row.get("key")
@@ -143,6 +143,4 @@ def _column(row: Row, path: str, where: str) -> Any:
 
 
 def _unfit(where: str, reason: str) -> SlimxError:
-    return SlimxError(
-        f"{where}: {reason}; is it of this data set, as it was published?", code="prompts.published", about=where
-    )
+    return SlimxError(f"{where}: {reason}; use the data set as it was published", code="prompts.published", about=where)

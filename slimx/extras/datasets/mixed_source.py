@@ -1,4 +1,4 @@
-"""Prompts from several sources, each with its fraction of every step's prompts."""
+"""Prompts from several sources, of which each provides its configured fraction of every step's prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from slimx.json_types import Json
 
 
 class MixedSource:
-    """Endless stream that draws the source of each prompt by weight, from (seed, index of the prompt).
+    """Endless stream of prompts from several sources. The source of each prompt is drawn by weight, with random numbers
+    that depend only on the seed and the prompt's index.
 
-    Each source yields its prompts as a `PromptSource` does. Weights by step depend on the number of prompts taken so
-    far, `per_step` for a step, so timing has no influence; a dropped group takes one more prompt.
+    Each source yields its prompts as a `PromptSource` does. Weights that change with the step depend on the number of
+    prompts taken so far, with `per_step` prompts per step, so timing has no influence. A dropped group takes one more
+    prompt.
     """
 
     def __init__(self, sets: Sequence[PromptSet], prompts: Mapping[str, Sequence[Prompt]], seed: int, per_step: int):
-        """Starts at the first prompt. `prompts`: those of each set, by its name."""
+        """Starts at the first prompt. `sets`: the sources with their weights; `prompts`: prompts of each source, by its
+        name."""
         self._sets = {prompt_set.name: prompt_set for prompt_set in sets}
         self._seed = seed
         self._per_step = per_step
@@ -29,7 +32,7 @@ class MixedSource:
         self._taken = 0
 
     def next(self) -> Prompt:
-        """Returns the next prompt of the drawn source."""
+        """Draws a source, and returns its next prompt."""
         step = self._taken // self._per_step
         weights = np.cumsum([prompt_set.weight_at(step) for prompt_set in self._sets.values()])
         # Raw output of PCG64, which is the same in every release of NumPy.
@@ -39,28 +42,29 @@ class MixedSource:
         return self._sources[name].next()
 
     def state(self) -> Json:
-        """Returns the number of prompts `taken`, and the `state` of each source by name."""
+        """Returns the position in the stream: the number of prompts `taken`, and the state of each source by name under
+        `sources`."""
         return {"taken": self._taken, "sources": {name: source.state() for name, source in self._sources.items()}}
 
     def restore(self, state: Json) -> None:
-        """Restores the position of `state`. Weights may differ from the saved run's.
+        """Continues at the position in `state`. Weights may differ from those of the saved run.
 
-        Raises SlimxError if names, prompts or the seed have changed."""
+        Raises SlimxError if the names of sources, their prompts or the seed have changed."""
         taken = state.get("taken")
         saved = state.get("sources")
         if not isinstance(taken, int) or taken < 0 or not isinstance(saved, dict):
             raise SlimxError(
-                "the saved state of the prompts is not that of several sources; restore rollout.prompts of the saved "
-                "run, or start a new run",
+                "the saved state of the prompts does not belong to rollout.sources; restore rollout.prompts of the "
+                "saved run, or start a new run",
                 code="prompts.state",
                 about="rollout.sources",
             )
         changed = sorted(saved.keys() ^ self._sources.keys())
         if changed:
             raise SlimxError(
-                f"cannot continue in the saved order of prompts: source {changed[0]!r} is "
-                f"{'new' if changed[0] in self._sources else 'gone'}; restore rollout.sources of the saved run (a "
-                "weight of 0 turns one off), or start a new run",
+                f"the saved order of prompts cannot be continued, because source {changed[0]!r} was "
+                f"{'added' if changed[0] in self._sources else 'removed'}; restore rollout.sources of the saved run "
+                "(a weight of 0 disables a source), or start a new run",
                 code="prompts.changed",
                 about=changed[0],
             )

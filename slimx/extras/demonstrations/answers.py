@@ -1,4 +1,4 @@
-"""Encodes an answer of a data set (a demonstration or one of a pair) as the chat template renders it."""
+"""Encodes an answer of a data set (a demonstration, or one of a pair) as the chat template renders it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> list[int]:
-    """Returns the token ids of an answer after `encode_prompt`, end token included: everything that the chat template
-    writes there, such as an empty thinking block or the name of a channel. After a prompt of token ids, the answer is
-    encoded unchanged.
+    """Returns the token ids of an answer that follow those of `encode_prompt`, up to and including the end token. They
+    contain everything that the chat template renders there, such as an empty thinking block or the name of a channel.
+    After a prompt of token ids, the answer is encoded unchanged.
 
-    Raises SlimxError naming the prompt if the template does not continue its own generation prompt with the answer or
+    Raises SlimxError naming the prompt if the template does not render the answer after its own generation prompt or
     omits a part of it, and if neither template nor tokenizer has an end token."""
     text, end = _rendered(tokenizer, prompt, answer)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     suffix = tokenizer(text[end:], add_special_tokens=False).input_ids
     special = special_ids(tokenizer)
     for index, token in enumerate(suffix):
-        if token in special:  # text after the end token, such as a line break, does not belong to the answer
+        if token in special:  # text after the end token, such as a line break, is not part of the answer
             return ids[: len(ids) - len(suffix) + index + 1]
     if end < len(text):
         ids = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
@@ -36,14 +36,14 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: st
 
 
 def check_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> None:
-    """Raises SlimxError for the same answers as `encode_answer`, at less cost."""
+    """Raises SlimxError for an answer that `encode_answer` refuses. It is faster than encoding the answer."""
     text, end = _rendered(tokenizer, prompt, answer)
     if not text[end:].strip():
         _end(tokenizer)
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> tuple[str, int]:
-    """Returns the text after a prompt and the answer's end in it."""
+    """Returns the text that the template renders after a prompt, and the index in it at which the answer ends."""
     if prompt.token_ids is not None:
         return answer, len(answer)
     template = templated(tokenizer, prompt)
@@ -69,17 +69,18 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -
                 end = len(text) - len(suffix)
                 if _shows(text[:end], answer):
                     return text, end
-    except Exception as error:  # templates raise errors of any type
-        raise _refused(prompt, f"refuses its answer ({' '.join(str(error).split())[:300]})") from error
+    except Exception as error:  # templates may raise any exception
+        raise _refused(prompt, f"refuses the answer ({' '.join(str(error).split())[:300]})") from error
     if THOUGHT_ENDS in answer and opened.endswith(THOUGHT_BEGINS):  # the prompt opens the thinking, the answer ends it
         text = answer.strip().removeprefix(THOUGHT_BEGINS).lstrip("\n")
         return text, len(text)
-    raise _refused(prompt, f"begins replies with {before[-30:]!r} and writes its answer otherwise, or leaves some out")
+    raise _refused(prompt, f"does not render the answer after {before[-30:]!r}, or omits a part of it")
 
 
 def _turns(answer: str, *, apart: bool) -> Iterator[Json]:
-    """Yields forms of an answer that templates accept: with separate thinking under its usual names, or as one text.
-    `apart`: only the first, because the prompt has begun or ended the thinking."""
+    """Yields assistant messages with the answer in forms that templates accept: with the thinking as a separate field
+    under its usual names, or as one text. `apart`: True to yield only the first form, because the prompt has started or
+    ended the thinking."""
     thought, ends, rest = answer.partition(THOUGHT_ENDS)
     if ends:
         thought = thought.strip().removeprefix(THOUGHT_BEGINS).strip()
@@ -102,8 +103,8 @@ def _shows(text: str, answer: str) -> bool:
 
 def _refused(prompt: Prompt, reason: str) -> SlimxError:
     return SlimxError(
-        f"prompt {prompt.id!r}: the chat template {reason}; choose its form of thinking in rollout.template, give the "
-        "answer with its thinking, or give token_ids",
+        f"prompt {prompt.id!r}: the chat template {reason}; set the template's thinking mode in rollout.template, "
+        "include the thinking in the answer, or set token_ids",
         code="prompts.demonstration",
         about=prompt.id,
     )
@@ -112,7 +113,7 @@ def _refused(prompt: Prompt, reason: str) -> SlimxError:
 def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise SlimxError(
-            "the tokenizer has no end token (eos_token), which answers need; name one in its tokenizer_config.json",
+            "the tokenizer has no end token (eos_token), which answers need; set one in its tokenizer_config.json",
             code="tokenizer.end",
             about="eos_token",
         )

@@ -1,4 +1,4 @@
-"""The generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration; no engine is used."""
+"""Generate hook of supervised fine-tuning: the prompt's `answer` is the demonstration, and no engine is used."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def check(prompts: Iterable[Prompt], *, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises SlimxError for a prompt without an answer, or with one that `encode_answer` refuses."""
+    """Raises SlimxError for a prompt without an answer, or with an answer that `encode_answer` refuses."""
     for prompt in prompts:
         check_answer(tokenizer, prompt, _answer(prompt))
 
 
 @checks_prompts(check)
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Returns the prompt and its demonstrated answer as the chat template renders it, the whole answer trained."""
+    """Returns a trajectory of the prompt and its answer, as the chat template renders them. All tokens of the answer
+    are trained."""
     draft = ctx.draft(prompt)
     draft.add_inserted(encode_answer(ctx.tokenizer, prompt, _answer(prompt)), train=True)
     return draft.finish()
@@ -30,7 +31,7 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise SlimxError(
-            f"prompt {prompt.id} has no answer to learn from; demonstrations need one",
+            f"prompt {prompt.id} has no answer to learn from; set `answer` in every prompt of supervised fine-tuning",
             code="hooks.answer",
             about=prompt.id,
         )

@@ -1,5 +1,5 @@
-"""Arguments and iteration of a torch_dist checkpoint: in `common.pt`, or since megatron-core 0.19 in an object
-among the tensors."""
+"""Arguments and iteration of a torch_dist checkpoint. They are in `common.pt`, or since megatron-core 0.19 in an object
+stored among the tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from slimx.models.files import torch_dist
 from slimx.models.files.safe_pickle import read_metadata, safe_classes
 
 _OBJECT = "common_state/shard_0_1"
-"""Key of the object: a list whose only element is the content of `common.pt`."""
+"""Key of this object, a list whose only element is the content of `common.pt`."""
 
 
 def read_common(path: Path) -> Json:
-    """Reads arguments and iteration of the torch_dist checkpoint `path`; the only permitted class is the arguments'."""
+    """Reads arguments and iteration of the torch_dist checkpoint `path`. The only class that may be unpickled is that
+    of the arguments."""
     data = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
     if data is None:
         return torch_dist.read_common(path)
@@ -27,18 +28,19 @@ def read_common(path: Path) -> Json:
 
 
 def saved_vocabulary(path: Path) -> int | None:
-    """Reads the model's vocabulary size without padding, `args.vocab_size`, from the torch_dist checkpoint `path`; None
-    if its arguments lack it, or contain classes that are not permitted."""
+    """Reads the size of the model's vocabulary without padding, `args.vocab_size`, from the torch_dist checkpoint
+    `path`. Returns None if the arguments lack it, or contain classes that must not be unpickled."""
     try:
         vocabulary = getattr(read_common(path)["args"], "vocab_size", None)
-    # The arguments of other systems may contain any class, and a damaged file raises nearly any error.
+    # The arguments of other systems may contain any class, and a damaged file may raise almost any exception.
     except Exception:
         return None
     return vocabulary if isinstance(vocabulary, int) else None
 
 
 def read_object(directory: Path, key: str) -> bytes | None:
-    """Returns the bytes of the object `key` of a torch_dist checkpoint, as torch.save wrote them; None if missing."""
+    """Returns the bytes of the object `key` of a torch_dist checkpoint, as torch.save wrote them; None if there is no
+    such object."""
     for index, place in read_metadata(directory / ".metadata").storage_data.items():
         if index.fqn == key:
             with (directory / place.relative_path).open("rb") as file:

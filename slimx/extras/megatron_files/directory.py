@@ -1,6 +1,6 @@
-"""Megatron-LM's checkpoint directories: locating the checkpoint in one, and checking that a model fits it.
+"""Megatron-LM's checkpoint directories: finds the checkpoint in a directory, and checks that it matches a model.
 
-    latest_checkpointed_iteration.txt      "12", or "release" for weights without a history
+    latest_checkpointed_iteration.txt      "12", or "release" for weights without a training history
     iter_0000012/  or  release/            torch_dist: .metadata, metadata.json, common.pt, *.distcp
 
 slimx writes the same layout (slimx/orchestration/state/saves.py). Source of the names:
@@ -25,25 +25,26 @@ from slimx.models.files.index import read_object
 from slimx.models.files.torch_dist import TRACKER, factor_key, iteration_name
 
 _CONVOLUTION = re.compile(r"(?<=\.mixer\.)conv1d_")
-"""A Mamba-2 layer's convolution, which checkpoints name as a module for compatibility with when it was one."""
+"""Pattern of a Mamba-2 layer's convolution parameters. Checkpoints name them `conv1d.`, as in the releases in which the
+convolution was a module."""
 RUN_STATE = "slimx"
-"""Subdirectory of a slimx checkpoint with the state that only slimx runs need."""
+"""Subdirectory of a slimx checkpoint that contains the state that only slimx runs need."""
 _ITERATION = re.compile(r"[0-9]{1,15}")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Keys whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` x TP."""
+"""Keys of the tensors whose rows Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` x TP."""
 _POWERS = tuple(2**exponent for exponent in range(13))
 _PADDINGS = sorted({*_POWERS, *(192 * power for power in _POWERS[:6])})
-"""Multiples of a padded vocabulary: divisors up to 128 times tensor-parallel sizes up to 48, in powers of two and three
-times them."""
+"""Multiples to which a vocabulary may be padded: divisors up to 128 times tensor-parallel sizes up to 48, in powers of
+two and three times powers of two."""
 _NOT_WEIGHTS = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|common_state|.*\._extra_state"
 )
-"""Keys of checkpoint entries that are not weights of the model."""
+"""Pattern of the keys of checkpoint entries that are not weights of the model."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""Part of a name that checkpoints keep as `transformer_layer`, megatron-core's name for it up to 0.16."""
+"""Part of a name that checkpoints replace by `transformer_layer`, megatron-core's name for it up to 0.16."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place of the
 per-head norm, slime (slime_plugins/models/minimax_m2.py) next to it as `q_norm` and `k_norm`."""
@@ -56,7 +57,7 @@ def is_megatron(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint that `path` is or contains. Raises SlimxError if slimx cannot read it."""
+    """Returns the directory of the checkpoint that `path` is or contains. Raises SlimxError if slimx cannot read it."""
     tracker = path / TRACKER
     checkpoint = path
     if tracker.is_file():
@@ -67,11 +68,11 @@ def find_checkpoint(path: Path) -> Path:
             checkpoint = path / iteration_name(int(latest))
         else:
             raise _unfit(
-                tracker, "tracker", f"contains {latest[:40]!r}, neither an iteration nor release; write one into it"
+                tracker, "tracker", f"contains {latest[:40]!r}; write the number of an iteration or release into it"
             )
         if not checkpoint.is_dir():
             raise _unfit(
-                tracker, "tracker", f"names {checkpoint.name}, which does not exist; write an iteration that does"
+                tracker, "tracker", f"refers to {checkpoint.name}, which does not exist; write an existing iteration"
             )
     format_file = checkpoint / "metadata.json"
     if not format_file.is_file():
@@ -81,7 +82,7 @@ def find_checkpoint(path: Path) -> Path:
     backend = read_object(format_file).get("sharded_backend")
     if backend != "torch_dist":
         raise SlimxError(
-            f"{checkpoint}: its format is {str(backend)[:40]}; save it again with --ckpt-format torch_dist",
+            f"{checkpoint}: the format is {str(backend)[:40]}; save it again with --ckpt-format torch_dist",
             code="megatron.format",
             about=str(format_file),
         )
@@ -94,23 +95,25 @@ def _unfit(path: Path, code: str, problem: str) -> SlimxError:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Names of the tensors in a checkpoint that fits a model."""
+    """Match of a checkpoint and a model: the names of the model's tensors in the checkpoint."""
 
     path: Path
     per_layer: bool
-    """True for keys `decoder.layers.3.x`, one per layer; False for one `decoder.layers.x` with a layer axis."""
+    """True if keys are numbered by layer, as in `decoder.layers.3.x`; False if one key `decoder.layers.x` has a layer
+    axis."""
     keys: Mapping[str, str]
-    """Key in slimx's model -> key in the checkpoint, if they differ."""
+    """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
     centred: frozenset[str] = frozenset()
-    """Keys in the checkpoint that store a norm's factors minus 1."""
+    """Keys in the checkpoint of norm weights that are stored minus 1."""
 
 
 def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
-    """Compares names and shapes with a family's weight table. Raises SlimxError naming the first tensor that differs,
-    is missing, or is not in the table: it would be lost silently.
+    """Compares names and shapes of the checkpoint's tensors with a model's weight table, and returns the names to read.
+    Raises SlimxError naming the first tensor that differs, is missing, or is not in the table, because it would be lost
+    silently.
 
-    `prediction`: number of multi-token prediction layers that the checkpoint may have although the table has fewer."""
-    from slimx.models.files.safe_pickle import read_metadata  # slow import, and most callers need only names
+    `prediction`: number of multi-token prediction layers that the checkpoint may have even if the table has fewer."""
+    from slimx.models.files.safe_pickle import read_metadata  # slow import that most callers do not need
 
     path = find_checkpoint(path)
     entries = read_metadata(path / ".metadata").state_dict_metadata
@@ -133,25 +136,25 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         known |= {location.key, *location.also}
         key = _present((*location.also, location.key), shapes)
         if key is None:
-            raise _wrong(path, location.key, "missing", "is missing; the checkpoint is not of this model")
+            raise _wrong(path, location.key, "missing", "is missing; set trainer.load to a checkpoint of this model")
         if key != location.key:
             keys[location.key] = key
         elif (
             location.centred and not (path / RUN_STATE).is_dir()
-        ):  # a run's checkpoint without them predates these keys
+        ):  # a run's checkpoint without these keys was written before they existed
             centred.add(key)
         if shapes[key] != location.shape and not _padded(path, key, shapes[key], location.shape):
-            shape = f"has shape {list(shapes[key])}, the model has {list(location.shape)}"
+            shape = f"has shape {list(shapes[key])}, but the model requires {list(location.shape)}"
             raise _wrong(path, key, "shape", shape)
     unknown = sorted(key for key in shapes.keys() - known if not _ignored(key, table.mtp_layers, prediction))
     if unknown:
-        lost = f"is not part of the model ({len(unknown)} such tensors), and would be lost"
-        raise _wrong(path, unknown[0], "unknown", f"{lost}; give the config.json of the model that was saved")
+        lost = f"is not part of the model and would be lost ({len(unknown)} such tensors)"
+        raise _wrong(path, unknown[0], "unknown", f"{lost}; use the config.json of the model that was saved")
     return Fit(path, per_layer, keys, frozenset(centred))
 
 
 def _present(keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns the first of `keys` that is in `shapes`."""
+    """Returns the first of `keys` that is in `shapes`; None if none is."""
     for key in keys:
         if key in shapes:
             return key
@@ -163,15 +166,16 @@ def _wrong(path: Path, key: str, code: str, problem: str) -> SlimxError:
 
 
 def _ignored(key: str, first: int, stop: int) -> bool:
-    """Returns True if `key` is not a tensor of a model with `first` layers of multi-token prediction: it is not a
-    weight, or is in one of the layers from `first` to before `stop`."""
+    """Returns True if `key` may be ignored: it is not a weight, or belongs to one of the multi-token prediction layers
+    from `first` to before `stop`, which the model does not have."""
     layer = _PREDICTION.match(key)
     return _NOT_WEIGHTS.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
 
 
 def _padded(path: Path, key: str, saved: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Returns True if rows beyond the vocabulary are Megatron-LM's padding, by the checkpoint's arguments, or if they
-    lack the vocabulary size, by the usual multiples."""
+    """Returns True if the tensor `key` has more rows than the vocabulary because Megatron-LM padded it. This is
+    determined from the vocabulary size in the checkpoint's arguments, or if they lack it, from the usual multiples.
+    `saved` and `expected`: shapes in the checkpoint and in the model."""
     if key not in _PADDED or saved[1:] != expected[1:] or saved[0] < expected[0]:
         return False
     from slimx.extras.megatron_files.common import saved_vocabulary  # imports torch
@@ -184,27 +188,28 @@ def _padded(path: Path, key: str, saved: tuple[int, ...], expected: tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Location of one tensor of the model in a checkpoint: a matrix or vector of the tensor with key `key`."""
+    """Location of one tensor of the model in a checkpoint: a matrix or vector in the tensor with key `key`."""
 
     key: str
     shape: tuple[int, ...]
     """Shape of the complete tensor with this key."""
     index: tuple[int, ...]
-    """Index of the matrix in it: layer if layers are stacked, then expert."""
+    """Index of the matrix in the complete tensor: layer, if layers are stacked, then expert."""
     part: Part
-    """The same tensor as a single rank would store it, and the Hugging Face tensors that fill it."""
+    """The same matrix as a single rank would store it, and the Hugging Face tensors that fill it."""
     entry: Entry
     also: tuple[str, ...] = ()
-    """Other keys for the same tensor."""
+    """Other keys under which the same tensor may be stored."""
     centred: bool = False
-    """True if `key` stores a norm's factors minus 1, in fp32 if slimx wrote it, and `also` the factors."""
+    """True if `key` stores a norm's weights minus 1 (in fp32 if slimx wrote it), and `also` the weights themselves."""
     first: int = 0
-    """First row in the entry's tensor: checkpoints store the sections of a tensor separately."""
+    """First row of this section in the tensor of `entry`, because checkpoints store the sections of a tensor
+    separately."""
 
 
 def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
-    """Yields every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM
-    does."""
+    """Yields the locations of all tensors of the model, in the order of the Hugging Face checkpoint, with Megatron-LM's
+    keys and stacking. `per_layer`: see `Fit`."""
     for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
         name = _PREDICTION_LAYER.sub(r"\1transformer_layer.", part.name)
         index: tuple[int, ...] = ()
@@ -230,7 +235,8 @@ def locations(table: Table, *, per_layer: bool) -> Iterator[TensorLocation]:
 
 
 def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
-    """Yields the tensors that a checkpoint stores `part` in: key suffix, first row, and the rows as a tensor."""
+    """Yields the sections in which a checkpoint stores the tensor `part`: for each its key suffix, its first row, and
+    its rows as a tensor. A tensor without sections is yielded as a whole."""
     if not entry.row.sections:
         yield "", 0, part
         return
@@ -246,8 +252,8 @@ def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:
-    """Returns True if megatron-core numbers the keys of layers, as it does if layers differ
-    (`TransformerBlock.sharded_state_dict`, 0.19.2). `transformer`: fields of its TransformerConfig."""
+    """Returns True if megatron-core numbers the keys of layers, which it does if the layers of a model differ
+    (`TransformerBlock.sharded_state_dict`, 0.19.2). `transformer`: fields of the model's TransformerConfig."""
     for key in ("moe_layer_freq", "linear_attention_freq"):
         frequency = transformer.get(key) or 1
         if isinstance(frequency, list) or frequency > 1:

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints as a format of initial weights."""
+"""Format of initial weights: Megatron-LM's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MegatronFormat:
-    """The `slimx.models.files.formats.CheckpointFormat` of Megatron-LM."""
+    """`slimx.models.files.formats.CheckpointFormat` that reads Megatron-LM's checkpoints."""
 
     name = "Megatron-LM"
 

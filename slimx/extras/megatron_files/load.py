@@ -16,7 +16,8 @@ from slimx.trainer.checkpoint.load import fill, load_sharded, unusable
 
 
 def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
-    """Fills the model from the checkpoint of `fit`, by any writer; collective, before the optimizer is built."""
+    """Loads the weights of the checkpoint of `fit`, saved under any layout, into the model `chunks` of this rank. All
+    ranks must call it, before the optimizer is built."""
     try:
         state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
         for value in nested_values(state):
@@ -32,8 +33,8 @@ def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _centred(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
-    """Returns chunk keys and names of the norms in `state` that the checkpoint stores minus 1, and gives each a
-    separate fp32 buffer to read into."""
+    """Finds the norms in `state` that the checkpoint stores minus 1, and gives each a separate fp32 buffer into which
+    it is read. Returns for each the key of the model chunk in `state`, and the name in the chunk."""
     out = []
     for key, model in state.items():
         for name, tensor in model.items():

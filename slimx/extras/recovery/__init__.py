@@ -1,4 +1,4 @@
-"""Recovery of lost trainers in a running run."""
+"""Recovery of lost trainer ranks while a run continues."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def make(trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan) -> RankLossHandler | None:
-    """Returns the configured recovery; None if lost trainers are not replaced (an entry point of
-    `slimx.recoveries`)."""
+    """Returns the handler that replaces lost trainers; None if the configuration does not enable it. It is an entry
+    point of `slimx.recoveries`, and its parameters are those of `TrainerRecovery`."""
     if not recovery_of(trainers.config).trainers:
         return None
     from slimx.extras.recovery.trainers import TrainerRecovery

@@ -1,4 +1,5 @@
-"""Kills processes that may be stopped. Ray asks an actor to end itself, which a process under SIGSTOP does not do."""
+"""Kills worker processes, including those that are stopped by SIGSTOP. Ray only requests an actor to end itself, which
+a stopped process does not do."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from slimx.errors import PartLost
 from slimx.runtime.tasks import in_thread
 
 END_S = 20.0
-"""Deadline for the end of a killed process, in seconds. A process that exceeds it is blocked in a device driver or a
+"""Timeout in seconds for the end of a killed process. A process that takes longer is blocked in a device driver or a
 file system."""
 _LOOK_S = 0.05
 
 
 def kill_workers(pids: Sequence[int]) -> list[int]:
-    """Kills Ray workers of this machine by process id and returns those that still run after `END_S`. Ids that no
-    longer belong to a worker are ignored."""
+    """Kills the Ray workers with these process ids on this machine, and returns the ids of those that are still running
+    after `END_S`. Ids that do not belong to a worker any more are ignored."""
     running = [pid for pid in pids if _is_worker(pid)]
     for pid in running:
         try:
@@ -38,8 +39,10 @@ def kill_workers(pids: Sequence[int]) -> list[int]:
 
 
 async def kill_on_nodes(pids: Mapping[str | None, Sequence[int]], about: str) -> None:
-    """Kills processes by the Ray id of their node; None is the local node. Returns when all have ended; processes on a
-    node that Ray has lost count as ended. Raises PartLost naming `about` if one does not end."""
+    """Kills processes on several nodes and waits until they have ended. `pids`: process ids by the Ray id of the node;
+    None is the local node.
+
+    Processes on a node that Ray has lost count as ended. Raises PartLost naming `about` if a process does not end."""
     work = []
     for node, node_pids in pids.items():
         if node_pids:
@@ -48,7 +51,7 @@ async def kill_on_nodes(pids: Mapping[str | None, Sequence[int]], about: str) ->
     if running:
         raise PartLost(
             f"{about}: the processes {', '.join(map(str, running))} did not end within {END_S:.0f} s of SIGKILL, so "
-            "they cannot be replaced; a driver or a file system blocks them",
+            "they cannot be replaced; check the device driver or file system that blocks them",
             code="rank.held",
             about=about,
         )
@@ -62,7 +65,7 @@ async def _kill_on(node: str, pids: Sequence[int]) -> list[int]:
         async with asyncio.timeout(2 * END_S):
             return await task.remote(list(pids))
     except (ray.exceptions.RayError, TimeoutError):
-        return []  # a node that runs no task has no responding worker either
+        return []  # a node that runs no task has no worker that responds either
 
 
 def _is_worker(pid: int) -> bool:

@@ -1,4 +1,5 @@
-"""The batches trained since the newest checkpoint, by which new trainers reach the state of the lost ones."""
+"""Record of the batches that were trained since the newest checkpoint. Training on them again brings new trainers to
+the state of the lost ones."""
 
 from __future__ import annotations
 
@@ -13,42 +14,44 @@ from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
-"""Relative difference that a changed order of summation may cause; in bf16 a hundred times that of fp32."""
+"""Relative difference of a metric that a changed order of summation may cause. It suffices for bf16, where the
+difference is a hundred times that in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """A trained step: the trainers' input and the metrics that they returned."""
+    """Record of a trained step: the input of the trainers, and the metrics that they returned."""
 
     step: int
-    """Number of steps before it."""
+    """Number of steps before this one."""
     version: int
-    """Weight version of the engines during the step."""
+    """Version of the engines' weights during the step."""
     updates: list[TrainBatch]
     metrics: dict[str, float]
-    """Metrics returned by the trainers."""
+    """Metrics that the trainers returned."""
 
     @property
     def nbytes(self) -> int:
-        """Size of its arrays, in bytes."""
+        """Size of the arrays in the step's batches, in bytes."""
         return sum(_nbytes(batch) for update in self.updates for shard in update.shards for batch in shard)
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A state from which new trainers can start."""
+    """State from which new trainers can start."""
 
     step: int = 0
-    """Number of steps done."""
+    """Number of steps that the state includes."""
     checkpoint: Path | None = None
-    """Checkpoint directory; None: the run's initial weights, with which trainers start."""
+    """Checkpoint directory with the state; None: the initial weights with which trainers start."""
     same_layout: bool = True
-    """True if the checkpoint has the run's parallel sizes."""
+    """True if the checkpoint was written with the run's current parallel sizes."""
 
 
 class Ledger:
-    """The newest base and the steps since then, in the driver's memory: at most the steps between two checkpoints and
-    those during the second one's write."""
+    """Record, in the driver's memory, of the newest state from which trainers can start, and of the steps since then.
+    It contains at most the steps between two checkpoints, and those that are trained while the second one is
+    written."""
 
     def __init__(self) -> None:
         self.base = Base()
@@ -56,11 +59,11 @@ class Ledger:
         """Trained steps, by the number of steps before each."""
 
     def trained(self, step: TrainedStep) -> None:
-        """Records a step that the trainers have done."""
+        """Records a step that the trainers have trained."""
         self.steps[step.step] = step
 
     def rebase(self, base: Base) -> None:
-        """Sets `base` and drops the steps before it."""
+        """Sets the newest state `base`, and drops the steps that it includes."""
         self.base = base
         self.steps = {index: step for index, step in self.steps.items() if index >= base.step}
 
@@ -71,19 +74,20 @@ class Ledger:
 
 
 def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raises SlimxError naming the first metric of step `step` (from 1) that differs in any bit from the recorded one.
-    NaN equals NaN."""
+    """Raises SlimxError naming the first metric of step `step` (counted from 1) that differs in any bit between the
+    `recorded` metrics and those of training the step `again`. NaN equals NaN."""
     for name in sorted({*recorded, *again}):
         before = recorded.get(name)
         now = again.get(name)
         if before is None or now is None or not _same(before, now):
-            hint = "; kernels without a fixed order of summation cause this: set recovery.trainers=0 with them"
+            hint = "; if kernels without a fixed order of summation cause this, set recovery.trainers=0"
             raise _differs(step, name, before, now, hint)
 
 
 def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raises SlimxError naming a metric of step `step` (from 1) that differs by more than fewer ranks' order of
-    summation explains: a norm or loss off by more than `CLOSE` times the gradient norm (at least 1)."""
+    """Raises SlimxError naming a metric of step `step` (counted from 1) that differs by more than the order of
+    summation of fewer ranks can explain: the gradient norm or the loss differs by more than `CLOSE` times the gradient
+    norm (at least 1)."""
     bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
     for name in ("optim/grad_norm", "loss/policy"):
         if name not in recorded:
@@ -91,14 +95,14 @@ def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, fl
         before = recorded[name]
         now = again.get(name, math.nan)
         if not (_same(before, now) or abs(before - now) <= bound):
-            raise _differs(step, name, before, now, ", with its parallel sizes")
+            raise _differs(step, name, before, now, " with the original parallel sizes")
 
 
 def _differs(step: int, name: str, before: float | None, now: float | None, hint: str) -> SlimxError:
     return SlimxError(
-        f"new trainers trained step {step} on the batch recorded by the driver, but {name} is {now} instead of "
-        f"{before}: their state differs from the run's, so the run ends; the same command resumes from the newest "
-        f"checkpoint{hint}",
+        f"new trainers trained step {step} again on its recorded batch, but {name} is {now} instead of {before}, so "
+        "their state differs from that of the lost trainers and the run ends; run the same command again to resume "
+        f"from the newest checkpoint{hint}",
         code="recovery.differs",
         about=name,
     )

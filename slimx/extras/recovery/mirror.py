@@ -1,10 +1,10 @@
-"""A rank's state as bytes, kept in another process and restored by the rank's replacement.
+"""Mirror of a rank: its state as bytes, stored in another process, from which the rank's replacement restores it.
 
     bytes = length | skeleton | tensors, one after the other
 
-The skeleton is the state in a checkpoint's structure, with an index in place of each tensor. It is valid for ranks of
-the same layout only, and is loaded without executing code. Unlike a checkpoint's shards, the bytes of a rank are
-complete: they include replicated tensors.
+The skeleton is the state in the structure of a checkpoint, with an index in place of each tensor. It is valid only for
+ranks of the same layout, and is loaded without executing code. Unlike the shards of a checkpoint, the bytes of a rank
+are complete: they include replicated tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from slimx.models.files.safe_pickle import safe_classes
 _ALIGNED = 64
 _MARK = "slimx tensor "
 _LENGTH = 8
-"""Size of the skeleton's length field, in bytes."""
+"""Size in bytes of the field with the skeleton's length."""
 
 
 class Mirror:
-    """Copies this rank's state and sends it in the background."""
+    """Sender and receiver of this rank's mirrors. Sending takes place in the background."""
 
     def __init__(self, rank: int, deadline_s: float):
         self.rank = rank
@@ -46,8 +46,9 @@ class Mirror:
         self._fetched: tuple[int, torch.Tensor] | None = None
 
     def send(self, store: Any, step: int, state: dict[str, Any]) -> None:
-        """Copies `state`, the one after `step` steps, and starts to send it to `store`. Returns once `state` may
-        change; `store` reports when it is complete."""
+        """Copies `state`, the state after `step` steps, and starts to send the copy to `store`. When this returns,
+        `state` may be changed; when the copy is complete, `store` reports so. Raises MirrorLost if the previous mirror
+        is still being sent."""
         if self._thread is not None:
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
@@ -61,7 +62,8 @@ class Mirror:
         self._thread.start()
 
     def fetch(self, store: Any, step: int) -> None:
-        """Reads the bytes of this rank after `step` from `store`. Raises MirrorLost if they are missing or changed."""
+        """Reads the bytes of this rank's state after `step` steps from `store`. Raises MirrorLost if they are missing
+        or were changed."""
         size, digest = self._ask(store.describe.remote(step, self.rank))
         data = np.empty(size, np.uint8)
         for start in range(0, size, CHUNK):
@@ -69,7 +71,7 @@ class Mirror:
         received = xxhash.xxh3_128_hexdigest(data)
         if received != digest:
             raise MirrorLost(
-                f"the mirrored state of {self.holder} after step {step} arrived with digest {received} "
+                f"the mirrored state of {self.holder} after step {step} was received with digest {received} "
                 f"instead of {digest}",
                 code="mirror.differs",
                 about=self.holder,
@@ -77,14 +79,14 @@ class Mirror:
         self._fetched = step, torch.from_numpy(data)
 
     def fetched(self, step: int) -> torch.Tensor:
-        """Returns the bytes read by `fetch` and releases them."""
+        """Returns the bytes that `fetch` has read, and releases them."""
         assert self._fetched is not None and self._fetched[0] == step
         data = self._fetched[1]
         self._fetched = None
         return data
 
     def copied(self, state: dict[str, Any]) -> torch.Tensor:
-        """Returns the bytes of `state`, in a buffer that all mirrors reuse."""
+        """Copies `state` as bytes to a buffer that is reused for each mirror, and returns the buffer."""
         tensors: list[torch.Tensor] = []
         buffer = io.BytesIO()
         torch.save((skeleton_of(state, tensors), [(str(t.dtype), tuple(t.shape)) for t in tensors]), buffer)
@@ -103,8 +105,8 @@ class Mirror:
         return memory
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
-        """Sends the state after `step` to `store`, in the thread of this mirror. Prints failures instead of raising
-        them: the driver learns from the store alone which states are complete."""
+        """Sends the state after `step` steps to `store`, in a background thread. Failures are printed rather than
+        raised, because the driver asks only the store which states are complete."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):
@@ -114,8 +116,8 @@ class Mirror:
             print(f"slimx: the state after step {step} was not mirrored: {error}", flush=True)
 
     def _ask(self, reference: Any) -> Any:
-        """Returns the store's response. Raises MirrorLost if there is none within the deadline, or the store is
-        gone."""
+        """Returns the store's response. Raises MirrorLost if there is none within `deadline_s`, or if the store is
+        lost."""
         try:
             return ray.get(reference, timeout=self.deadline_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -123,15 +125,15 @@ class Mirror:
             if isinstance(cause, MirrorLost):
                 raise cause from None
             raise MirrorLost(
-                f"{self.holder}: the process with its mirror does not respond ({type(error).__name__})",
+                f"{self.holder}: the process that stores its mirror does not respond ({type(error).__name__})",
                 code="mirror.lost",
                 about=self.holder,
             ) from None
 
 
 def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of the bytes `data`, uint8 [size], in the structure of `state`, a state to be loaded, whose
-    tensors are overwritten."""
+    """Restores the state from the bytes `data`, uint8 [size]. `state`: state to be loaded, whose structure the result
+    has and whose sharded tensors are overwritten."""
     length = int(data[:_LENGTH].view(torch.int64))
     with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())
@@ -146,7 +148,7 @@ def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def skeleton_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns `value` with an index in place of each sharded tensor, and appends these tensors to `tensors`."""
+    """Returns `value` with an index in place of each tensor, and appends these tensors to `tensors`."""
     if isinstance(value, dict):
         return {key: skeleton_of(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
@@ -185,7 +187,8 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """Returns the offset of each tensor, and the end of the last one."""
+    """Returns the offset in bytes of each tensor, aligned, and the end of the last one. `start`: first byte after the
+    skeleton."""
     offsets = []
     end = start
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Operations of a rank that copy its state to a store and restore it (role "mirror")."""
+"""Operations of a trainer rank that send its state to a store and restore it (role "mirror")."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MirrorRole:
-    """The mirrors of one rank's model; see `slimx.trainer.rank.Role`."""
+    """Role that mirrors the state of one rank's model; see `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
         self.model = cast("PolicyTrainer", rank.roles["model"])
@@ -25,16 +25,16 @@ class MirrorRole:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Does nothing: mirrors use no device memory."""
+        """Does nothing, because mirrors use no device memory."""
 
     @operation("mirror", needs="training")
     def send(self, store: Any, *, step: int) -> None:
-        """Copies the state after `step` steps and starts to send it to `store`, a `MirrorStore`."""
+        """Copies the state after `step` steps, and starts to send the copy to `store`, a `MirrorStore`."""
         self.mirror.send(store, step, self._state(loading=False))
 
     @operation("restore")
     def fetch(self, store: Any, *, step: int) -> None:
-        """Fetches the state that this rank's predecessor sent to `store` after `step` steps."""
+        """Reads from `store` the state that the previous rank of this number sent after `step` steps."""
         self.mirror.fetch(store, step)
 
     @operation("restore", needs="training")

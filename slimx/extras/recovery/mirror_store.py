@@ -1,10 +1,10 @@
-"""The process that keeps the mirrored states of ranks in its memory, on another node than theirs if there is one.
+"""Process that stores the mirrored states of ranks in its memory, on another node than the ranks if there is one.
 
     begin, write ..., finish    a rank sends the bytes of one step; they are complete if their digest is the rank's
-    commit                      the driver has found the states of all ranks complete: older ones are dropped
-    read ...                    a new rank reads them back
+    commit                      the driver has found the states of all ranks complete, and older ones are dropped
+    read ...                    a new rank reads the bytes back
 
-At most two steps are stored: the last committed one, and the incoming one.
+At most two steps are stored: the last committed one, and the one that is being received.
 """
 
 from __future__ import annotations
@@ -19,76 +19,79 @@ import xxhash
 from slimx.errors import SlimxError
 
 CHUNK = 16 * 2**20
-"""Bytes per message."""
+"""Number of bytes per message."""
 
 
 class MirrorLost(SlimxError):
-    """A mirrored state is not available: its process is gone, or its bytes differ from the sent ones."""
+    """Error: a mirrored state is not available, because the process that stored it is lost or the bytes differ from
+    those sent."""
 
 
 @dataclass
 class Mirrored:
-    """The state of one rank after one step."""
+    """Mirrored state of one rank after one step."""
 
     data: np.ndarray
-    """uint8 [size]."""
+    """uint8 [size]: the bytes of the state, complete once `digest` is set."""
     written: int = 0
-    """Bytes received, in order."""
+    """Number of bytes received so far, in order."""
     digest: str | None = None
-    """128-bit XXH3, set once all bytes were received and match the rank's digest."""
+    """128-bit XXH3 of the bytes; set when all bytes have been received and match the rank's digest."""
 
 
 class MirrorStore:
-    """A Ray actor on the ranks' nodes, which outlives the ranks."""
+    """Ray actor that stores the states of ranks of another node and outlives them."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[int, int], Mirrored] = {}
-        """States by step and rank."""
+        """States, by step and rank."""
         self.committed: int | None = None
 
     def ready(self, log_path: str) -> None:
-        """Returns once the process has started; its output goes to `log_path`."""
+        """Returns when the process has started, and redirects its output to `log_path`."""
         with open(log_path, "ab", buffering=0) as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
 
     def begin(self, step: int, rank: int, size: int) -> None:
-        """Allocates the `size` bytes of `rank` after `step`. Drops other uncommitted states of this rank."""
+        """Allocates `size` bytes for the state of `rank` after `step`. Other uncommitted states of this rank are
+        dropped."""
         for other in [key for key in self.states if key[1] == rank and key[0] != self.committed]:
             del self.states[other]
         self.states[step, rank] = Mirrored(np.empty(size, np.uint8))
 
     def write(self, step: int, rank: int, data: np.ndarray) -> None:
-        """Appends the next bytes."""
+        """Appends `data` to the state of `rank` after `step`."""
         mirrored = self.states[step, rank]
         mirrored.data[mirrored.written : mirrored.written + len(data)] = data
         mirrored.written += len(data)
 
     def finish(self, step: int, rank: int, digest: str) -> None:
-        """Compares the received bytes with the sender's `digest`. Raises MirrorLost if they differ."""
+        """Completes the state of `rank` after `step`. Raises MirrorLost if its bytes do not match the sender's
+        `digest`."""
         mirrored = self.states[step, rank]
         received = xxhash.xxh3_128_hexdigest(mirrored.data)
         if mirrored.written != len(mirrored.data) or received != digest:
             del self.states[step, rank]
             raise MirrorLost(
                 f"the store received {mirrored.written} of {len(mirrored.data)} bytes of the state of trainer rank "
-                f"{rank} after step {step}, with digest {received} instead of {digest}; the state is dropped",
+                f"{rank} after step {step}, with digest {received} instead of {digest}, and dropped the state",
                 code="mirror.differs",
                 about=f"trainer rank {rank}",
             )
         mirrored.digest = digest
 
     def complete(self, step: int) -> list[int]:
-        """Returns the ranks whose state after `step` is complete."""
+        """Returns the ranks whose states after `step` are complete."""
         return sorted(rank for (key, rank), mirrored in self.states.items() if key == step and mirrored.digest)
 
     def commit(self, step: int) -> None:
-        """Drops all states except those of `step`."""
+        """Marks the states of `step` as the valid ones, and drops all others."""
         self.states = {key: mirrored for key, mirrored in self.states.items() if key[0] == step}
         self.committed = step
 
     def describe(self, step: int, rank: int) -> tuple[int, str]:
-        """Returns size and digest of a committed state. Raises MirrorLost if it is not stored."""
+        """Returns size and digest of a committed state. Raises MirrorLost if this store does not have it."""
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(
@@ -99,5 +102,5 @@ class MirrorStore:
         return len(mirrored.data), mirrored.digest
 
     def read(self, step: int, rank: int, start: int) -> np.ndarray:
-        """Returns `CHUNK` bytes from `start`, fewer at the end."""
+        """Returns the `CHUNK` bytes from `start` on, or fewer at the end of the state."""
         return self.states[step, rank].data[start : start + CHUNK]

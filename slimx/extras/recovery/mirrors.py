@@ -1,10 +1,11 @@
-"""The states of all ranks in the memory of processes that outlive them: the driver's part.
+"""The driver's part of mirrors: the states of all ranks are stored in the memory of processes that outlive the ranks.
 
     node 0: ranks 0 1   --state-->   store on node 1
-    node 1: ranks 2 3   --state-->   store on node 0        a single node keeps its own states
+    node 1: ranks 2 3   --state-->   store on node 0        with a single node, its store has its own ranks' states
 
-A set of mirrors is valid once the stores have verified the states of all ranks; until then the previous one is. At most
-two are stored. If a store is lost, no set is valid any more, and the next set starts with new stores.
+A set of mirrors consists of the states of all ranks after the same step. It becomes valid when the stores have verified
+all states; until then the previous set is valid. At most two sets are stored. If a store is lost, no set is valid any
+more, and the next set is sent to new stores.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _POLL_S = 0.1
 
 
 def launch_store(node: str) -> Any:
-    """Starts a store on the node with Ray id `node`."""
+    """Starts a store on the node with the Ray id `node`, and returns its actor."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(MirrorStore).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 class Mirrors:
-    """Sets of mirrors of `trainers`, one at a time."""
+    """Sets of mirrors of the ranks of `trainers`, of which one at a time is valid."""
 
     def __init__(
         self,
@@ -43,22 +44,23 @@ class Mirrors:
         note: Callable[[str], None],
         launch: Callable[[str], Any] = launch_store,
     ):
-        """Takes `launch`, which starts a store on the node with a Ray id."""
+        """Stores the parameters; no store is started. `log_dir`: directory of the stores' logs; `note`: shows a line to
+        the user; `launch`: starts a store on the node with a given Ray id."""
         self.trainers = trainers
         self.log_dir = log_dir
         self.note = note
         self._launch = launch
         self.step: int | None = None
-        """Step of the valid set; None if there is none."""
+        """Step of the valid set; None if no set is valid."""
         self._stores: dict[str, Any] = {}
-        """Store actors by the Ray id of their node."""
+        """Store actors, by the Ray id of their node."""
         self._mirror_nodes: list[str] = []
-        """Node of each rank's mirror, by rank."""
+        """For each rank, the Ray id of the node that stores its mirror."""
         self._coming: asyncio.Task[None] | None = None
 
     async def take(self, step: int) -> None:
-        """Starts a set of the state of all ranks after `step` steps; returns when ranks may continue. Raises the ranks'
-        errors; if a store is lost, the set is skipped."""
+        """Starts to mirror the state of all ranks after `step` steps, and returns when the ranks may continue. Raises
+        the ranks' errors. If a store is lost, no set of this step is made."""
         if self._coming is not None:
             await asyncio.wait([self._coming])
         try:
@@ -71,14 +73,14 @@ class Mirrors:
         self._coming = asyncio.create_task(self._complete(step))
 
     async def interrupt(self) -> None:
-        """Stops waiting for a set whose ranks have ended."""
+        """Stops waiting for a set whose ranks have been lost."""
         if self._coming is not None:
             await cancelled(self._coming)
             self._coming = None
 
     async def restore(self, new: TrainerGroup) -> None:
-        """Restores the valid set on new ranks. Raises MirrorLost, with all ranks unchanged, if it is incomplete; then
-        no set is valid."""
+        """Restores the valid set on the new ranks `new`. If the set is incomplete, raises MirrorLost without changing
+        any rank, and no set is valid any more."""
         try:
             mirrors = f"mirrors of step {self.step}"
             await new.call("mirror.fetch", f"the {mirrors}", per_rank=self._stores_of_ranks(), step=self.step)
@@ -91,12 +93,12 @@ class Mirrors:
         return [(self._stores[node],) for node in self._mirror_nodes]
 
     async def stop(self) -> None:
-        """Ends all stores; does not raise."""
+        """Ends all stores. Raises nothing."""
         await self.interrupt()
         await self._end()
 
     async def _open(self) -> None:
-        """Starts a store on every node with ranks, unless they run."""
+        """Starts a store on every node that has ranks, if no stores are running."""
         if self._stores:
             return
         nodes = list(dict.fromkeys(rank["node"] for rank in self.trainers.started))
@@ -107,10 +109,11 @@ class Mirrors:
         await self._all("ready", *([str(self._log(index))] for index in range(len(nodes))))
         self._mirror_nodes = [after[rank["node"]] for rank in self.trainers.started]
         if len(nodes) == 1:
-            self.note("all trainers are on one node, which keeps their mirrors: they are lost if it is lost")
+            self.note("all trainers are on one node, which also stores their mirrors; if it is lost, so are they")
 
     async def _complete(self, step: int) -> None:
-        """Waits until the stores have verified all ranks' states of `step`, and makes them drop the others."""
+        """Waits until the stores have verified the states of all ranks after `step`, and makes them drop all other
+        states."""
         limit = self.trainers.config.trainer.deadline
         try:
             async with asyncio.timeout(limit):
@@ -120,13 +123,13 @@ class Mirrors:
             await self._all("commit", *arguments)
             self.step = step
         except TimeoutError:
-            self.note(f"the mirrors of step {step} were not complete within {limit:.0f} s; the previous ones are kept")
+            self.note(f"the mirrors of step {step} were not complete within {limit:.0f} s; the previous ones are used")
         except MirrorLost as error:
             await self._lose(error)
 
     async def _all(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
-        """Returns the results of a method of all stores, each called with its arguments. Raises MirrorLost if one
-        fails."""
+        """Calls a method of every store, each with its own `arguments`, and returns the results. Raises MirrorLost if a
+        call fails."""
         holders = [f"the mirrors on node {index}" for index in range(len(self._stores))]
         try:
             calls = []
@@ -146,7 +149,7 @@ class Mirrors:
         return self.log_dir / f"mirrors-{index}.log"
 
     async def _lose(self, error: SlimxError) -> None:
-        """Invalidates all mirrors; the next set starts with new stores."""
+        """Ends all stores, so that no set is valid; the next set starts new ones. `error`: what was lost."""
         self.note(f"mirrors are lost: {first_line(error)}")
         await self._end()
 

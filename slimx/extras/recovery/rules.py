@@ -1,4 +1,4 @@
-"""Rules for the recovery of trainers."""
+"""Configuration rules for the recovery of trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNPROVEN = {
         "policies (with further weights)",
     ),
 }
-"""Feature -> entries that were never proven with it, as in `slimx.rules.unproven.UNPROVEN`."""
+"""Settings that are not proven with each feature, in the format of `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))
@@ -36,35 +36,35 @@ def unproven(**sections: Any) -> Problems:
 def keeps_few_batches(recovery: Recovery, checkpoint: Checkpoint) -> Problems:
     if recovery.trainers and not checkpoint.every:
         yield (
-            "with recovery.trainers the driver keeps every batch trained since the newest checkpoint, and "
-            "without checkpoints their number is unbounded; set it"
+            "it is 0, but with recovery.trainers the driver keeps every batch trained since the newest checkpoint, "
+            "which is unbounded without checkpoints; set checkpoint.every, or recovery.trainers=0"
         )
 
 
 @rule("recovery.mirror", "recovery.mirror_every")
 def mirrors_for_someone(recovery: Recovery) -> Problems:
     if recovery.mirror_every and not recovery.trainers:
-        yield "no rank would ever restore a mirrored state; set recovery.trainers, or leave it out"
+        yield "it has no effect without recovery.trainers; set recovery.trainers, or leave recovery.mirror_every out"
 
 
 @rule("recovery.shrink", "recovery.shrink_after")
 def shrinks_for_someone(recovery: Recovery) -> Problems:
     if recovery.shrink_after is not None and not recovery.trainers:
-        yield "the loss of a rank ends the run at once; set recovery.trainers, or leave it out"
+        yield "it has no effect without recovery.trainers; set recovery.trainers, or leave recovery.shrink_after out"
 
 
 @rule("recovery.engines", "recovery.trainers")
 def keeps_engines(recovery: Recovery, rollout: Rollout) -> Problems:
     if recovery.trainers and not rollout.policy_engines:
         yield (
-            "it is not proven without engines of the policy (rollout.engines is empty, or rollout.replay is set), "
-            "which keep running during a recovery; set it to 0"
+            "it is not proven without engines of the policy (rollout.engines is empty, or rollout.replay is set); set "
+            "recovery.trainers=0"
         )
 
 
 @rule("recovery.transport", "publish.transport")
 def recovers_with(recovery: Recovery, publish: Publish, schedule: Schedule, device: str) -> Problems:
-    """Checks the transport that is chosen if the configuration leaves it open."""
+    """Checks the transport of weights, including the one that is chosen if the configuration does not set it."""
     if not recovery.trainers:
         return
     from slimx.engines.transport import transport_of
@@ -85,8 +85,8 @@ def can_shrink(recovery: Recovery, sizes: Sizes, device: str) -> Problems:
     if next(fewer(sizes), None) is None:
         yield (
             f"DP{sizes.data} cannot shrink (TP{sizes.tensor} CP{sizes.context} EP{sizes.expert} "
-            f"ETP{sizes.expert_tensor}): it is 1, or the experts need all data-parallel ranks; leave it out, or choose "
-            "a layout with more data-parallel ranks"
+            f"ETP{sizes.expert_tensor}), because it is 1 or the experts need all data-parallel ranks; leave "
+            "recovery.shrink_after out, or choose a layout with more data-parallel ranks"
         )
     if device == "cuda":
-        yield "it is not proven on GPUs; leave it out, or run on the CPU"
+        yield "it is not proven on GPUs; leave recovery.shrink_after out, or run on the CPU"

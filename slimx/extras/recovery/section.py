@@ -1,4 +1,4 @@
-"""Section recovery: parts of a run that are replaced while the others continue."""
+"""Configuration section recovery: replacement of lost trainers while the rest of the run continues."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 
 class Recovery(Section):
     trainers: Count = 0
-    """Number of times in a run that all trainer ranks may be replaced when one dies or hangs, while engines, router and
-    driver keep running; 0: such a loss ends the run."""
+    """Maximum number of times in a run that all trainer ranks are replaced because one died or hangs, while engines,
+    router and driver keep running; 0: the loss of a rank ends the run."""
     mirror_every: Count = 0
-    """Steps between copies of all ranks' states to the host memory of a neighbouring node (of the same node if there is
-    only one), so that lost trainers are restored without a disk and repeat fewer steps; 0: none."""
+    """Number of steps between copies of all ranks' states to the host memory of a neighboring node (of the same node if
+    there is only one). From these copies lost trainers are restored without a disk and repeat fewer steps than from a
+    checkpoint. 0: no copies."""
     shrink_after: Seconds | None = None
-    """Seconds to wait for Ray resources of lost ranks, e.g. of a node that does not come back, until the run continues
-    with fewer data-parallel ranks, which train the same batches; null: it ends after cluster.start_deadline."""
+    """Seconds to wait for Ray resources of lost ranks, e.g. of a node that does not come back, before the run continues
+    with fewer data-parallel ranks, which train the same batches; null: the run never shrinks, and ends after
+    cluster.start_deadline."""
 
 
 def recovery_of(config: CoreConfig) -> Recovery:

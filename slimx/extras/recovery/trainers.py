@@ -1,13 +1,13 @@
 """Replaces lost trainers while engines, router, buffer and driver keep running.
 
-    a rank dies or hangs                detected by watch_ranks, or by the call that fails
-      all ranks are killed              a process group cannot lose one member
-      new ranks start and load          the newest checkpoint, else the initial weights
-      they train the steps since then   on the batches kept by the driver; every metric must be the same
+    a rank dies or hangs                detected by watch_ranks, or by a call that fails
+      all ranks are killed              because a process group cannot lose a member
+      new ranks start and load          the newest checkpoint, or the initial weights without one
+      they train the steps since then   on the batches that the driver kept; every metric must be the same
       the failed call is repeated
 
-Callers reach trainers through `with_retry`, which waits during a replacement and repeats a failed call. No call reaches
-new ranks before they have the state of the old ones: until then the group's actors are the dead ones.
+Callers call trainers through `with_retry`, which waits during a replacement and repeats a failed call. New ranks receive
+no call before they have the state of the old ones, because until then the group's actors are the dead ones.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from slimx.runtime.tasks import in_thread, race
 
 
 class TrainerRecovery(RankLossHandler):
-    """Replaces the ranks of `trainers`, up to `recovery.trainers` times."""
+    """Handler of rank losses that replaces all ranks of `trainers`, up to `recovery.trainers` times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
-        """Takes `replan`, None if ranks never change their sizes."""
+        """Takes `records`, which records replacements, `log_dir`, the directory of the logs, and `replan`, which
+        returns weight transfer plans for other parallel sizes; None if ranks never change their sizes."""
         super().__init__(trainers)
         self.records = records
         self.config = trainers.config
@@ -58,19 +59,19 @@ class TrainerRecovery(RankLossHandler):
         self.ledger = Ledger()
         self.mirrors = Mirrors(trainers, log_dir, records.table.note)
         self.trained_again = 0
-        """Steps that new ranks trained again."""
+        """Number of steps that new ranks trained again."""
         self.from_mirrors = 0
-        """Times that new ranks took their state from mirrors."""
+        """Number of times that new ranks restored their state from mirrors."""
         self.replaced = 0
-        """Times that all ranks were restarted, including failed attempts."""
+        """Number of times that all ranks were restarted, including failed attempts."""
         self._seconds = 0.0
-        """Outage since the last call of `metrics`, in seconds."""
+        """Seconds without trainers since the last call of `metrics`."""
         self._epoch = 0
-        """Number of replacements of the group's ranks."""
+        """Number of completed replacements of the group's ranks."""
         self._replacing = asyncio.Lock()
         self._checkpoints: Checkpointer | None = None
         self._final: SlimxError | None = None
-        """Reason why ranks are not replaced any more."""
+        """Reason why ranks are not replaced any more; None while they are."""
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
         self.ledger.rebase(Base(step, checkpoint, same_layout=same_layout))
@@ -80,7 +81,7 @@ class TrainerRecovery(RankLossHandler):
 
     @property
     def checkpoints(self) -> Checkpointer:
-        """The writer of checkpoints, set by `open`: ranks are not replaced before."""
+        """Writer of checkpoints, which `open` sets. Ranks are not replaced before that."""
         assert self._checkpoints is not None
         return self._checkpoints
 
@@ -88,11 +89,12 @@ class TrainerRecovery(RankLossHandler):
         self.ledger.rebase(Base(step, path))
 
     def trained(self, step: int, version: int, updates: list[TrainBatch], metrics: dict[str, float]) -> None:
-        """Keeps the step until a checkpoint includes it."""
+        """Records a trained step until a checkpoint includes it; parameters: see `RankLossHandler`."""
         self.ledger.trained(TrainedStep(step, version, updates, dict(metrics)))
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Mirrors the state of all ranks if that is due. A failure to mirror does not end the run."""
+        """Mirrors the state of all ranks if `recovery.mirror_every` requires it after `step`. A failure to mirror does
+        not end the run."""
         every = self.options.mirror_every
         if every and step % every == 0:
             with phase("mirror"):
@@ -105,12 +107,12 @@ class TrainerRecovery(RankLossHandler):
         return bases
 
     async def stop(self) -> None:
-        """Ends the processes with mirrors; does not raise."""
+        """Ends the processes that store mirrors. Raises nothing."""
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Returns replacements so far, seconds without trainers since the last call, and the size of the kept
-        batches."""
+        """Returns metrics: replacements so far, seconds without trainers since the last call, and the size of the
+        recorded batches."""
         metrics = {
             "recovery/trainers": float(self.replaced),
             "recovery/seconds": self._seconds,
@@ -128,8 +130,8 @@ class TrainerRecovery(RankLossHandler):
     # Calls of trainers -----------------------------------------------------------------------------------------------
 
     async def with_retry[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `work`, which calls trainers and can be repeated from its beginning. If ranks were lost
-        meanwhile, an error is ignored and `work` is repeated with new ranks."""
+        """Awaits `work`, which calls trainers and can be repeated from its beginning, and returns its result. If ranks
+        were lost in the meantime, its error is ignored, and `work` is repeated with new ranks."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -141,7 +143,7 @@ class TrainerRecovery(RankLossHandler):
                 await self._replace(error, epoch)
 
     async def watch(self) -> SlimxError:
-        """Watches the ranks and replaces them; returns the reason once that is impossible."""
+        """Watches the ranks and replaces them. Returns the reason when they cannot be replaced any more."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -156,7 +158,8 @@ class TrainerRecovery(RankLossHandler):
     # Replacement ------------------------------------------------------------------------------------------------------
 
     async def _replace(self, reason: SlimxError, epoch: int) -> None:
-        """Starts new ranks in place of those of `epoch`, unless that is done. Raises SlimxError if it is impossible."""
+        """Starts new ranks in place of those of `epoch`, unless this has been done already. `reason`: loss of a rank.
+        Raises SlimxError if ranks cannot be replaced."""
         async with self._replacing:
             while self._epoch == epoch:
                 if self._final is None and (self._checkpoints is None or self.replaced >= self.limit):
@@ -166,15 +169,15 @@ class TrainerRecovery(RankLossHandler):
                 reason = await self._attempt(reason) or reason
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
-        """Restarts all ranks because of `reason`; returns the reason if the new ones are lost, too. Raises SlimxError
-        if another attempt would fail the same way."""
+        """Restarts all ranks because of `reason`. Returns None if they run, or the new reason if the new ranks are
+        lost, too. Raises SlimxError if another attempt would fail in the same manner."""
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)
-        note(f"{sentence}: trainers are restarted, {self.replaced} of {self.limit}")
+        note(f"{sentence}; trainers are restarted ({self.replaced} of at most {self.limit} times)")
         at = time.time()
         began = time.perf_counter()
-        failed = "it was given up"
+        failed = "it was canceled"
         try:
             await keep_stacks(Path(self.config.run.dir), note, reason)
             again = await self._start_again()
@@ -210,7 +213,7 @@ class TrainerRecovery(RankLossHandler):
                 return loss
             raise
         if new.sizes != self.trainers.sizes:
-            # All checkpoints and mirrors so far are of the old sizes.
+            # All checkpoints and mirrors were written with the old sizes.
             self.ledger.base = replace(self.ledger.base, same_layout=False)
             self.ledger.steps |= again
             await self.mirrors.stop()
@@ -220,8 +223,8 @@ class TrainerRecovery(RankLossHandler):
         return None
 
     async def _placed(self, new: TrainerGroup) -> TrainerGroup:
-        """Returns `new` once all its ranks have processes; if Ray lacks resources for some, a group with fewer
-        data-parallel ranks that fits. Raises DeadlineError if none fits."""
+        """Waits until all ranks of `new` have processes, and returns `new`. If Ray lacks resources for some ranks,
+        returns a group with fewer data-parallel ranks that fits. Raises DeadlineError if none fits."""
         after = self.options.shrink_after
         try:
             await new.identify(after)
@@ -235,8 +238,8 @@ class TrainerRecovery(RankLossHandler):
                 raise
         await self._end(new)
         self.records.trainers_shrunk(
-            f"within {after:.0f} s Ray placed {placed} of {new.sizes.world} trainer ranks: the run continues with "
-            f"DP{smaller.data} instead of DP{new.sizes.data}, on the same batches; the order of summation changes"
+            f"Ray placed only {placed} of {new.sizes.world} trainer ranks within {after:.0f} s, so the run continues "
+            f"with DP{smaller.data} instead of DP{new.sizes.data} on the same batches, with another order of summation"
         )
         group = self.trainers.fewer(smaller, await in_thread(self._replan, smaller))
         try:
@@ -247,9 +250,9 @@ class TrainerRecovery(RankLossHandler):
         return group
 
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
-        """Restores new ranks, whose processes started within `processes` seconds, to the state of the lost ones between
-        two steps. Returns the steps trained by ranks of other sizes, with their metrics, by the number of steps before
-        each."""
+        """Restores the new ranks to the state of the lost ones between two steps. Returns the repeated steps whose
+        metrics changed because the ranks have other sizes, by the number of steps before each. `processes`: seconds in
+        which the ranks' processes started."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()
@@ -280,14 +283,15 @@ class TrainerRecovery(RankLossHandler):
         slowest = {name: max(rank["seconds"][name] for rank in new.started) for name in new.started[0]["seconds"]}
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ({"processes": processes} | slowest).items())
         self.records.table.note(
-            f"trainers are back after step {step}: started in {processes + started:.1f} s ({parts}), loaded "
+            f"trainers are running again after step {step}: started in {processes + started:.1f} s ({parts}), loaded "
             f"{source} in {loaded:.1f} s, trained {step - first} steps again in {trained:.1f} s"
         )
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Loads the newest state on new ranks; returns its step and its description. A mirror newer than a save that
-        must be written again is not used: new ranks would not pass the save's step."""
+        """Loads the newest state on new ranks, and returns its step and its description. Mirrors that are newer than a
+        checkpoint that must be written again are not used, because the ranks would then never be at the checkpoint's
+        step."""
         base = self.ledger.base
         unwritten_step = self.checkpoints.unwritten_step
         mirrored = self.mirrors.step
@@ -299,25 +303,25 @@ class TrainerRecovery(RankLossHandler):
                 self.from_mirrors += 1
                 return mirrored, f"the mirrors of step {mirrored}"
             except MirrorLost as error:
-                self.records.table.note(f"{first_line(error)}; trainers start from the newest checkpoint")
+                self.records.table.note(f"{first_line(error)}; trainers restart from the newest checkpoint instead")
         if base.checkpoint is not None:
             same = same and base.same_layout
             await new.restore(base.checkpoint, same_layout=same, load_optimizer=True)
         return base.step, str(base.checkpoint or "the initial weights")
 
     async def _end(self, group: TrainerGroup) -> None:
-        """Kills all ranks of `group`, whatever their state."""
+        """Kills all ranks of `group` in any state."""
         local = local_pids(group)
         pids: defaultdict[str | None, list[int]] = defaultdict(list)
         for rank, started in enumerate(group.started):
             pids[None if rank in local else started["node"]].append(started["pid"])
-        group.started = []  # their process ids may be reused
+        group.started = []  # the process ids may be reused later
         await kill_on_nodes(pids, "the lost trainers")
         await kill(group.actors)
 
 
 async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
-    """Returns the result of `work`. Raises the error of a rank of `group` that is lost before."""
+    """Awaits `work` and returns its result. Raises the error of a rank of `group` if one is lost before that."""
     watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
     task, _ = await race(work, watch)
     if task is not None:
@@ -326,8 +330,8 @@ async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable
 
 
 async def is_lost(group: TrainerGroup, error: SlimxError) -> bool:
-    """Returns True if a rank of `group` that has died, hangs or does not respond caused `error`; False if a working
-    rank raised it."""
+    """Returns True if `error` was caused by a rank of `group` that has died, hangs or does not respond; False if a
+    running rank raised it."""
     ranks = [group.holder(rank) for rank in range(group.sizes.world)]
     if isinstance(error, PartLost) and error.about in ranks:
         return True

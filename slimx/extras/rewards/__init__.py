@@ -1,1 +1,1 @@
-"""Built-in reward hooks: mathematics, choices, patterns, instructions, judges."""
+"""Built-in reward hooks: mathematics, multiple choice, patterns, instruction following, judges, web services."""

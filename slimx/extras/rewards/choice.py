@@ -1,4 +1,4 @@
-"""A reward for multiple-choice tasks: 1 if the final answer chooses the letter of the prompt's answer."""
+"""Reward for multiple-choice tasks: 1 if the final answer chooses the letter of the prompt's answer, else 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimx.rewards.needs import needs_answer
 LETTERS = "ABCDEFGHIJ"
 _SPACE = re.compile(r"\\q?quad(?![A-Za-z])|\\[,;: ]|~")
 _MARKUP = re.compile(r"\\(?:text|math)?(?:bf|rm|sf|it|tt|normal)?(?![A-Za-z])\s*+(?=\{)|\\[()\[\]]|[*_`${}]")
-r"""Markup around a letter: **B**, $B$, \(B\), \textbf{B}."""
+r"""Pattern of markup around a letter: **B**, $B$, \(B\), \textbf{B}."""
 _BE = r"(?:is|are|was|would\s+be|should\s+be|must\s+be|will\s+be)\b"
 _STATED = re.compile(
     rf"\b(?:answers?\b\s*+(?:{_BE}\s*+)?+[:=→–-]?+|(?:option|choice)\s*+(?:{_BE}\s*+:?|[:=]))\s*+"
@@ -23,18 +23,19 @@ _STATED = re.compile(
     r":?\s*+)*+",
     re.IGNORECASE,
 )
-"""Text in front of the letter: "answer is", "Answer:", "the correct choice is option"."""
+"""Pattern of the text in front of the chosen letter, such as "answer is", "Answer:" or "the correct choice is
+option"."""
 
 
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS) -> float:
-    """Returns 1.0 if the response chooses the prompt's answer, else 0.0. Raises SlimxError if the answer is not one of
-    `letters`."""
+    """Returns 1.0 if the response chooses the prompt's answer, else 0.0. `letters`: letters of the choices. Raises
+    SlimxError if the prompt's answer is not one of them."""
     answer = answer_of(ctx, __name__).strip().strip("().").upper()
     if len(answer) != 1 or answer not in letters:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, which is not one of the letters "
-            f"{letters}; correct it or set the option letters",
+            f"{letters}; correct the answer or set reward.options.letters",
             code="reward.answer",
             about=ctx.prompt.id,
         )
@@ -42,9 +43,11 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
 
 
 def chosen(text: str, letters: str = LETTERS) -> str | None:
-    """Returns the letter that a response chooses: in its last box; else the last one after "answer" or "option is";
-    else at the start of the last line, if punctuation or nothing follows it. Returns None without a clear choice: a
-    letter that is a word ("A train leaves"), several letters ("A or B"), an unclosed box."""
+    """Returns the letter that a response chooses, or None without a clear choice.
+
+    The letter is in the last box; without one after the last "answer" or "option is"; without that at the start of the
+    last line, if only punctuation or nothing follows it. There is no clear choice if the letter is a word ("A train
+    leaves"), if there are several letters ("A or B"), or if the box is unclosed."""
     in_boxes = boxes(text)
     if in_boxes and (in_boxes[-1].end is None or len(joined_boxes(text, in_boxes)) > 1):
         return None
@@ -62,7 +65,7 @@ def chosen(text: str, letters: str = LETTERS) -> str | None:
         if letter is not None:
             return letter or None
     last_line = plain.strip().rpartition("\n")[2].strip()
-    # "A train leaves" begins with a letter too: it is a choice only if punctuation or nothing follows.
+    # "A train leaves" starts with a letter, too; it is a choice only if punctuation or nothing follows it.
     if re.match(rf"\(?[{re.escape(letters)}](?:[).:]|$)", last_line):
         return _letter(last_line, 0, letters) or None
     return None
@@ -73,8 +76,8 @@ def _plain(text: str) -> str:
 
 
 def _letter(text: str, start: int, letters: str) -> str | None:
-    """Returns the letter at index `start`; "" if others are joined to it ("A or B"); None if it is not a choice: a word
-    (the article "A", the pronoun "I") or part of a formula."""
+    """Returns the letter at index `start` of the text. Returns "" if other letters are joined to it ("A or B"), and
+    None if it is not a choice, but a word (the article "A", the pronoun "I") or part of a formula."""
     match = _pattern(letters).match(text, start)
     if match is None:
         return None
@@ -87,7 +90,7 @@ def _letter(text: str, start: int, letters: str) -> str | None:
 def _pattern(letters: str) -> re.Pattern[str]:
     one = f"[{re.escape(letters)}]"
     ends = r"(?![\w'’])"
-    # "A" and "I" before a word are words themselves, unless that word introduces the reason for the choice.
+    # "A" and "I" before a word are words themselves, unless the word introduces the reason for the choice.
     word = r"(?!(?<=[AI])\s+(?!(?:because|since|as|is|and|or|due|for)\b)[a-z])"
     bare = rf"(?P<bare>{one}){ends}{word}(?!\s*[+*=^<>]|-\w)"
     enclosed = rf"[(\[]\s*(?P<enclosed>[{re.escape(letters + letters.lower())}])\s*[)\]]"

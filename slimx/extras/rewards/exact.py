@@ -1,4 +1,4 @@
-"""A reward for tasks with one correct answer: 1 if the final answer equals the prompt's answer, else 0."""
+"""Reward for tasks with one correct answer: 1 if the final answer equals the prompt's answer, else 0."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from slimx.rewards.needs import needs_answer
 
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """Returns 1.0 if the final answer and the prompt's answer are equal up to surrounding white space, else 0.0. Raises
+    """Returns 1.0 if the final answer equals the prompt's answer, except for surrounding white space, else 0.0. Raises
     SlimxError if the prompt has no answer."""
     return float(ctx.final_answer.strip() == answer_of(ctx, __name__).strip())

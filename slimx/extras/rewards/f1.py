@@ -1,4 +1,4 @@
-"""A reward for short free-form answers: word overlap of the final answer and the reference (SQuAD's F1, 1606.05250)."""
+"""Reward for short free-form answers: word overlap of the final answer and the reference (SQuAD's F1, 1606.05250)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
-    """Returns the highest F1, 0 to 1, against the prompt's `answer` and the `answers` in its metadata. Raises
-    SlimxError if there are none."""
+    """Returns the highest F1, from 0 to 1, of the final answer against the prompt's `answer` and the `answers` in its
+    metadata. Raises SlimxError if the prompt has neither."""
     answers = list(ctx.prompt.metadata.get("answers") or [])
     if ctx.prompt.answer is not None or not answers:
         answers.append(answer_of(ctx, __name__))
@@ -22,8 +22,8 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def f1(text: str, answer: str) -> float:
-    """Returns the harmonic mean of word precision and recall, ignoring case, punctuation and articles; 1 if both texts
-    are empty."""
+    """Returns the F1 of `text` against the reference `answer`: the harmonic mean of precision and recall of their
+    words, ignoring case, punctuation and articles; 1 if both are empty."""
     predicted = words(text)
     reference = words(answer)
     if not predicted or not reference:
@@ -33,5 +33,5 @@ def f1(text: str, answer: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text without case, punctuation and articles."""
+    """Returns the words of a text in lower case, without punctuation and articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

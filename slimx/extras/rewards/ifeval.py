@@ -1,5 +1,5 @@
-"""A reward for instruction following (IFEval, 2311.07911): which of a prompt's instructions the response follows. Uses
-IFEval's own checkers, from the optional package if-verifiable.
+"""Reward for instruction following (IFEval, 2311.07911): it depends on how many of a prompt's instructions the response
+follows. IFEval's own checkers are used, from the optional package if-verifiable.
 
     {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
      "kwargs": [{}, {"relation": "at least", "num_words": 300}]}         in the metadata of each prompt
@@ -20,17 +20,17 @@ from slimx.rewards.needs import checked_by, checks_prompts, needs_process
 PACKAGE = "if-verifiable==0.1.2"
 MEASURES = ("prompt_strict", "prompt_loose", "instructions_strict", "instructions_loose")
 SENTENCES = "Two short sentences. They are judged once, before the run."
-"""Text for a trial of each kind of checker, which finds data missing on this machine before the run."""
+"""Text on which each kind of checker is tried once before the run, to find out if data are missing on this machine."""
 
 
 def check(*, weights: Mapping[str, float] | None = None) -> None:
-    """Raises SlimxError for weights of unknown measures, or if the package is not installed."""
+    """Raises SlimxError if `weights` names an unknown measure, or if the package is not installed."""
     if weights is None:
         weights = {"prompt_strict": 1.0}
     unknown = [name for name in weights if name not in MEASURES]
     if unknown or not weights or not all(map(_is_finite, weights.values())):
         raise SlimxError(
-            f"{__name__}.reward: weights are {dict(weights)}; give finite numbers for any of {', '.join(MEASURES)} in "
+            f"{__name__}.reward: weights are {dict(weights)}; set finite numbers for some of {', '.join(MEASURES)} in "
             "reward.options.weights",
             code="reward.weights",
             about=unknown[0] if unknown else "weights",
@@ -39,9 +39,10 @@ def check(*, weights: Mapping[str, float] | None = None) -> None:
 
 
 def check_prompts(prompts: Iterable[Prompt]) -> None:
-    """Raises SlimxError for a prompt whose metadata has no instructions, an unknown instruction, or a missing argument:
-    the package would skip an unknown instruction and draw a missing argument at random. Also raises if a checker needs
-    data that this machine lacks: some split sentences with nltk data, which no package installs."""
+    """Raises SlimxError for a prompt whose metadata has no instructions, an unknown instruction, or a missing argument,
+    because the package would skip an unknown instruction and draw a missing argument at random. Also raises it if a
+    checker needs data that are missing on this machine: some checkers split sentences with nltk data, which no package
+    installs."""
     kinds: dict[str, Any] = {}
     for prompt in prompts:
         for name, arguments in _instructions(prompt):
@@ -51,26 +52,27 @@ def check_prompts(prompts: Iterable[Prompt]) -> None:
             checker.check_following(SENTENCES)
         except LookupError as error:
             raise SlimxError(
-                f"{__name__}.reward: {name} needs nltk data that this machine lacks; run python -m nltk.downloader "
-                "punkt_tab, or set NLTK_DATA to a directory that has it",
+                f"{__name__}.reward: {name} needs nltk data that are missing on this machine; run python -m "
+                "nltk.downloader punkt_tab, or set NLTK_DATA to a directory that contains them",
                 code="reward.package",
                 about=name,
             ) from error
 
 
 def _checker(prompt: Prompt, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the checker of one instruction of a prompt, with its arguments."""
+    """Returns the checker of an instruction of `prompt`, with its arguments set. `name`: name of the instruction.
+    Raises SlimxError if name or arguments are invalid."""
     kind = _checkers().get(name)
     if kind is None:
-        raise _unfit(prompt, f"{name!r} is not an instruction of {PACKAGE}")
+        raise _unfit(prompt, f"{name!r} is not the name of an instruction of {PACKAGE}")
     checker = kind(name)
     try:
         checker.build_description(**arguments)
     except (TypeError, ValueError, KeyError) as error:
-        raise _unfit(prompt, f"{name} does not take {dict(arguments)} ({raised(error)})") from error
+        raise _unfit(prompt, f"{name} does not accept the arguments {dict(arguments)} ({raised(error)})") from error
     missing = set(checker.get_instruction_args_keys() or ()) - arguments.keys()
     if missing:
-        raise _unfit(prompt, f"{name} lacks {', '.join(sorted(missing))}")
+        raise _unfit(prompt, f"{name} lacks the arguments {', '.join(sorted(missing))}")
     return checker
 
 
@@ -83,13 +85,15 @@ async def reward(
     """Returns 1.0 if the response strictly follows all of the prompt's instructions, else 0.0: IFEval's prompt-level
     strict accuracy.
 
-    `weights` selects a weighted sum of measures instead, each a part of the reward: "prompt_strict" and "prompt_loose"
-    (1 if all instructions are followed), "instructions_strict" and "instructions_loose" (fraction of instructions
-    followed). Loose also accepts an instruction that the response follows without its first line, its last line, or
-    asterisks. Only the final answer is judged, without thinking; an empty one follows nothing.
+    With `weights` the reward is instead a weighted sum of measures, each a part of the reward: "prompt_strict" and
+    "prompt_loose" (1 if all instructions are followed), "instructions_strict" and "instructions_loose" (fraction of
+    instructions followed). The loose measures also accept an instruction that the response follows without its first
+    line, its last line, or asterisks. Only the final answer is checked, without thinking; an empty one follows no
+    instruction.
 
-    Logs "ifeval/instructions", their number, and "ifeval/kept_strict" and "ifeval/kept_loose", the numbers followed:
-    their ratio over an evaluation is IFEval's instruction-level accuracy. Also logs the two prompt-level measures."""
+    Logs the number of instructions as "ifeval/instructions", and the numbers of those followed as "ifeval/kept_strict"
+    and "ifeval/kept_loose". Their ratio over an evaluation is IFEval's instruction-level accuracy. Also logs the two
+    prompt-level measures."""
     from if_verifiable.common import evaluate_instructions
 
     pairs = _instructions(ctx.prompt)
@@ -98,7 +102,7 @@ async def reward(
         response=ctx.final_answer,
         instruction_id_list=[name for name, _ in pairs],
         kwargs_list=[arguments for _, arguments in pairs],
-        prompt="",  # only checkers of other suites read it
+        prompt="",  # only checkers of other test suites read it
         instruction_registry=registry,
     )
     values = {
@@ -118,14 +122,14 @@ async def reward(
 
 
 def _instructions(prompt: Prompt) -> list[tuple[str, dict[str, Any]]]:
-    """Returns names and arguments of a prompt's instructions. Raises SlimxError if its metadata has none."""
+    """Returns names and arguments of a prompt's instructions. Raises SlimxError if its metadata has no valid ones."""
     names = prompt.metadata.get("instruction_id_list")
     rows = prompt.metadata.get("kwargs")
     if not _is_list(names, str) or not _is_list(rows, Mapping) or not names or len(names) != len(rows):
         raise _unfit(prompt, "metadata.instruction_id_list and metadata.kwargs are not two lists of equal length")
     instructions = []
     for name, row in zip(names, rows, strict=True):
-        # A table has every argument in every row: null if the instruction does not take it.
+        # A table has every argument in every row; it is null if the instruction does not take it.
         arguments = {key: value for key, value in row.items() if value is not None}
         instructions.append((name, arguments))
     return instructions
@@ -141,26 +145,27 @@ def _is_finite(value: object) -> bool:
 
 @cache
 def _checkers() -> Mapping[str, Any]:
-    """Returns the checkers by instruction name. Raises SlimxError if the package is not installed."""
+    """Returns the package's checker classes, by name of the instruction. Raises SlimxError if the package is not
+    installed."""
     try:
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
         from langdetect import DetectorFactory
     except ImportError as error:
         raise SlimxError(
-            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}): pip "
+            f"{__name__}.reward needs {PACKAGE.partition('=')[0]}, which is not installed ({raised(error)}); run pip "
             f"install {PACKAGE}, or choose another reward.function",
             code="reward.package",
             about="if-verifiable",
         ) from error
-    # Fixes the seed that is otherwise drawn for each text: the reward of a response would vary.
+    # Fixes the seed, which is otherwise drawn for each text, so that the reward of a response does not vary.
     DetectorFactory.seed = 0
     return INSTRUCTION_DICT
 
 
 def _unfit(prompt: Prompt, reason: str) -> SlimxError:
     return SlimxError(
-        f"prompt {prompt.id!r}: {reason}; correct it, or give such prompts another reward by `where` of reward.parts "
-        "(slimx data ifeval writes the required form)",
+        f"prompt {prompt.id!r}: {reason}; correct the prompt (`slimx data ifeval` writes the required format), or set "
+        "another reward for such prompts with `where` in reward.parts",
         code="reward.instructions",
         about=prompt.id,
     )

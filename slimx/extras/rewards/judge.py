@@ -1,7 +1,7 @@
-"""Rewards from another model: a judge that writes its verdict, or a reward model that scores a conversation.
+"""Rewards from another model: a judge that writes a verdict, or a reward model that scores a conversation.
 
-Both are called over HTTP, at an SGLang server (for a judge: any server with OpenAI's chat API) or at a group of frozen
-engines of the run."""
+Both are called over HTTP, at an SGLang server (a judge also at any server with OpenAI's chat API) or at a group of
+frozen engines of the run."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ async def reward(
 ) -> float:
     """Returns the last number that `pattern` finds in the judge's greedy response, divided by `scale`.
 
-    `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `template` may contain
-    {question}, {answer} and {text}, the final answer. Raises SlimxError for a verdict without a number."""
+    `url`: base URL of the server; or `engine`: name of a frozen group of rollout.engines. `model`: model name in the
+    request. `template`: prompt of the judge; it may contain {question}, {answer} and {text}, the final answer.
+    `timeout`: seconds per request. Raises SlimxError for a verdict without a number, and if the server does not
+    respond."""
     headers = None
     if url is None:
         url, headers = _server(ctx, engine)
-    # Not str.format: a response may contain braces.
+    # Not str.format, because a response may contain braces.
     values = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.final_answer}
     content = re.sub(r"\{(question|answer|text)\}", lambda match: values[match[1]], template)
     body: Json = {
@@ -61,15 +63,16 @@ async def reward(
         verdict = response["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError) as error:
         raise SlimxError(
-            f"{url} answered {str(response)[:200]}, which is not a chat completion; check that it serves a judge",
+            f"{url} returned {str(response)[:200]}, which is not a chat completion; check that it is the URL of a "
+            "judge",
             code="reward.verdict",
             about=url,
         ) from error
     scores = re.findall(pattern, verdict)
     if not scores:
         raise SlimxError(
-            f"the verdict of the judge at {url} does not match {pattern!r}: {verdict[-200:]!r}; correct the option "
-            "pattern or template",
+            f"the verdict of the judge at {url} does not match {pattern!r}: {verdict[-200:]!r}; correct pattern or "
+            "template in reward.options",
             code="reward.verdict",
             about=url,
         )
@@ -86,12 +89,13 @@ async def score(
     timeout: float = 60.0,
     retries: int = 3,
 ) -> float:
-    """Returns the score of the conversation by a reward model with one output.
+    """Returns the score that a reward model with one output gives the conversation.
 
-    `url`: base URL of an SGLang server, called at /classify; or `engine`: name of a frozen group of rollout.engines.
-    A group is called at /v1/embeddings, the only path its router forwards; SGLang returns the same number there. The
-    whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` as token ids, for a reward model
-    with the policy's vocabulary. Raises SlimxError for any other response."""
+    `url`: base URL of an SGLang server, called at /classify; or `engine`: name of a frozen group of rollout.engines. A
+    group is called at /v1/embeddings, the only path that its router forwards; SGLang returns the same number there. The
+    whole trajectory is sent as text, decoded by the policy's tokenizer; with `ids` it is sent as token ids, for a
+    reward model with the policy's vocabulary. `timeout`: seconds per request. Raises SlimxError for any other
+    response."""
     tokens = trajectory.token_ids.tolist()
     content = tokens if ids else ctx.tokenizer.decode(tokens, skip_special_tokens=False)
     headers = None
@@ -110,18 +114,20 @@ async def score(
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
         raise SlimxError(
-            f"{address} answered {str(response)[:200]}, which is not one number; check that it serves a reward model",
+            f"{address} returned {str(response)[:200]}, which is not a single number; check that it is the URL of a "
+            "reward model",
             code="reward.verdict",
             about=url or engine or "",
         ) from error
 
 
 def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
-    """Returns URL and headers of a frozen group."""
+    """Returns base URL and request headers of the frozen group `engine`. Raises SlimxError if there is no such
+    group."""
     if engine is None or engine not in ctx.engines:
         raise SlimxError(
-            f"slimx.extras.rewards.judge: {engine!r} is not a frozen group of rollout.engines, which are "
-            f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url",
+            f"slimx.extras.rewards.judge: reward.options.engine is {engine!r}, not a frozen group of rollout.engines; "
+            f"set it to one of the frozen groups ({', '.join(ctx.engines) or 'none'}), or set reward.options.url",
             code="reward.engine",
             about=engine or "",
         )
@@ -129,7 +135,7 @@ def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
 
 
 def question(ctx: Context) -> str:
-    """Returns the prompt as text: its last user message, else its decoded token ids."""
+    """Returns the prompt as text: its last user message, or its decoded token ids if it has no messages."""
     for message in reversed(ctx.prompt.messages or []):
         if message.get("role") == "user":
             return str(message.get("content", ""))

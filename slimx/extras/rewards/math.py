@@ -1,4 +1,5 @@
-"""A reward for mathematical tasks: 1 if the final value of the response equals the answer, by math-verify."""
+"""Reward for mathematical tasks: 1 if the final value in the response equals the prompt's answer, as judged by
+math-verify, else 0."""
 
 from __future__ import annotations
 
@@ -18,30 +19,30 @@ from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_answer, needs_process
 
 SECONDS = 5
-"""CPU seconds for parsing a response, and again for comparing it."""
+"""CPU seconds for parsing a response, and again for comparing it with the answer."""
 DEEPEST = 100
-"""Maximum nesting depth of brackets in a response: with thousands, the grammar takes minutes."""
+"""Maximum nesting depth of brackets in a response; with thousands of levels, parsing takes minutes."""
 ANSWER_SECONDS = 60
-"""CPU seconds for parsing a prompt's answer. The first call of a process builds the library's grammar, which takes
-longer than `SECONDS`; a timeout would reject the prompt."""
+"""CPU seconds for parsing a prompt's answer. The first call in a process builds the library's grammar, which takes
+longer than `SECONDS`, and a timeout would reject the prompt."""
 
 
 @needs_process
 @needs_answer
 async def reward(ctx: Context, trajectory: Trajectory) -> float:
     """Returns 1.0 if the last value in the final answer (boxed, in LaTeX, or plain) equals the prompt's answer, else
-    0.0. An expression that cannot be compared within 5 s counts as wrong.
+    0.0. A value that cannot be compared within 5 s counts as wrong.
 
     Raises SlimxError if the prompt's answer is missing or not a mathematical expression."""
     gold = _gold(answer_of(ctx, __name__))
     if not gold:
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, in which math-verify finds no value; give "
-            "a number or a LaTeX expression, or choose another reward.function",
+            f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, in which math-verify finds no value; set "
+            "it to a number or a LaTeX expression, or choose another reward.function",
             code="reward.answer",
             about=ctx.prompt.id,
         )
-    # parse and verify treat failures and timeouts as wrong answers.
+    # parse and verify count failures and timeouts as wrong answers.
     stated = in_time(lambda: _stated(latex(ctx.final_answer)), SECONDS)
     if not stated or depth(stated) > DEEPEST:
         return 0.0
@@ -54,8 +55,8 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
-    """Returns the values that the answer can mean. An expression is put between dollar signs: outside them the library
-    only looks for numbers, and finds 2 in `2\\pi`. In text with words, only its numbers count."""
+    """Returns the values that the prompt's answer may mean. An expression is put between dollar signs, because outside
+    of them the library looks only for numbers, and finds 2 in `2\\pi`. In a text with words, only its numbers count."""
     answer = latex(answer)
     boxed = last_boxes(answer, boxes(answer))
     if boxed:
@@ -66,8 +67,8 @@ def _gold(answer: str) -> tuple[Any, ...]:
 
 
 def _complex(values: Iterable[Any]) -> list[Any]:
-    """Replaces the letter i in the values by the imaginary unit, because math-verify only assumes that i is not real.
-    Both sides are treated alike, so an i that is an index stays equal to itself."""
+    """Replaces the symbol i in the values by the imaginary unit, because math-verify only assumes that i is not real.
+    Answer and response are treated alike, so an i that is an index remains equal to itself."""
     replaced = []
     for value in values:
         letters = [symbol for symbol in getattr(value, "free_symbols", ()) if symbol.name == "i"]
@@ -76,8 +77,9 @@ def _complex(values: Iterable[Any]) -> list[Any]:
 
 
 def _stated(text: str) -> str:
-    """Returns the part of a response that math-verify reads: its last box, "" if that is unclosed; else all of it if it
-    has delimited mathematics; else the expression in its last line, or at its end after "answer is" or "answer:"."""
+    """Returns the part of a response that math-verify reads: the last box, or "" if it is unclosed; without boxes the
+    whole text if it contains delimited mathematics; else the expression in the last line, or after "answer is" or
+    "answer:" in that line."""
     in_boxes = boxes(text)
     if in_boxes and not re.search("(?i)final answer is", text[in_boxes[-1].stop :]):
         return last_boxes(text, in_boxes) or ""

@@ -1,4 +1,4 @@
-"""A penalty for responses near the length limit: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
+"""Penalty for responses near the length limit: DAPO's soft overlong punishment (2503.14476, eq. 13)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from slimx.rewards.context import Context
 
 
 async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: int) -> float:
-    """Returns 0.0 up to `limit - buffer` sampled tokens, then linearly down to -1.0 at `limit` and beyond.
+    """Returns 0.0 for at most `limit - buffer` sampled tokens, and decreases linearly from there to -1.0 at `limit`
+    tokens and more.
 
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:

@@ -1,4 +1,4 @@
-"""A reward for a required form: 1 if the response matches a regular expression."""
+"""Reward for a required format: 1 if the response matches a regular expression, else 0."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_process
 
 
-# An expression can take exponential time, and `re` cannot be interrupted.
+# A regular expression may take exponential time, and `re` cannot be interrupted.
 @needs_process
 async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: bool = False) -> float:
-    """Returns 1.0 if `pattern` (Python's `re`, `.` matches line ends) occurs in the text, or with `whole` matches all
-    of it; else 0.0. If the pattern has a group named `answer`, that group of the last match must equal the prompt's
-    answer and be part of the final answer.
+    """Returns 1.0 if `pattern` occurs in the response's text, or with `whole` matches all of it; else 0.0. `pattern`:
+    regular expression of Python's `re`, in which `.` also matches line breaks.
 
-    Raises SlimxError if the pattern is not a regular expression."""
+    If the pattern has a group named `answer`, that group of the last match must also be part of the final answer and
+    equal the prompt's answer. Raises SlimxError if the pattern is not a regular expression."""
     expression = compiled(pattern)
     if whole:
         last_match = expression.fullmatch(ctx.text)
@@ -37,13 +37,13 @@ async def reward(ctx: Context, trajectory: Trajectory, *, pattern: str, whole: b
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern. Raises SlimxError with the reason if it is not a regular expression."""
+    """Compiles `pattern`. Raises SlimxError with the reason if it is not a regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise SlimxError(
-            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); correct the option "
-            "pattern",
+            f"slimx.extras.rewards.pattern: {pattern!r} is not a regular expression ({error}); correct "
+            "reward.options.pattern",
             code="reward.option",
             about="pattern",
         ) from error

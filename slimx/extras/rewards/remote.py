@@ -1,4 +1,4 @@
-"""A reward from the user's web service: one HTTP request per trajectory."""
+"""Reward from a user's web service, which receives one HTTP request per trajectory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ async def reward(
     ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 30.0, retries: int = 3
 ) -> float | dict[str, float]:
     """Posts `{"id", "prompt", "text", "final_answer", "answer", "metadata"}` to `url` and returns the response: a
-    number, `{"reward": number}`, or an object of numbers whose sum is the reward. `prompt`: messages or token ids.
+    number, `{"reward": number}`, or an object of numbers whose sum is the reward.
 
-    `timeout`: deadline of one request, in seconds. Raises SlimxError for any other response, or none."""
+    `prompt` in the request is a list of messages or of token ids. `timeout`: seconds per request; `retries`: maximum
+    number of retries. Raises SlimxError for any other response, or none."""
     prompt = ctx.prompt
     body: Json = {
         "id": trajectory.id,
@@ -29,7 +30,7 @@ async def reward(
     values = list(response.values()) if isinstance(response, dict) else [response]
     if not values or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise SlimxError(
-            f"{url} answered {str(response)[:200]}; return a number or an object of numbers as the reward",
+            f"{url} returned {str(response)[:200]}, which is not a reward; return a number or an object of numbers",
             code="reward.verdict",
             about=url,
         )

@@ -1,4 +1,4 @@
-"""slime's `args`: one namespace for a run, with the values that slimx has."""
+"""slime's `args`: one namespace for a run, whose values come from slimx's configuration."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 PREFIX = "slime:"
-"""Prefix of the dotted path of a hook in slime's form."""
+"""Prefix of a hook's dotted path in a configuration that marks it as written for slime."""
 RESERVED = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
-"""Names that only the run sets."""
+"""Attributes of `args` that only the run sets, so that `rollout.options` must not contain them."""
 
 
 class Arguments:
-    """slime's `args`: values of the run, and `rollout.options` (for rewards: `reward.options`). Attributes set by a
-    hook last for one rollout."""
+    """slime's `args`: values of the run, updated with `rollout.options` (for rewards: `reward.options`). Attributes
+    that a hook sets last for one rollout."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        # AttributeError, so that getattr(args, name, default) has its default.
-        hint = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
+        # AttributeError makes getattr(args, name, default) return its default.
+        hint = "" if name.startswith("__") else " by slimx; set it in rollout.options (for a reward: reward.options)"
         raise AttributeError(f"args.{name} is not set{hint}", name=name)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of a run for slime hooks in every process, as plain values."""
+    """Values of a run that slime hooks need in every process, as plain values."""
 
     values: Json = field(default_factory=dict)
-    """Attributes of the hooks' `args` by name."""
+    """Attributes of the hooks' `args`, by name."""
     places: int = 1
-    """Rollouts per group: the stride of sample numbers between groups."""
+    """Number of rollouts per group, by which the numbers of samples increase from group to group."""
     eval_places: int = 1
-    """Rollouts per group in an evaluation."""
+    """Number of rollouts per group in an evaluation."""
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
-        """Returns the facts of a configuration. ReMax's greedy rollout counts as one of its group."""
+        """Returns the facts of a run with this configuration. ReMax's greedy rollout counts as one of its group."""
         group_size = config.rollout.group_size
         if config.algorithm.advantages.kind == "remax":
             group_size += 1
         return cls(_values(config), group_size, config.eval.samples)
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
-        """Returns `group_index` and `index` (unique in the run) of the sample of rollout `index` in a group.
+        """Returns `group_index` and `index` of the sample for rollout `index` of a group. The returned `index` is
+        unique in the run.
 
-        As in slime, samples of an evaluation have no `group_index`. Raises SlimxError for an id without a number."""
+        As in slime, samples of an evaluation have no `group_index`. Raises SlimxError if `group_id` does not end in a
+        number."""
         match = re.fullmatch(r"(\D*)(\d+)", group_id)
         if match is None:
             raise SlimxError(
-                f"group {group_id!r} does not end in a number, by which slime's samples are numbered",
+                f"group {group_id!r} does not end in a number, from which the indices of slime's samples are computed",
                 code="slime.group_id",
                 about=group_id,
             )
@@ -69,7 +71,8 @@ class RunFacts:
 
 
 def addresses(ctx: Any) -> Json:
-    """Returns the engines' addresses under slime's names. ctx: RolloutContext or RewardContext (frozen only)."""
+    """Returns the addresses of the engines under slime's names. `ctx`: RolloutContext, or RewardContext, which has only
+    frozen engines."""
     values: Json = {"sglang_model_routers": {name: _host_port(engine.url) for name, engine in ctx.engines.items()}}
     address = getattr(ctx, "address", None)
     if address is None:
@@ -82,7 +85,7 @@ def addresses(ctx: Any) -> Json:
 
 
 def _values(config: Config) -> Json:
-    """Returns the attributes of `args` that published hooks read, as far as slimx has them."""
+    """Returns those attributes of `args` that published hooks read and for which slimx has a value."""
     rollout = config.rollout
     reward = config.reward.function or ""
     policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
@@ -93,7 +96,7 @@ def _values(config: Config) -> Json:
         "hf_checkpoint": config.model.path,
         "partial_rollout": False,
         "mask_offpolicy_in_partial_rollout": False,
-        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then need the routes of every response
+        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then need routed experts in every response
         "rollout_batch_size": rollout.prompts_per_step,
         "n_samples_per_prompt": rollout.group_size,
         "n_samples_per_eval_prompt": config.eval.samples,

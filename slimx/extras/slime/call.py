@@ -1,4 +1,4 @@
-"""One call of a slime hook (generate or reward): its `args`, and all requests that it makes."""
+"""One call of a slime hook (generate or reward): its `args`, and the requests that it sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimx.extras.slime.arguments import Arguments
 from slimx.json_types import Json
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
-"""Sampling parameters that change only an answer's text, not its tokens."""
+"""Sampling parameters that change only the text of an answer, not its tokens."""
 PAYLOAD = frozenset(
     {"text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid"}
 )
@@ -23,13 +23,13 @@ PAYLOAD = frozenset(
 
 @dataclass(slots=True)
 class Request:
-    """A completed request to the policy's engines."""
+    """Completed request to the policy's engines."""
 
     prompt: list[int]
     completion: Any
-    """Result of `ctx.engine.generate`."""
+    """Result of `ctx.engine.generate`, a Completion."""
     text: str | None
-    """Text of prompt and answer; None if the prompt was sent as ids."""
+    """Text of the prompt and the answer; None if the prompt was sent as token ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -38,29 +38,31 @@ class Request:
 
 @dataclass(slots=True)
 class HookCall:
-    """The running call of a hook, as slime's functions find it."""
+    """State of the running call of a hook, which slime's functions use."""
 
     args: Arguments
     tokenizer: Any
     engines: Mapping[str, Any]
-    """Frozen engines by name."""
+    """Frozen engines, by name."""
     engine: Any = None
-    """The policy's engine, as in RolloutContext; None in a reward."""
+    """The policy's engine, as in RolloutContext; None in the call of a reward."""
     address: str = ""
-    """URL of the policy's router."""
+    """URL of the policy's router; "" in the call of a reward."""
     sampling: Json = field(default_factory=dict)
-    """Sampling parameters in the hook's form."""
+    """Sampling parameters under the names that slime hooks use."""
     semaphore: asyncio.Semaphore | None = None
     requests: list[Request] = field(default_factory=list)
     started: int = 0
-    """Number of started requests; a request's seed depends on its number."""
+    """Number of requests that were started. A request's seed depends on its number."""
 
     async def request(self, payload: Json) -> Json:
-        """Returns the response of /generate in SGLang's form. Raises SlimxError for an unsupported request."""
+        """Sends a request to the policy's engines, and returns the response in the format of SGLang's /generate. Raises
+        SlimxError for a `payload` that slimx does not support."""
         unknown = sorted(payload.keys() - PAYLOAD)
         if unknown:
             raise SlimxError(
-                f"a slime hook posts {unknown[0]!r} to the engines; served are {', '.join(sorted(PAYLOAD))}",
+                f"a slime hook posts {unknown[0]!r} to the engines, which slimx does not support; use only "
+                f"{', '.join(sorted(PAYLOAD))}",
                 code="slime.payload",
                 about=unknown[0],
             )
@@ -93,15 +95,16 @@ class HookCall:
         }
 
     def _prompt(self, payload: Json) -> list[int]:
-        """Returns the prompt's token ids. If a text continues an earlier answer, that answer keeps its sampled ids and
-        only the rest is tokenized."""
+        """Returns the token ids of the prompt in `payload`. If a text continues the text of an earlier answer, that
+        answer keeps its sampled token ids, and only the rest is tokenized."""
         ids = payload.get("input_ids")
         text = payload.get("text")
         if isinstance(ids, list) and text is None and all(isinstance(as_whole(token), int) for token in ids):
             return as_ids(ids)
         if not isinstance(text, str) or ids is not None:
             raise SlimxError(
-                "a slime hook posts to the engines neither one `text` nor one list of `input_ids`; post one",
+                "a slime hook posts neither a single `text` nor a single list of `input_ids` to the engines; post one "
+                "of them",
                 code="slime.payload",
                 about="input_ids",
             )
@@ -116,7 +119,8 @@ class HookCall:
         return prefix + list(self.tokenizer(text[known:], add_special_tokens=False).input_ids)
 
     def _text(self, completion: Any, parameters: Json) -> str:
-        """Returns the answer's text as SGLang does: without the stop sequence or token, unless no_stop_trim is set."""
+        """Returns the text of an answer as SGLang does: without the stop sequence or stop token, unless no_stop_trim is
+        set."""
         ids = completion.token_ids.tolist()
         stops = _listed(parameters).get("stop", [])
         trim = completion.finish_reason == "stop" and not parameters.get("no_stop_trim", False)
@@ -131,21 +135,22 @@ class HookCall:
 
 
 CURRENT: ContextVar[HookCall] = ContextVar("slime_scene")
-"""The running call: set around each call of a hook, visible in the tasks and threads that it starts."""
+"""The running call of a hook. It is set during each call, and visible in the tasks and threads that the call starts."""
 
 
 def current(what: str) -> HookCall:
-    """Returns the running call of a hook; `what` needs it."""
+    """Returns the running call of a hook. Raises SlimxError naming `what`, the function that needs it, outside a
+    call."""
     try:
         return CURRENT.get()
     except LookupError:
         raise SlimxError(
-            f"{what} was called outside a slime hook's call; call it from generate or from the reward",
+            f"{what} was called outside of a slime hook; call it only in the generate hook or the reward",
         ) from None
 
 
 def _listed(parameters: Json) -> Json:
-    """Returns `parameters` with `stop` as a list; empty stop conditions are left out."""
+    """Returns `parameters` with `stop` as a list, and without empty stop conditions."""
     out = dict(parameters)
     for key in ("stop", "stop_token_ids"):
         if not out.get(key):
@@ -156,7 +161,7 @@ def _listed(parameters: Json) -> Json:
 
 
 def _meta(prompt: list[int], completion: Any, payload: Json) -> Json:
-    """Returns the `meta_info` of a response."""
+    """Returns the `meta_info` of a response, in SGLang's format."""
     versions = [{"start": a, "end": b, "version": str(version)} for a, b, version in completion.versions]
     ids = completion.token_ids.tolist()
     meta = {

@@ -1,9 +1,9 @@
 """Conversion between slime's Sample and slimx's Trajectory.
 
-A sample's claims about its tokens count only if an engine confirms them: a trained token must have been sampled by a
-request of this rollout, after exactly the preceding tokens. Its log-prob, weight versions, experts and support come
-from the engine's response. A hook that does not use `post` has made no such request; then its sample must have complete
-`rollout_log_probs`, and `weight_versions` if weights change during rollouts.
+The token data in a sample count only if an engine confirms them: each trained token must have been sampled by a request
+of this rollout, after exactly the preceding tokens. Its log-prob, weight versions, experts and support are taken from
+the engine's response. A hook that does not use `post` has made no request that slimx knows of; its sample must then
+have complete `rollout_log_probs`, and `weight_versions` if weights change during rollouts.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion
 
 KEY = "slime"
-"""Key of a trajectory's metadata for fields of the sample that rewards need and a trajectory does not have."""
+"""Key of a trajectory's metadata that contains those fields of the sample that rewards need and a trajectory does not
+have."""
 KEPT = ("prompt", "response", "label", "reward", "rollout_id", "train_metadata", "session_id", "non_generation_time")
-"""Fields of a sample that are stored there."""
+"""Names of the sample's fields that are stored under `KEY`."""
 UNSERVED = {
-    "multimodal_inputs": "images are not served",
-    "multimodal_train_inputs": "images are not served",
-    "teacher_log_probs": "teachers are algorithm.teacher",
-    "generate_function_path": "a run has one generate hook, rollout.generate",
-    "custom_rm_path": "rewards by dataset are reward.parts",
+    "multimodal_inputs": "slimx does not support images in slime hooks",
+    "multimodal_train_inputs": "slimx does not support images in slime hooks",
+    "teacher_log_probs": "set a teacher by algorithm.teacher",
+    "generate_function_path": "a run has only one generate hook, rollout.generate",
+    "custom_rm_path": "set rewards per data set by reward.parts",
 }
-"""Fields that a hook must not set -> reason."""
+"""Fields that a hook must not set, and the reasons."""
 _STATUS = {Status.COMPLETED: "completed", Status.TRUNCATED: "truncated", Status.FAILED: "failed"}
 
 
 def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run: RunFacts) -> Sample:
-    """Returns the sample that a generate hook receives for rollout `index` of a group."""
+    """Returns the sample that a generate hook receives for rollout `index` of group `group`. `text`: the prompt as
+    slime passes it to hooks."""
     group_index, number = run.indices(group, index)
     return Sample(
         group_index=group_index,
@@ -55,14 +57,15 @@ def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run
 def to_trajectory(
     sample: Sample, ctx: Any, requests: Sequence[Request], *, suffix: str = "", version: int | None = None
 ) -> Trajectory:
-    """Returns the trajectory of a sample that a hook filled. Raises SlimxError naming the fault of an invalid sample.
+    """Converts a sample that a hook filled to a trajectory. Raises SlimxError that says what is invalid in the sample.
 
-    `version`: of the weights in all engines while the hook ran; None if it may have changed."""
+    `ctx`: RolloutContext. `requests`: requests of the rollout. `suffix`: suffix of the trajectory's id. `version`:
+    version of the weights in all engines while the hook ran; None if it may have changed."""
     name = f"the sample of rollout {ctx.group_id}/{ctx.index}{suffix}"
     for field, reason in UNSERVED.items():
         if getattr(sample, field):
-            raise SlimxError(f"{name} has {field}: {reason}", code="slime.field", about=field)
-    status = Status(sample.status)  # published hooks also set the plain word
+            raise SlimxError(f"{name} sets {field}, which is not allowed: {reason}", code="slime.field", about=field)
+    status = Status(sample.status)  # published hooks also set the status as a string
     if status is Status.ABORTED:
         raise SlimxError(f"{name} was aborted", code="slime.aborted", about=name)
     tokens = as_ids(sample.tokens)
@@ -78,8 +81,8 @@ def to_trajectory(
         if completion is None:
             if mask[position]:
                 raise SlimxError(
-                    f"{name} trains token {position} (id {tokens[position]}), which no request of this rollout sampled "
-                    "after the tokens before it; append the ids of output_token_logprobs as they are, never "
+                    f"{name} trains token {position} (id {tokens[position]}), but no request of this rollout sampled "
+                    "it after the preceding tokens; append the ids of output_token_logprobs unchanged, never "
                     "retokenized text",
                     code="slime.token",
                     about=f"token {position} of {name}",
@@ -96,13 +99,14 @@ def to_trajectory(
     if status is not Status.PENDING:
         trajectory.status = _STATUS[status]
     if status is Status.FAILED:
-        trajectory.finish_reason = "the hook gave its sample the status FAILED"
+        trajectory.finish_reason = "the hook set the sample's status to FAILED"
     return trajectory
 
 
 def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any], run: RunFacts) -> Sample:
-    """Returns the sample that a reward or a filter receives, without inserted tokens after the last sampled one.
-    `tokenizer` is called only if the sample's text was not stored, i.e. a slimx hook generated it."""
+    """Converts a trajectory to the sample that a reward or a filter receives. Inserted tokens after the last sampled
+    one are omitted. `tokenizer` is called only if the sample's text was not stored, because a slimx hook generated
+    it."""
     start = trajectory.spans[0].stop
     tokens = trajectory.token_ids.tolist()
     metadata = dict(trajectory.metadata)
@@ -133,14 +137,14 @@ def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], An
 
 
 def _mask(sample: Sample, name: str) -> list[int]:
-    """Returns the loss mask of all tokens, [tokens]: 1 for trained tokens."""
+    """Returns the loss mask of all tokens: 1 for trained tokens. `name`: name of the sample in errors."""
     length = sample.response_length
     start = len(sample.tokens) - length
     mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if length < 1 or start < 1 or len(mask) != length:
         raise SlimxError(
-            f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of {len(mask)}; tokens "
-            "are those of prompt and response, the mask covers only the response",
+            f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of length {len(mask)}, "
+            "which do not match; tokens must include prompt and response, and the mask only the response",
             code="slime.lengths",
             about=name,
         )
@@ -148,7 +152,8 @@ def _mask(sample: Sample, name: str) -> list[int]:
 
 
 def _sampled_at(tokens: list[int], position: int, requests: Sequence[Request]) -> Completion | None:
-    """Returns the longest prefix of a response that is at `position` and was sampled after the preceding tokens."""
+    """Returns the longest prefix of a response that occurs in `tokens` at `position` and was sampled after exactly the
+    preceding tokens; None if there is none."""
     best = None
     longest = 0
     for request in requests:
@@ -164,7 +169,7 @@ def _sampled_at(tokens: list[int], position: int, requests: Sequence[Request]) -
 
 
 def _first(completion: Completion, count: int, position: int) -> Completion:
-    """Returns the first `count` tokens of a completion."""
+    """Returns the first `count` tokens of a completion that starts at `position` of the sequence."""
     if count == len(completion.token_ids):
         return completion
     routes = completion.routed_experts
@@ -180,7 +185,8 @@ def _first(completion: Completion, count: int, position: int) -> Completion:
 
 
 def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None) -> Completion:
-    """Returns the span of trained tokens at `position` with the sample's values, for hooks with their own client."""
+    """Returns the run of trained tokens at `position` as a completion with the sample's own values, for hooks that use
+    a client of their own."""
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
     index = next(n for n, (first, _) in enumerate(edges) if first == position)
@@ -188,16 +194,17 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
     versions = sample.weight_versions or ([str(version)] if version is not None else [])
     if sample.rollout_log_probs is None or (len(set(versions)) != 1 and len(versions) != len(edges)):
         raise SlimxError(
-            f"{name} has trained tokens, but no request of this rollout went through slime.utils.http_utils.post; a "
-            "hook with another client must set rollout_log_probs and, unless schedule.max_staleness is 0, "
-            "weight_versions (one for each run of trained tokens)",
+            f"{name} has trained tokens, but no request of this rollout used slime.utils.http_utils.post; a hook with "
+            "another client must set rollout_log_probs and, unless schedule.max_staleness is 0, weight_versions (one "
+            "for each run of consecutive trained tokens)",
             code="slime.unsampled",
             about=name,
         )
     claimed = versions[index if len(versions) == len(edges) else 0]
     if not claimed.isdigit():
         raise SlimxError(
-            f"{name} was sampled by weights of version {claimed!r}, which slimx never published",
+            f"{name} has the weight version {claimed!r}, which is not a number; set weight_versions to the versions "
+            "that the engines returned",
             code="slime.version",
             about=name,
         )
@@ -217,28 +224,30 @@ def _as_claimed(sample: Sample, position: int, mask: list[int], ctx: Any, name: 
 def _check_logprobs(
     sample: Sample, completion: Completion, position: int, start: int, mask: list[int], name: str
 ) -> None:
-    """Raises SlimxError if the hook's log-probs of trained tokens differ from the engine's."""
+    """Raises SlimxError if the sample's log-probs of trained tokens differ from those of the engine. `position` and
+    `start`: where the completion and the response start."""
     claimed = sample.rollout_log_probs
     if claimed is None:
         return
     if len(claimed) != sample.response_length:
         raise SlimxError(
-            f"{name} has {len(claimed)} rollout_log_probs for a response of {sample.response_length} tokens",
+            f"{name} has {len(claimed)} rollout_log_probs for a response of {sample.response_length} tokens; set one "
+            "per token",
             code="slime.lengths",
             about=name,
         )
     for at, logprob in enumerate(completion.logprobs.tolist(), position):
         if mask[at] and np.float32(claimed[at - start]) != np.float32(logprob):
             raise SlimxError(
-                f"{name} gives token {at} the log-prob {claimed[at - start]:g}, the engine returned {logprob:g}; keep "
-                "rollout_log_probs in step with the tokens",
+                f"{name} has the log-prob {claimed[at - start]:g} for token {at}, but the engine returned {logprob:g}; "
+                "keep rollout_log_probs aligned with the tokens",
                 code="slime.logprobs",
                 about=f"token {at} of {name}",
             )
 
 
 def _metadata(sample: Sample, name: str) -> Json:
-    """Returns the trajectory's metadata: the sample's, and under `KEY` the fields that rewards need."""
+    """Returns the trajectory's metadata: the sample's metadata, and under `KEY` the fields that rewards need."""
     attributes = {key: value for key, value in vars(sample).items() if key not in FIELDS}
     stored = {key: getattr(sample, key) for key in KEPT}
     metadata = {**sample.metadata, KEY: {**stored, "attributes": attributes}}
@@ -246,7 +255,7 @@ def _metadata(sample: Sample, name: str) -> Json:
         encode(metadata)
     except SlimxError as error:
         raise SlimxError(
-            f"{name} carries, in its metadata or in {', '.join(attributes) or 'its fields'}, {error}",
+            f"{name} cannot be saved, because of its metadata or {', '.join(attributes) or 'its fields'}: {error}",
             code="slime.metadata",
             about=", ".join(attributes) or name,
         ) from error

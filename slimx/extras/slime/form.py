@@ -1,6 +1,6 @@
-"""slime's hooks as a form of hooks, after `slime:` in a configuration.
+"""Functions through which the core loads hooks whose path has the prefix `slime:`.
 
-Every run checks if its hooks have this form; `hooks.py` is imported only for those.
+Every run checks whether its hooks were written for slime. `hooks.py` is imported only if one was.
 """
 
 from __future__ import annotations

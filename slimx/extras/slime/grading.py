@@ -1,4 +1,4 @@
-"""`slime.rollout.rm_hub`: rule-based rewards. math-verify decides, not slime's normalization."""
+"""`slime.rollout.rm_hub`: rule-based rewards. Answers are compared by math-verify, not by slime's normalization."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from slimx.extras.slime.served import load_function
 from slimx.json_types import Json
 
 SECONDS = 5
-"""Timeout for parsing and for comparing, in seconds, if the thread can be interrupted (the main thread)."""
+"""Timeout in seconds for parsing an expression and for comparing two. It applies only in the main thread, the only one
+that can be interrupted."""
 DAPO_WINDOW = 300
-"""Characters at the end of a text in which `compute_score` looks for the answer."""
+"""Number of characters at the end of a text in which `compute_score` searches for the answer."""
 DAPO_STRICT_WINDOW = 100
-"""Characters at the end of a text in which its strict form looks for a box."""
+"""Number of characters at the end of a text in which `compute_score` with `strict_box_verify` searches for a box."""
 CLOSED = ("yes", "no", "noanswer")
-"""Answers for which `f1_score` gives no credit for shared words."""
+"""Answers for which `f1_score` gives no partial credit for shared words."""
 JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", default=None)
-"""The reward function that is running, visible to the functions that it calls."""
+"""The reward function that is running. It is visible to the functions that it calls."""
 
 
 def equal(answer: str | None, right: Any) -> bool:
-    """Returns True if two expressions have the same value."""
-    # Imported here: it takes a second, and most hooks do not need it.
+    """Returns True if two mathematical expressions have the same value. `right`: the reference."""
+    # Imported here, because it takes a second and most hooks do not need it.
     from slimx.extras.rewards.shared.verification import parse, verify
 
     if answer is None:
@@ -46,14 +47,17 @@ def equal(answer: str | None, right: Any) -> bool:
 
 
 def grade(solution: str, right: Any) -> bool:
-    """Returns True if a solution's boxed value is right; `right` may be boxed, too (`grade_answer_verl`)."""
+    """Returns True if the boxed value of a solution is correct; the reference `right` may be boxed, too
+    (`grade_answer_verl`)."""
     return equal(last_box(solution), last_box(str(right)) or right)
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> Json:
-    """Returns score 1.0 or -1.0, `acc`, and `pred` (`math_dapo_utils.compute_score`): the boxed value, or (not strict)
-    the last line "Answer: ...", "[INVALID]" without one. Only the end of the text counts, so that the prompt's text
-    is not taken for an answer."""
+    """Implements `math_dapo_utils.compute_score`: returns `score` 1.0 or -1.0, `acc`, and `pred`, the answer found in
+    the text.
+
+    With `strict_box_verify` the answer is the boxed value, else the last line "Answer: ...", or "[INVALID]" if there is
+    none. Only the end of the text is searched, so that text of the prompt is not mistaken for an answer."""
     solution_str = solution_str[-DAPO_WINDOW:]
     if strict_box_verify:
         pred = last_box(solution_str[-DAPO_STRICT_WINDOW:])
@@ -74,8 +78,8 @@ def _score(pred: str | None, ground_truth: Any) -> Json:
 
 
 def deepscaler(response: str, label: Any) -> int:
-    """Returns 1 if the boxed value after the thinking is right (`get_deepscaler_rule_based_reward`). A response that
-    never ended its thinking gets 0."""
+    """Implements `get_deepscaler_rule_based_reward`: returns 1 if the boxed value after the thinking is correct, else
+    0. A response whose thinking did not end gets 0."""
     if THOUGHT_ENDS in response:
         answer = response.rpartition(THOUGHT_ENDS)[2]
     elif "###Response" in response:
@@ -86,7 +90,8 @@ def deepscaler(response: str, label: Any) -> int:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Returns F1, precision and recall of shared words; answers yes, no and noanswer must be equal."""
+    """Returns F1, precision and recall of the words that prediction and reference share. The answers yes, no and
+    noanswer must be equal to the reference."""
     predicted = words(prediction or "")
     right = words(ground_truth)
     closed = " ".join(predicted) in CLOSED or " ".join(right) in CLOSED
@@ -106,12 +111,13 @@ RULES: dict[str, Callable[[str, Any], Any]] = {
     "f1": lambda text, label: f1_score(final_answer(text), label)[0],
     "boxed_f1": lambda text, label: f1_score(last_box(final_answer(text)), label)[0],
 }
-"""`rm_type` -> rule that grades a response against its label. `boxed_` grades the content of the last box, which two of
-the rules do anyway."""
+"""Rule for each `rm_type` that grades the text of a response against its label. Rules with the prefix `boxed_` grade
+the content of the last box, which math and deepscaler do anyway."""
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """Returns the reward of one sample: by the run's slime reward if it has one, else by the rule of `rm_type`."""
+    """Implements `rm_hub.async_rm`: returns the reward of one sample from the run's slime reward, or without one from
+    the rule of `rm_type`."""
     hook = _run_reward(args)
     if hook is not None:
         return await ask(hook, args.custom_rm_path, args, sample, **kwargs)
@@ -119,8 +125,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     text = sample.response
     if kind not in RULES:
         raise SlimxError(
-            f"rm_type {kind!r} is not served; served are {', '.join(RULES)}: give one of them in reward.options or in "
-            "the prompt's metadata, or name a reward hook",
+            f"rm_type {kind!r} is not supported; set {', '.join(RULES)} in reward.options or in the prompt's metadata, "
+            "or set a reward hook",
             code="slime.rm_type",
             about=kind,
         )
@@ -128,7 +134,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Returns the rewards of several samples. A reward hook of the run is called once, with the list."""
+    """Implements `rm_hub.batched_async_rm`: returns the rewards of several samples. If the run has a slime reward, it
+    is called once with the list."""
     hook = _run_reward(args)
     if hook is not None:
         return await ask(hook, args.custom_rm_path, args, samples, **kwargs)
@@ -136,11 +143,12 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 
 async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, **kwargs: Any) -> Any:
-    """Calls the reward at `path`. Raises SlimxError if it is running already and requests the run's reward."""
+    """Calls the reward `function`, whose dotted path is `path`, on `judged`, a sample or a list of samples. Raises
+    SlimxError if the function is already running, because it requested the reward of the run, which is itself."""
     if function is JUDGING.get():
         raise SlimxError(
-            f"{path} asks slime's rm_hub for the reward of the run, which is {path} itself; set args.custom_rm_path to "
-            "None before the call, so that rm_type decides",
+            f"{path} calls slime's rm_hub for the reward of the run, which is {path} itself; set args.custom_rm_path "
+            "to None before the call, so that rm_type is used",
             code="slime.recursion",
             about=path,
         )
@@ -152,7 +160,8 @@ async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, *
 
 
 def _run_reward(args: Any) -> Callable[..., Any] | None:
-    """Returns the run's slime reward; None without one, or if it is this module's, which uses rm_type."""
+    """Returns the run's slime reward. Returns None if there is none, or if it is one of this module's functions, which
+    use rm_type."""
     path = getattr(args, "custom_rm_path", None)
     function = None if path is None else load_function(path)
     return None if function in (async_rm, batched_async_rm) else function

@@ -1,4 +1,4 @@
-"""slime's hooks as slimx hooks: generate, reward and keep."""
+"""Adapters that make slime's hooks usable as slimx hooks: generate, reward and keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 NAME = "slime"
-"""Name of the hook `reward` in configurations."""
+"""Name in configurations of the hook `reward` of this module."""
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),
@@ -35,8 +35,11 @@ FORMS = {
 
 
 def load(key: str, path: str, kind: str) -> Callable[..., Any]:
-    """Returns the function at `path`, the value of `key` without its prefix. Raises SlimxError if the function needs a
-    part of slime that slimx does not provide, naming that part, or if its signature does not fit `kind`."""
+    """Returns the function at the dotted path `path`, the value of the configuration key `key` without its prefix.
+    `kind`: key of `FORMS`.
+
+    Raises SlimxError if the function needs a part of slime that slimx does not provide, naming that part, or if its
+    signature does not match `kind`."""
     serve()
     try:
         function = imported(key, path)
@@ -51,13 +54,13 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     name = f"{key}: {path}"
     if not callable(function):
         raise SlimxError(
-            f"{name} is a {type(function).__name__}; a slime hook is {shape}", code="slime.hook", about=path
+            f"{name} is a {type(function).__name__}, not a function; write {shape}", code="slime.hook", about=path
         )
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
         raise SlimxError(
-            f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}",
+            f"{name}{inspect.signature(function)} has the wrong parameters ({error}); write {shape}",
             code="slime.signature",
             about=path,
         ) from error
@@ -71,7 +74,8 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
         takes = "group" if list(inspect.signature(function).parameters)[1] == "samples" else "trajectory"
         if (takes == "group") != (kind == "rewards"):
             raise SlimxError(
-                f"{name} judges {'a list' if takes == 'group' else 'one sample'}; set reward.scope={takes}",
+                f"{name} scores {'a list of samples' if takes == 'group' else 'one sample'} per call; set "
+                f"reward.scope={takes}",
                 code="slime.scope",
                 about="reward.scope",
             )
@@ -80,30 +84,31 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class GenerateHook:
-    """A slime generate hook in slimx's form."""
+    """slimx generate hook that calls a slime generate hook."""
 
     function: Callable[..., Any]
     path: str
     config: Config
     run: RunFacts
     semaphore: asyncio.Semaphore
-    """`GenerateState.semaphore`, shared by all rollouts."""
+    """Semaphore of `GenerateState`, which all rollouts share."""
 
     @classmethod
     def load(cls, path: str, config: Config) -> GenerateHook:
-        """Returns the hook at `path`, of `rollout.generate`. Raises SlimxError as the function `load` does."""
+        """Loads the hook at `path`, the value of `rollout.generate`. Raises SlimxError as the function `load` does, and
+        for an option that only the run may set."""
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         reserved = sorted(RESERVED & config.rollout.options.keys())
         if reserved:
             raise SlimxError(
-                f"rollout.options.{reserved[0]} is set by the run itself; leave it out",
+                f"rollout.options sets {reserved[0]}, which the run itself sets; leave it out",
                 code="slime.option",
                 about=reserved[0],
             )
         return cls(load("rollout.generate", path, "generate"), path, config, RunFacts.of(config), semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
-        """Generates trajectories; ctx: RolloutContext."""
+        """Calls the hook, and returns its samples as trajectories. `ctx`: RolloutContext."""
         call = self._call(ctx)
         text = prompt_text(ctx.tokenizer, prompt, template=call.args.apply_chat_template)
         sample = begin(prompt, text, index=ctx.index, group=ctx.group_id, run=self.run)
@@ -114,13 +119,13 @@ class GenerateHook:
         with _set(call):
             result = await self.function(call.args, sample, dict(call.sampling), **options)
         self._check_rewards(result)
-        # Without staleness the weights do not change during a rollout.
+        # With max_staleness 0 the weights do not change during a rollout.
         version = ctx.version if self.config.schedule.max_staleness == 0 else None
         if isinstance(result, Sample):
             return to_trajectory(result, ctx, call.requests, version=version)
         if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):
             raise SlimxError(
-                f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them",
+                f"{self.path} returned a {type(result).__name__}; return a Sample or a list of Samples",
                 code="slime.returned",
                 about=self.path,
             )
@@ -130,13 +135,13 @@ class GenerateHook:
         ]
 
     def _check_rewards(self, result: Any) -> None:
-        """Raises SlimxError if the hook set rewards that the run ignores."""
+        """Raises SlimxError if the hook set rewards that the run would ignore."""
         samples = result if isinstance(result, list) else [result]
         rewards = (self.config.reward.function, *(part.function for part in self.config.reward.parts))
         reads_sample = any(str(path).startswith(PREFIX) or path == NAME for path in rewards)
         if not reads_sample and any(getattr(sample, "reward", None) is not None for sample in samples):
             raise SlimxError(
-                f"{self.path} set sample.reward, which the run's reward {rewards[0]} does not read; set "
+                f"{self.path} set sample.reward, but the run's reward.function {rewards[0]} ignores it; set "
                 f"reward.function={NAME}",
                 code="slime.reward",
                 about=self.path,
@@ -166,24 +171,24 @@ class GenerateHook:
 
 @dataclass(frozen=True)
 class RewardHook:
-    """A slime reward in slimx's form, called in a thread or a process, one sample at a time."""
+    """slimx reward hook that calls a slime reward, in a thread or a process."""
 
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
     group: bool
-    """True if it scores all samples of a prompt at once (slime's --group-rm)."""
+    """True if the hook scores all samples of a prompt in one call (slime's --group-rm)."""
     run: RunFacts
 
     @property
     def hook_name(self) -> str:
-        """Name of the hook in messages."""
+        """Name of the hook in error messages."""
         return self.path
 
     @property
     def needs_process(self) -> bool:
-        """True if the function is marked so (`slimx.rewards.needs`), or its module imports rules of `rm_hub`, which can
-        be interrupted only in the main thread of a process."""
+        """True if the hook must run in a process: it is marked with `slimx.rewards.needs`, or its module imports rules
+        of `rm_hub`, which can be interrupted only in the main thread of a process."""
         names = getattr(self.function, "__globals__", {}).values()
         uses_rules = any(getattr(value, "__module__", None) == grading.__name__ for value in names)
         return uses_rules or getattr(self.function, "needs_process", False)
@@ -192,13 +197,14 @@ class RewardHook:
     def load(
         cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, facts: Mapping[str, Any]
     ) -> RewardHook:
-        """Returns the hook at `path`. `key`: of the configuration; `facts`: fields of RunFacts. Raises SlimxError as
-        the function `load` does."""
+        """Loads the hook at `path`. `key`: configuration section of the reward; `options`: its options; `facts`: fields
+        of RunFacts. Raises SlimxError as the function `load` does."""
         function = load(f"{key}.function", path, "rewards" if group else "reward")
         return cls(function, path, options, group, RunFacts(**facts))
 
     async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
-        """Returns rewards. A `sample.reward` set by the generate hook takes precedence. ctx: RewardContext."""
+        """Returns the reward of a trajectory, or of each trajectory of a group. If the generate hook set
+        `sample.reward`, that value is returned. `ctx`: RewardContext."""
         values = {**self.run.values, **addresses(ctx)}
         values |= {"reward_key": None, "rm_type": None, "group_rm": self.group, "custom_rm_path": self.path}
         call = HookCall(Arguments({**values, **self.options}), ctx.tokenizer, ctx.engines)
@@ -211,7 +217,8 @@ class RewardHook:
                 result = await grading.ask(self.function, self.path, call.args, argument)
             if self.group and (not isinstance(result, Sequence) or len(result) != len(unscored)):
                 raise SlimxError(
-                    f"{self.path} returned {result!r} for {len(unscored)} samples; return a list with one reward each",
+                    f"{self.path} returned {result!r} for {len(unscored)} samples; return a list with one reward per "
+                    "sample",
                     code="slime.returned",
                     about=self.path,
                 )
@@ -224,37 +231,37 @@ class RewardHook:
 
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
-    """Returns the `sample.reward` that a slime generate hook set. `reward_key`: the entry of a dict."""
+    """Returns the `sample.reward` that a slime generate hook set. `reward_key`: key of the reward if it is a dict."""
     sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, RunFacts())
     return _number(sample, Arguments({"reward_key": reward_key}), "the generate hook")
 
 
 @dataclass(frozen=True)
 class KeepHook:
-    """A slime dynamic filter in slimx's form."""
+    """slimx filter hook that calls a slime dynamic filter."""
 
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
     run: RunFacts
     model: str
-    """Directory of the tokenizer, for samples generated by slimx's hooks."""
+    """Directory of the tokenizer, which decodes samples that were generated by slimx hooks."""
 
     @classmethod
     def load(cls, path: str, config: Config) -> KeepHook:
-        """Returns the hook at `path`, of `rollout.filter`. Raises SlimxError as the function `load` does."""
+        """Loads the hook at `path`, the value of `rollout.filter`. Raises SlimxError as the function `load` does."""
         run = RunFacts.of(config)
         return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
-        """Returns True, or the reason why the group is dropped."""
+        """Returns True to keep the group, else the reason why it is dropped, or False without a reason."""
         samples = [to_sample(item, group.prompt, lambda: self._tokenizer, self.run) for item in group.trajectories]
-        # A trajectory's reward is a number, so reward_key does not apply.
+        # Here a trajectory's reward is a number, so reward_key does not apply.
         verdict = self.function(Arguments({**self.run.values, **self.options, "reward_key": None}), samples)
         keep = getattr(verdict, "keep", verdict)
         if not keep and getattr(verdict, "keep_when_insufficient", False):
             raise SlimxError(
-                f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not",
+                f"{self.path} sets keep_when_insufficient, which slimx does not support; set only keep",
             )
         if keep:
             return True
@@ -266,12 +273,12 @@ class KeepHook:
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[Json]:
-    """Returns a prompt as slime passes it to hooks: rendered by the chat template, or (`template` false) the text of a
-    single user turn, else the messages."""
+    """Returns a prompt as slime passes it to hooks. With `template` the text is rendered by the chat template;
+    otherwise it is the text of a single message, or the list of messages if there are several."""
     if prompt.messages is None:
         return tokenizer.decode(prompt.token_ids)
     if template:
-        encode_prompt(tokenizer, prompt)  # raises an error naming a prompt that the template cannot render
+        encode_prompt(tokenizer, prompt)  # raises an error naming the prompt if the template cannot render it
         return tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
     single = len(prompt.messages) == 1 and isinstance(prompt.messages[0]["content"], str)
     if single:
@@ -293,13 +300,13 @@ def _number(sample: Sample, args: Any, path: str) -> float:
     if isinstance(value, dict):
         if args.reward_key not in value:
             raise SlimxError(
-                f"{path} gives a dict as the reward, with {', '.join(map(str, value))}; name one of them in "
-                "reward.options.reward_key",
+                f"{path} returned a dict as the reward, but reward.options.reward_key is not one of its keys; set it "
+                f"to one of {', '.join(map(str, value))}",
             )
         value = value[args.reward_key]
     try:
         return float(value)
     except (TypeError, ValueError):
         raise SlimxError(
-            f"{path} gives {value!r} as the reward; give a number", code="slime.reward", about=path
+            f"{path} returned {value!r} as the reward; return a number", code="slime.reward", about=path
         ) from None

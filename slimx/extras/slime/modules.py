@@ -1,7 +1,7 @@
-"""The modules of slime and Miles that hooks import, by name; a finder provides them in place of the packages.
+"""Modules of slime and Miles that hooks import, by name. An import finder provides them in place of the packages.
 
-Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) began as slime; the modules that it has under the same
-names are provided for its hooks, too.
+Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) started as a fork of slime. Modules that it has under
+the same names are provided for its hooks, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder, Loader):
             served_names = [name for name, contents in MODULES.items() if contents]
             names = ", ".join(name for name in served_names if name.startswith(f"{root}."))
             raise NotServed(
-                f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}",
+                f"the module {fullname} of {PROJECTS[root]}, which slimx does not provide; it provides {names}",
                 name=fullname,
             )
         inner = any(name.startswith(fullname + ".") for name in MODULES)
@@ -79,8 +79,8 @@ class _Finder(MetaPathFinder, Loader):
             if name.startswith("__") or f"{module.__name__}.{name}" in MODULES:
                 raise AttributeError(name)
             raise NotServed(
-                f"{name} of the module {module.__name__}, which slimx does not serve; it has "
-                f"{', '.join(sorted(contents)) or 'nothing by itself'}",
+                f"{name} of the module {module.__name__}, which slimx does not provide; it provides only "
+                f"{', '.join(sorted(contents)) or 'submodules'}",
                 name=f"{module.__name__}.{name}",
             )
 
@@ -88,13 +88,14 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def serve() -> None:
-    """Makes `import slime` and `import miles` find the modules above until the process ends, since hooks may import
-    within functions. Raises SlimxError if one of the packages is imported already."""
+    """Makes `import slime` and `import miles` find the modules above until the process ends, because hooks may import
+    inside functions. Raises SlimxError if one of the packages is already imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for root in ROOTS:
         if root in sys.modules:
             raise SlimxError(
-                f"{root} itself is imported already; import it nowhere else in a run with slime hooks",
+                f"the package {root} itself is already imported; do not import it outside of hooks in a run with slime "
+                "hooks",
             )
     sys.meta_path.insert(0, _Finder())

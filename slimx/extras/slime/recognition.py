@@ -1,4 +1,4 @@
-"""Recognizes hooks written for slime or Miles."""
+"""Recognizes hooks that were written for slime or Miles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
 
 
 class NotServed(ImportError):
-    """A module or name of slime or Miles that slimx does not provide."""
+    """Import of a module or name of slime or Miles that slimx does not provide."""
 
 
 def is_form_of(path: str) -> bool:
-    """Returns True if the function at a path (without the prefix) is part of slime or Miles, imports them, or has the
-    first parameters (args, sample)."""
+    """Returns True if the function at the dotted path `path`, without the prefix, was written for slime or Miles: it is
+    part of them, imports them, or has (args, sample) as its first parameters."""
     if path.partition(".")[0] in ROOTS:
         return True
     try:
@@ -29,7 +29,7 @@ def is_form_of(path: str) -> bool:
 
 
 def not_served(error: BaseException) -> NotServed | None:
-    """Returns the NotServed among an error's causes, at any depth; None if the import failed for another reason."""
+    """Returns the NotServed among the causes of `error`, at any depth; None if the import failed for another reason."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NotServed):
         cause = cause.__cause__

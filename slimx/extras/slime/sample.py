@@ -15,10 +15,10 @@ from slimx.json_types import Json
 
 @dataclass
 class Sample:
-    """One sequence, prompt and response; the response is its last `response_length` tokens. Hooks may add fields."""
+    """Sequence of a prompt and a response, which is its last `response_length` tokens. Hooks may add fields."""
 
     class Status(Enum):
-        """Final status of a sample."""
+        """Final status of a sample; PENDING until the hook sets another one."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -31,24 +31,24 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[Json] = ""
     tokens: list[int] = field(default_factory=list)
-    """Token ids of prompt and response; empty until the hook fills it."""
+    """Token ids of prompt and response; empty until the hook sets them."""
     response: str = ""
     response_length: int = 0
     label: Any = None
-    """`metadata["label"]` of the prompt if it has one, else its answer."""
+    """Reference answer: `metadata["label"]` of the prompt if it has one, else the prompt's answer."""
     reward: Any = None
     loss_mask: list[int] | None = None
-    """[response_length]: 1 for trained tokens; None: all tokens are trained."""
+    """[response_length]: 1 for trained tokens, else 0; None: all tokens of the response are trained."""
     weight_versions: list[str] = field(default_factory=list)
-    """Weight version of each request."""
+    """Version of the weights that answered each request."""
     rollout_log_probs: list[float] | None = None
-    """[response_length]: 0 for tokens that no engine sampled."""
+    """[response_length]: log-probs of sampled tokens; 0 for other tokens."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_routed_experts: np.ndarray | None = None
-    """int32 [tokens - 1, layers, k]."""
+    """int32 [tokens - 1, layers, k]: experts to which the engine routed each input token."""
     remove_sample: bool = False
-    """True if none of its tokens are trained."""
+    """True if no token of the sample is trained."""
     status: Status = Status.PENDING
     metadata: Json = field(default_factory=dict)
     train_metadata: Json | None = None
@@ -63,11 +63,11 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Number of trained tokens."""
+        """Number of trained tokens of the response."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """Returns the reward, or its entry under `args.reward_key`."""
+        """Returns the reward, or its value for the key `args.reward_key` if that is set."""
         key = getattr(args, "reward_key", None)
         return self.reward[key] if key else self.reward
 
@@ -82,9 +82,11 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Appends tokens to the response: sampled ones (trainable, with log-probs and the response's `meta_info`) or
-        those of a tool (not trainable, without). Raises ValueError for another combination."""
-        # A fractional token stays as it is, and is refused once the sample becomes a trajectory.
+        """Appends tokens to the response. `trainable` tokens are sampled ones and need `log_probs`; other tokens, such
+        as those of a tool, must have none. `meta_info`: that of the request's response, from which routed experts are
+        taken, and with `update_terminal_info` also status and weight version. Raises ValueError for other
+        combinations."""
+        # A fractional token id is kept, and refused when the sample is converted to a trajectory.
         new: list[int] = []
         if tokens is not None:
             new = [token if token % 1 else int(token) for token in tokens]
@@ -95,14 +97,14 @@ class Sample:
             raise ValueError(f"append_response_tokens got {len(new_log_probs)} log-probs for {len(new)} tokens")
         if new and trainable == (new_log_probs is None):
             raise ValueError(
-                "append_response_tokens needs log-probs of trainable tokens, and only of these; "
+                "append_response_tokens needs log-probs for trainable tokens, and only for them; "
                 f"got {'none' if new_log_probs is None else 'some'} with trainable={trainable}"
             )
         if new:
             before = self.response_length
             if self.rollout_log_probs is None and before and trainable:
-                raise ValueError("append_response_tokens: the response so far has no log-probs")
-            # In place: published hooks keep references to these lists.
+                raise ValueError("append_response_tokens: earlier tokens of the response have no log-probs")
+            # Lists are extended in place, because published hooks keep references to them.
             if self.loss_mask is None:
                 self.loss_mask = [1] * before
             self.loss_mask += [int(trainable)] * len(new)
@@ -126,6 +128,6 @@ class Sample:
 
 Status = Sample.Status
 ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""`finish_reason` of a request -> status."""
+"""Status of a sample for each `finish_reason` of a request."""
 FIELDS = frozenset(item.name for item in fields(Sample))
-"""Names of a sample's fields; other attributes are the hook's."""
+"""Names of a sample's own fields; hooks added all other attributes."""

@@ -1,4 +1,4 @@
-"""Contents of slime's modules for hooks: functions of the same names that work on the running rollout."""
+"""Functions and classes of slime's modules that slimx provides for hooks. They use the running call of a hook."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 TIMEOUT_S = 120.0
-"""Deadline of a request to an external server, in seconds."""
+"""Timeout in seconds of a request to an external server."""
 RETRIES = 5
-"""Maximum number of retries of such a request; slime's default is 60."""
+"""Maximum number of retries of a request to an external server; slime's default is 60."""
 
 
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
-    """Implements `http_utils.post`. A request to the policy's /generate is one of this rollout, with slimx's deadline,
-    retries on other engines, and versions. Requests to frozen engines and external servers are plain HTTP with a
-    deadline and at most `RETRIES` retries. `headers` apply only to plain HTTP: `rollout.affinity` chooses the engine of
-    a rollout."""
+    """Implements `http_utils.post`.
+
+    A request to /generate of the policy's router is recorded as one of this rollout, and gets slimx's deadline, retries
+    on other engines, and weight versions. Requests to frozen engines and external servers are plain HTTP with a timeout
+    and at most `RETRIES` retries. `headers` are sent only with plain HTTP, because `rollout.affinity` chooses the
+    engine of a rollout."""
     call = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
     if call.address and base == call.address:
         if parts.path != "/generate":
             raise SlimxError(
-                f"a slime hook posts to {parts.path} of the policy's router; only /generate is served, whose tokens "
-                "can be trained",
+                f"a slime hook posts to {parts.path} of the policy's router; post only to /generate, because only its "
+                "tokens can be trained",
                 code="slime.path",
                 about=parts.path,
             )
@@ -50,14 +52,15 @@ async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Returns the URL of a frozen engine by its name, else of the policy's router (`sglang_rollout.get_model_url`)."""
+    """Implements `sglang_rollout.get_model_url`: returns the URL of the frozen engine `model_name`, or of the policy's
+    router if there is no such engine."""
     call = current("slime.rollout.sglang_rollout.get_model_url")
     frozen = call.engines.get(model_name)
     return (call.address if frozen is None else frozen.url) + endpoint
 
 
 class GenerateState:
-    """`sglang_rollout.GenerateState`: state shared by all rollouts of a run."""
+    """Implements `sglang_rollout.GenerateState`: state that all rollouts of a run share."""
 
     processor = None
     aborted = False
@@ -68,11 +71,12 @@ class GenerateState:
         self.tokenizer = call.tokenizer
         self.sampling_params = dict(call.sampling)
         self.semaphore = call.semaphore
-        """Semaphore with slimx's own limit, which requests obey anyway."""
+        """Semaphore with slimx's own limit of concurrent rollouts, which requests obey even if the hook does not use
+        it."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
-    """Sends one request for `sample` and appends its response (`sglang_rollout.generate`)."""
+    """Implements `sglang_rollout.generate`: sends one request for `sample` and appends its response."""
     call = current("slime.rollout.sglang_rollout.generate")
     if not sample.tokens:
         sample.tokens = list(call.tokenizer(sample.prompt, add_special_tokens=False).input_ids)
@@ -90,7 +94,8 @@ async def generate(args: Any, sample: Sample, sampling_params: Json) -> Sample:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in a thread without an event loop, such as one of `asyncio.to_thread` (`async_utils.run`)."""
+    """Implements `async_utils.run`: runs a coroutine from a thread without an event loop, such as one of
+    `asyncio.to_thread`, and returns its result."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -98,7 +103,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     else:
         coroutine.close()
         raise SlimxError(
-            "slime.utils.async_utils.run was called in an event loop, which it would block; await instead",
+            "slime.utils.async_utils.run was called in an event loop, which it would block; await the coroutine "
+            "instead",
             code="slime.async",
             about="slime.utils.async_utils.run",
         )
@@ -110,23 +116,23 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         except BaseException as error:
             result.set_exception(error)
 
-    # A daemon thread: a pool's thread would keep the process alive while the coroutine hangs.
+    # In a daemon thread, because a pool's thread would keep the process alive if the coroutine hangs.
     threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
     return result.result()
 
 
 def load_function(path: str) -> Any:
-    """Returns the object at a dotted path (`misc.load_function`)."""
+    """Implements `misc.load_function`: returns the object at a dotted path."""
     return imported("slime.utils.misc.load_function", path)
 
 
 def load_tokenizer(name_or_path: str, **_: Any) -> Any:
-    """Returns a tokenizer (`processing_utils.load_tokenizer`)."""
+    """Implements `processing_utils.load_tokenizer`: loads the tokenizer of a local Hugging Face directory."""
     return load_from_directory(name_or_path)
 
 
 class SingletonMeta(type):
-    """`misc.SingletonMeta`: a class with a single instance."""
+    """Implements `misc.SingletonMeta`: metaclass of classes with a single instance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "_instance" not in cls.__dict__:
@@ -136,7 +142,7 @@ class SingletonMeta(type):
 
 @dataclass
 class DynamicFilterOutput:
-    """`filter_hub.base_types.DynamicFilterOutput`."""
+    """Implements `filter_hub.base_types.DynamicFilterOutput`: decision of a dynamic filter about a group."""
 
     keep: bool
     reason: str | None = None
@@ -144,7 +150,8 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """Drops groups of equal rewards, which have no gradient (`dynamic_sampling_filters.check_reward_nonzero_std`)."""
+    """Implements `dynamic_sampling_filters.check_reward_nonzero_std`: drops groups whose rewards are equal, because
+    they have no gradient."""
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     keep = len(rewards) > 1 and statistics.stdev(rewards) > 1e-6
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")

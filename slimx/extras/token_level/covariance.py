@@ -1,5 +1,5 @@
-"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) restrain: those whose log-prob and advantage covary
-most, which makes a policy's entropy collapse."""
+"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) restrain: those whose log-prob and advantage have the
+highest covariance, because they make a policy's entropy collapse."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from slimx.data.batch import TrainingRow
 
 
 class Selection(Estimator):
-    """Tokens that a loss treats differently, selected by their advantages."""
+    """Estimator that selects the tokens that the losses clip_cov and kl_cov treat differently, from their
+    advantages."""
 
     def finish(self, step: StepData) -> dict[str, float]:
         loss = self.algorithm.loss
         if not isinstance(loss, ClipCov | KlCov):
-            raise TypeError(f"loss {loss.kind} selects no tokens")
+            raise TypeError(f"loss {loss.kind} does not select tokens")
         metrics: dict[str, list[float]] = {}
         for index, update in enumerate(step.updates):
             for name, value in select_tokens(loss, update, (*step.seed, index)).items():
@@ -27,13 +28,16 @@ class Selection(Estimator):
 
 
 def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
-    """Fills `selected` of the rows of one update; returns metrics.
+    """Sets the column `selected` of the rows of one update, and returns metrics.
 
-    A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the
-    update and the log-probs of the engine that sampled: known before packing, so the choice does not depend on packing
-    or layout (the paper's code uses the current policy's, micro-batch by micro-batch). Selects
-    max(1, `share` x n) of n trained tokens: the highest (kl_cov), or at random between `covariance_low` and
-    `covariance_high` (clip_cov), where there may be fewer."""
+    A trained token's covariance is (log p - mean log p)(A - mean A). The means are over all trained tokens of the
+    update, and log p are the log-probs of the engine that sampled the tokens. They are known before packing, so the
+    selection does not depend on packing or layout (the paper's code uses the current policy's log-probs, micro-batch by
+    micro-batch).
+
+    Of n trained tokens, max(1, `share` x n) are selected: those with the highest covariance (kl_cov), or random ones
+    with a covariance between `covariance_low` and `covariance_high` (clip_cov), of which there may be fewer. `seed`:
+    seed of the random selection."""
     masks = [row.weight > 0 for row in rows]
     logprobs = _joined([row.rollout_logprobs for row in rows], masks)
     advantages = _joined([row.advantages for row in rows], masks)
@@ -43,7 +47,7 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
         indices = np.argsort(-covariance, kind="stable")[:count]
     else:
         within = np.flatnonzero((covariance > loss.covariance_low) & (covariance < loss.covariance_high))
-        # Raw output of PCG64: NumPy guarantees the same values in every release.
+        # Raw output of PCG64, which is the same in every release of NumPy.
         keys = np.random.PCG64(list(seed)).random_raw(len(within))
         indices = within[np.argsort(keys, kind="stable")[:count]]
     selected = np.zeros(len(covariance), np.float32)
@@ -60,5 +64,5 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
 
 
 def _joined(columns: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates the masked entries of `columns`, float64."""
+    """Concatenates those entries of `columns` for which the masks are True, as float64."""
     return np.concatenate([column[mask] for column, mask in zip(columns, masks, strict=True)]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""One rank's part of the critic, which may share ranks with the policy's trainer."""
+"""The part of one rank in training the critic. The critic may share ranks with the policy's trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from slimx.trainer.rank import TrainerRank
 
 
 class CriticTrainer(ValueTrainer):
-    """The value model of PPO."""
+    """Trainer of PPO's critic, a value model."""
 
     def __init__(self, config: Config, parallel: ParallelState):
-        """Takes `config`: the run's; `parallel`: this rank's coordinates among the critic's ranks."""
+        """Builds the critic from the configuration of the run. `parallel`: this rank's coordinates among the critic's
+        ranks."""
         critic = config.critic
         assert critic is not None
         super().__init__(
@@ -31,10 +32,11 @@ class CriticTrainer(ValueTrainer):
         )
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases all of the critic's memory: its weights are never published."""
+        """Releases all of the critic's device memory, including the weights whatever `weights` is, because they are
+        never published."""
         super().offload()
 
 
 def make_critic(rank: TrainerRank) -> CriticTrainer:
-    """Builds the critic of a rank (role "critic")."""
+    """Builds the critic of a rank; an entry point for the role "critic"."""
     return CriticTrainer(rank.config, rank.parallel)

@@ -1,5 +1,5 @@
-"""GiGPO (2505.10978): in addition to the advantage of the rollout in its group, an advantage of every turn among all
-turns of the group that started from the same state."""
+"""GiGPO (2505.10978): adds to the advantage of a rollout in its group the advantage of each turn among all turns of the
+group that started from the same state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 
 
 class TurnAdvantages(Estimator):
-    """GRPO's advantages plus weighted advantages of turns."""
+    """Estimator of GiGPO: the advantages of GRPO, plus weighted advantages of turns."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float | np.ndarray]:
         options = self.algorithm.advantages.narrow(Gigpo)
@@ -32,9 +32,10 @@ class TurnAdvantages(Estimator):
 
 
 def returns(trajectory: Trajectory, gamma: float) -> list[float]:
-    """Returns the discounted return of each turn: rewards of this and later turns, discounted once per turn.
+    """Returns the discounted return of each turn: the rewards of this and all later turns, discounted by `gamma` once
+    per turn.
 
-    The part of `reward` that exceeds the turns' rewards is added to the last turn."""
+    The trajectory's `reward` minus the sum of its turns' rewards is added to the last turn."""
     rewards = [turn.reward for turn in trajectory.turns]
     rewards[-1] += reward_of(trajectory) - sum(rewards)
     out = [0.0] * len(rewards)
@@ -48,17 +49,18 @@ def returns(trajectory: Trajectory, gamma: float) -> list[float]:
 def step_advantages(
     trajectories: Sequence[Trajectory], *, gamma: float, normalize_std: bool, eps: float
 ) -> list[np.ndarray]:
-    """Returns advantages of one group's turns among equal states, for every predicted token: float32 [L-1] per
-    trajectory; 0 for tokens that were not sampled, and if no other turn of the group started from that state.
+    """Returns the advantage of each turn among the turns of one group that started from the same state, for every
+    predicted token: float32 [L-1] per trajectory. It is 0 for tokens that were not sampled, and for a turn whose state
+    no other turn of the group has. `gamma`: discount per turn; `normalize_std` and `eps`: see `grpo`.
 
-    Raises SlimxError for a trajectory without turns, or with turns without a state."""
+    Raises SlimxError for a trajectory without turns, and for a turn without a state."""
     states: dict[str, list[tuple[int, int]]] = {}
     gains: list[list[float]] = []
     for index, trajectory in enumerate(trajectories):
         sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
         if not trajectory.turns or max(sampled, default=0) >= len(trajectory.turns):
             raise SlimxError(
-                f"trajectory {trajectory.id} does not describe its turns, which algorithm.advantages=gigpo compares; "
+                f"trajectory {trajectory.id} does not describe its turns, which algorithm.advantages=gigpo needs; "
                 "call draft.describe_turn(state_key=...) after each add_sampled in the generate hook",
                 code="advantages.turns",
                 about=str(trajectory.id),
@@ -68,8 +70,8 @@ def step_advantages(
             key = trajectory.turns[turn].state_key
             if key is None:
                 raise SlimxError(
-                    f"trajectory {trajectory.id}: turn {turn} has no state_key, by which algorithm.advantages=gigpo "
-                    "matches turns; pass it to draft.describe_turn in the generate hook",
+                    f"trajectory {trajectory.id}: turn {turn} has no state_key, but algorithm.advantages=gigpo needs "
+                    "it to match turns; pass state_key to draft.describe_turn in the generate hook",
                     code="advantages.state_key",
                     about=str(trajectory.id),
                 )

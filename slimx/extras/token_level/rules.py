@@ -1,4 +1,4 @@
-"""Rules about the critic: its algorithm, its ranks and its weights."""
+"""Configuration rules for the critic: its algorithm, its ranks and its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 UNPROVEN = {"critic": ("critic.optimizer.kind", "critic.optimizer.moments_dtype")}
-"""Keys without proof, like `slimx.rules.unproven.UNPROVEN`."""
+"""Settings that are not proven with a critic, in the format of `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "critic", facts=sections_in(UNPROVEN))
@@ -33,9 +33,9 @@ def unproven(**sections: object) -> Problems:
 @rule("algorithm.critic", "critic")
 def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
     if algorithm.advantages.kind == "gae" and critic is None:
-        yield "algorithm.name", "advantages by gae need a critic; add a section `critic: {}`"
+        yield "algorithm.name", "algorithm.advantages=gae needs a critic; add a section `critic: {}`"
     if algorithm.advantages.kind != "gae" and critic is not None:
-        yield f"algorithm.name={algorithm.name} has no critic; remove the section, or use ppo"
+        yield f"algorithm.name={algorithm.name} uses no critic; remove section critic, or set algorithm.name=ppo"
 
 
 @rule("critic.layout", "critic.layout")
@@ -50,8 +50,8 @@ def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | Non
     rows = update_rows(rollout, schedule)
     if critic_sizes is not None and rows < critic_sizes.data:
         yield (
-            f"an update of {rows} rollouts {UPDATE} cannot feed the critic's {critic_sizes.data} data-parallel ranks; "
-            "lower critic.layout.data"
+            f"an update of {rows} rollouts {UPDATE} has fewer than one for each of the critic's {critic_sizes.data} "
+            "data-parallel ranks; lower critic.layout.data"
         )
 
 
@@ -71,15 +71,15 @@ def critic_splits(
 @rule("weights.critic_tensors", "critic.load")
 def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | None) -> Problems:
     from slimx.models.files.formats import format_of
-    from slimx.models.files.reader import CheckpointReader  # imports torch, which a plan does not need
+    from slimx.models.files.reader import CheckpointReader  # imports torch, which planning does not need
 
     if critic_spec is None or critic_weights is None:
         return
     checkpoint_format = format_of(critic_weights)
     if checkpoint_format is not None:
         yield (
-            f"the critic cannot start from {critic_weights}, a checkpoint of {checkpoint_format.name}; give a Hugging "
-            "Face directory (slimx convert)"
+            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, from which a critic cannot start; set a "
+            "Hugging Face directory (slimx convert)"
         )
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

@@ -1,9 +1,9 @@
-"""Advantages from per-token rewards: PPO's with a critic's values, REINFORCE++'s without.
+"""Advantages from per-token rewards: those of PPO with a critic's values, those of REINFORCE++ without.
 
-All tensors are [B, L], one row per trajectory; `mask` is True at the positions whose label was sampled and is trained.
-Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so a value at t is
-that of the state before the prediction. Other positions may be between trained ones (a tool's response): the policy
-does not act there, so for the estimator the next trained position follows directly.
+All tensors are [B, L], one row per trajectory; `mask` is True at positions whose label was sampled and is trained.
+Positions are aligned as in `slimx.data.batch`: position t has read token t and predicts token t + 1, so the value at t
+is that of the state before the prediction. Other positions, such as those of a tool's response, may be between trained
+ones. Because the policy does not act there, the estimator treats consecutive trained positions as adjacent.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slimx.data.records import Group
 
 
 class TokenAdvantages(Estimator):
-    """Advantages of PPO and REINFORCE++. They start from the trajectory's reward, or the reward minus the group's mean,
-    assigned to the last trained token."""
+    """Estimator of PPO and REINFORCE++. The trajectory's reward, or the reward minus the group's mean, is assigned to
+    the last trained token."""
 
     def estimate(self, groups: Sequence[Group]) -> list[float]:
         above_mean = self.algorithm.advantages.kind == "reinforce_baseline"
@@ -45,9 +45,9 @@ class TokenAdvantages(Estimator):
 def token_rewards(
     scores: torch.Tensor, mask: torch.Tensor, *, kl: torch.Tensor | None = None, kl_coef: float = 0.0
 ) -> torch.Tensor:
-    """Returns the reward of each token: the trajectory's score [B] at its last trained token, minus `kl_coef` * `kl`
-    [B, L] at all trained ones (InstructGPT, 2203.02155, where kl is log policy - log reference). 0 elsewhere, and in
-    rows without a trained token."""
+    """Returns the reward of each token: the trajectory's score (`scores` [B]) at its last trained token, minus
+    `kl_coef` * `kl` [B, L] at all trained tokens (InstructGPT, 2203.02155, where kl is log policy - log reference). It
+    is 0 at other tokens, and in rows without a trained token."""
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     if kl is not None:
         rewards = torch.where(mask, -kl_coef * kl.to(scores.dtype), rewards)
@@ -59,18 +59,19 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes generalized advantage estimation (1506.02438): advantages and returns (advantages + values), 0 where not
-    trained.
+    """Computes generalized advantage estimation (1506.02438). Returns advantages and returns (advantages + values),
+    both 0 at positions that are not trained.
 
-    delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1} over the trained positions i of a row; V
-    and A are 0 after the last: a trajectory ends there, even one that was truncated at the maximum length."""
-    # Trained positions move to the front, in order; later positions are masked to 0, which ends the recursion.
+    For the trained positions i of a row, delta_i = r_i + gamma V_{i+1} - V_i and A_i = delta_i + gamma lam A_{i+1}. V
+    and A are 0 after the last trained position, because the trajectory ends there, even if it was truncated at the
+    maximum length."""
+    # Trained positions are moved to the front, in order; the values behind them are set to 0, which ends the recursion.
     order = torch.argsort(~mask, dim=1, stable=True)
     trained = mask.gather(1, order)
     reward = torch.where(trained, rewards.gather(1, order), 0)
     value = torch.where(trained, values.gather(1, order), 0)
     after = torch.nn.functional.pad(value[:, 1:], (0, 1))
-    # One row per position: the recursion below walks over contiguous memory.
+    # One row per position, so that the recursion below reads contiguous memory.
     delta = torch.where(trained, reward + gamma * after - value, 0).T.contiguous()
     carry = torch.zeros_like(delta[0])
     for position in range(int(trained.sum(1).max()) - 1, -1, -1):
@@ -80,15 +81,15 @@ def gae(
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
-    """Scales to mean 0 and standard deviation 1 over all trained tokens of the batch; 0 elsewhere."""
+    """Scales advantages to mean 0 and standard deviation 1 over all trained tokens of the batch; other tokens get 0."""
     trained = advantages[mask]
     centred = trained - trained.mean()
     return torch.zeros_like(advantages).masked_scatter(mask, centred / (centred.square().mean() + eps).sqrt())
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for a constant
-    one; NaN if all returns are equal."""
+    """Computes 1 - Var(returns - values) / Var(returns) over trained tokens. It is 1 for a perfect critic, 0 for a
+    constant one, and NaN if all returns are equal."""
     targets = returns[mask]
     spread = targets.var(correction=0)
     return (1 - (targets - values[mask]).var(correction=0) / spread).item() if spread > 0 else float("nan")
@@ -101,13 +102,15 @@ def assign_advantages(
     values: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None,
 ) -> dict[str, float]:
-    """Fills `advantages` of every row of a step, with a critic also `values` and `returns`; returns metrics of the full
-    step.
+    """Sets `advantages` of every row of a step, and with a critic also `values` and `returns`. Returns metrics of the
+    full step.
 
-    Per row: its trajectory's score, the critic's values [n] and, if rewards are penalized, the reference's log-probs
-    [n]. The policy's log-probs are the engine's: the penalty applies to the distribution that was sampled from. Without
-    a critic an advantage is the discounted sum of rewards from its token on (REINFORCE++, 2501.03262). Advantages are
-    whitened over all updates of the step; their metrics are those before whitening."""
+    `scores`: score of each row's trajectory. `values`: the critic's values [n] of each row; None without a critic.
+    `reference`: log-probs [n] of each row under the reference model; None if rewards have no KL penalty. The penalty
+    uses the engine's log-probs as those of the policy, so it applies to the distribution that was sampled from.
+
+    Without a critic, the advantage of a token is the discounted sum of the rewards from this token on (REINFORCE++,
+    2501.03262). Advantages are whitened over all updates of the step; their metrics are computed before whitening."""
     mask = _padded([row.weight > 0 for row in rows]).bool()
     kl = None
     if reference is not None:
@@ -138,7 +141,7 @@ def assign_advantages(
 
 
 def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """Stacks rows of different lengths to float64 [B, L], padded with zeros."""
+    """Stacks arrays of different lengths to float64 [B, L], padded with zeros."""
     out = np.zeros((len(rows), max(map(len, rows))))
     for target, row in zip(out, rows, strict=True):
         target[: len(row)] = row

@@ -1,5 +1,5 @@
-"""Losses of values, of a critic and of a reward model: pure functions of tensors; the caller's weights include the
-global denominator."""
+"""Losses of a critic's or reward model's outputs, as pure functions of tensors. The weights that callers pass include
+the global denominator."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from slimx.data.columns import LossColumns
 
 @dataclass(slots=True, kw_only=True)
 class ValueInputs(LossColumns[torch.Tensor]):
-    """Columns of one micro-batch, each [T]; a reward model's `advantages` are the negated derivatives of the unweighted
-    loss with respect to each score."""
+    """Columns of one micro-batch, each [T]. For a reward model, `advantages` contain the negated derivative of the
+    unweighted loss with respect to each score."""
 
     predicted: torch.Tensor
-    """Values under the current weights, with gradient."""
+    """Outputs of the value model under the current weights, with gradient."""
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns the micro-batch's part of the loss (a weighted sum) and metrics that add up over micro-batches."""
+"""Function that returns the micro-batch's part of the loss, which is a weighted sum, and metrics that are summed over
+micro-batches."""
 
 
 def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Computes half the squared error. A value that differs from its old one by more than `clip` counts with the error
-    at the clip boundary if that is larger (PPO's reference code, openai/baselines; 2005.12729): moving further in one
-    batch gains nothing. `clip` 0: not clipped."""
+    """Computes half the squared error of the values against `returns`.
+
+    If a value differs from its old value by more than `clip`, the error is at least that at the clip boundary, so
+    moving further in one batch gains nothing (PPO's reference code, openai/baselines; 2005.12729). `clip` 0: no
+    clipping."""
     assert inputs.values is not None
     assert inputs.returns is not None
     weight = inputs.weight
     trained = inputs.weight > 0
-    # At untrained tokens values are arbitrary, and 0 * inf would be NaN.
+    # Values of untrained tokens are arbitrary, and 0 * inf would be NaN.
     values = torch.where(trained, inputs.predicted, 0.0)
     old = torch.where(trained, inputs.values, 0.0)
     returns = torch.where(trained, inputs.returns, 0.0)

@@ -1,4 +1,4 @@
-"""The GPT model that outputs one value per token: a policy's trunk with the head of a critic or a reward model."""
+"""GPT model that outputs one value per token: a policy's trunk with the head of a critic or a reward model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map from a hidden state to a number, in fp32 for any trunk, replicated on every tensor-parallel rank:
-    `weight` [1, hidden], `bias` [1] or None."""
+    """Linear map from a hidden state to a number, in fp32 for any dtype of the trunk: `weight` [1, hidden], `bias` [1]
+    or None. It is replicated on every tensor-parallel rank."""
 
     IN_FP32 = True
-    """`slimx.trainer.model.build` keeps it in fp32 in a half-precision model."""
+    """Marker for `slimx.trainer.model.build`, which keeps the module in fp32 in a half-precision model."""
 
     def __init__(self, config: TransformerConfig, *, bias: bool = True):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32)) if bias else None
         for parameter in self.parameters():
-            # Each rank sees its slice of the tokens, so megatron-core must sum the gradients over them.
+            # With sequence parallelism each rank has a part of the tokens, so megatron-core must sum the gradients over
+            # the ranks.
             parameter.__dict__["sequence_parallel"] = config.sequence_parallel
 
     @torch.no_grad()
     def reset(self, start: Literal["zero", "normal"], seed: int) -> None:
-        """Sets the initial weights, equal on all ranks. normal: deviation 1 / sqrt(hidden + 1) (2009.01325)."""
+        """Sets the initial weights, which are equal on all ranks. `start`: "zero", or "normal" with standard deviation
+        1 / sqrt(hidden + 1) (2009.01325)."""
         hidden = self.weight.shape[1]
         initial = torch.zeros(1, hidden)
         if start == "normal":
@@ -40,11 +42,11 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weight: torch.Tensor) -> None:
-        """Loads the head `weight` [1, hidden] of a reward model."""
+        """Sets the weights to the head `weight` [1, hidden] of a reward model."""
         self.weight.copy_(weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes values, fp32 [...], of hidden states [..., hidden]."""
+        """Computes values, fp32 [...], from hidden states [..., hidden]."""
         values = hidden.float() @ self.weight[0]
         return values if self.bias is None else values + self.bias
 
@@ -58,21 +60,23 @@ class ValueModel(GPTModel):
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object):
         super().__init__(config, *args, **kwargs)
         if self.post_process:
-            # Upstream always creates one; it is removed before gradient buffers or an optimizer refer to it.
+            # GPTModel always creates one; it is removed before gradient buffers or an optimizer refer to it.
             del self.output_layer
             self.value_head = ValueHead(config, bias=self.BIAS)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Computes values [1, T] from hidden states [T, 1, hidden], or from each rank's part of them under sequence
-        parallelism."""
+        """Computes values [1, T] from hidden states [T, 1, hidden], or with sequence parallelism from each rank's part
+        of them. It replaces GPTModel's method of this name."""
         if not self.post_process:
             return hidden_states
         values = self.value_head(hidden_states)
         if self.config.sequence_parallel:
-            # The loss is the same on all ranks, so in backward each takes the gradient of its local tokens.
+            # The loss is the same on all ranks, so in the backward pass each rank keeps the gradient of its local
+            # tokens.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values.transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> ShardedStateDict:
-        """Returns the modules' sharded state. GPTModel's method expects an output layer, which this model lacks."""
+        """Returns the sharded state of the modules. GPTModel's own method expects an output layer, which this model
+        lacks."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)

@@ -1,5 +1,5 @@
-"""One rank's part of a model with values: the common part of critic and reward model. Every method is called on all of
-the model's ranks together."""
+"""The part of one rank in training a value model; critic and reward model share it. Every method is called on all ranks
+of the model together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ValuePipeline(Pipeline):
     """Forward and backward passes of a value model over a list of micro-batches."""
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Returns values at every position, one [T] per micro-batch; empty except on the last pipeline stage."""
+        """Returns the values at every position, one tensor [T] per micro-batch; [] except on the last pipeline
+        stage."""
 
         def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             values = output[0].float()
@@ -41,7 +42,8 @@ class ValuePipeline(Pipeline):
             return self._schedule(batches, collect, forward_only=True)
 
     def train_values(self, batches: list[MicroBatch], loss: ValueLoss) -> list[dict[str, torch.Tensor]]:
-        """Accumulates gradients; returns the loss's metrics per micro-batch (last stage only)."""
+        """Accumulates gradients, and returns the loss's metrics for each micro-batch; [] except on the last pipeline
+        stage."""
 
         def compute(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             total, metrics = loss(ValueInputs(predicted=output[0].float(), **self._columns(batch)))
@@ -66,15 +68,18 @@ class ValueTrainer(TrainedModel):
         metrics: str,
         holder: str,
     ):
-        """Takes `config`: its `trainer` section is this model's; `spec`: without an output layer. `head`: initial
-        values of the head, unless the initial weights have one. `key`: configuration key of the optimizer in messages;
-        `metrics`: prefix of its metrics' names; `holder`: name of the ranks."""
+        """Builds model, optimizer and pipeline.
+
+        `config`: configuration whose `trainer` section describes this model; `spec`: model without an output layer;
+        `kind`: class of the model. `head`: initial values of the head, if the initial weights have none. `key`:
+        configuration key of the optimizer in messages; `metrics`: prefix of the optimizer's metrics; `holder`: name of
+        the ranks in messages."""
         trainer = config.trainer
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
-        """One head on the last pipeline stage, none elsewhere."""
+        """The value head on the last pipeline stage; [] on other stages."""
         layout = MegatronLayout(spec.table, parallel.sizes)
         weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)
@@ -98,7 +103,8 @@ class ValueTrainer(TrainedModel):
 
     @operation("values", needs="weights")
     def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
-        """Returns values at every position, float32, one array [T] per micro-batch (last stage only)."""
+        """Returns the values at every position, float32, one array [T] per micro-batch; [] except on the last pipeline
+        stage."""
         parts = self.pipeline.values(self._local(batches))
         if not self.parallel.last_stage:
             return []
@@ -107,20 +113,20 @@ class ValueTrainer(TrainedModel):
 
     @operation("train", needs="training")
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
-        """Runs all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
+        """Runs all optimizer updates of step `step` (counted from 0), one for each list of micro-batches.
 
-        Returns the combined metrics."""
+        Returns the combined metrics of the updates."""
         done = step * len(updates)
         metrics = [self.train_step(batches, step=done + index) for index, batches in enumerate(updates)]
         self._gather()
         return combine(metrics)
 
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
-        """Runs forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry the
-        inputs of the loss.
+        """Runs forward and backward passes and one optimizer step on this data-parallel rank's micro-batches, which
+        contain the inputs of the loss.
 
-        `step`: number of earlier optimizer steps, for the learning rate. Metrics are those of the complete batch, on
-        the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
+        `step`: number of earlier optimizer steps, which determines the learning rate. Ranks of the last pipeline stage
+        return metrics of the complete batch, other ranks only those of the optimizer."""
         batches = self._local(batches)
         self._zero_gradients()
         results = self.pipeline.train_values(batches, self.loss)
@@ -133,7 +139,8 @@ class ValueTrainer(TrainedModel):
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:
-    """Returns the names of the value head's parameters on this rank, with chunks numbered as by `Weights`."""
+    """Returns the names of the value head's parameters on this rank, with the chunk's number as a prefix as in
+    `Weights`."""
     names = set()
     for chunk, module in enumerate(modules):
         if module.post_process:
@@ -144,7 +151,8 @@ def _heads(modules: list[ValueModel]) -> set[str]:
 
 
 def read_score(directory: Path) -> torch.Tensor | None:
-    """Reads the head in `directory`, [1, hidden]; None if it has none, e.g. for a policy."""
+    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`; None if it has none, as that of a
+    policy."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

@@ -1,1 +1,1 @@
-"""Files of prompts in other formats than JSON lines."""
+"""Prompt files in other formats than JSON Lines."""

@@ -10,18 +10,20 @@ from urllib.parse import unquote
 from slimx.errors import SlimxError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-"""Suffixes of files of prompts."""
+"""Suffixes of prompt files, in lower case."""
 NAMED = 6
-"""Subsets and splits that an error lists, at most."""
+"""Maximum number of subsets and splits that an error lists."""
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-"""Value of a null column in a folder's name."""
+"""Text that represents null in a folder name."""
 _SHARD = r"-\d+-of-\d+$"
 _TABLE = r"\d+|data|part[-_.]?\d.*|data[-_.]\d+"
-"""Names that pandas, Spark, Dask and DuckDB give to files of one table; they are not splits."""
+"""Pattern of the names that pandas, Spark, Dask and DuckDB give to the files of one table; these names are not
+splits."""
 
 
 def matching(pattern: Path) -> list[Path]:
-    """Returns the files that match a pattern with *, ? or [...], sorted by name; [] for a path without any."""
+    """Returns the files that match a pattern with *, ? or [...], sorted by name; [] if `pattern` is an existing path or
+    contains none of them."""
     if pattern.exists() or not glob.has_magic(str(pattern)):
         return []
     matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
@@ -29,15 +31,15 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
-    """Returns the data files of one subset and split in a directory, sorted by name. Raises SlimxError if there are
-    none, or several subsets or splits to choose from."""
+    """Returns the data files in a directory that belong to one subset and split, sorted by name. None: the only one.
+    Raises SlimxError if there are no such files, or several subsets or splits to choose from."""
     files = []
     for file in sorted(directory.rglob("*")):
         if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):
             files.append(file)
     if not files:
         raise SlimxError(
-            f"{directory}: holds no file that ends in {', '.join(SUFFIXES)}; name a file or directory of prompts",
+            f"{directory} contains no file that ends in {', '.join(SUFFIXES)}; give a file or directory of prompts",
             code="prompts.unreadable",
             about=str(directory),
         )
@@ -54,10 +56,10 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
         listed = ", ".join(names[:NAMED])
         if len(names) > NAMED:
             listed += f" and {len(names) - NAMED} more"
-        which = "several of" if matches else "none of"
+        which = "match several of" if matches else "match none of"
         raise SlimxError(
-            f"{directory}: subset {subset or 'any'} and split {split or 'any'} mean {which} {listed}; choose one with "
-            "subset and split of an entry of rollout.sources, or name its files, such as "
+            f"{directory}: subset {subset or 'any'} and split {split or 'any'} {which} {listed}; choose one with "
+            "subset and split of an entry of rollout.sources, or give its files, such as "
             f"{directory}/{next(iter(matches or parts))[-1]}*",
             code="prompts.split",
             about=str(directory),
@@ -66,7 +68,8 @@ def chosen_files(directory: Path, subset: str | None, split: str | None) -> list
 
 
 def folder_columns(file: Path, directory: Path) -> dict[str, str | None]:
-    """Returns columns encoded in folder names, as in level=hard/part-0.parquet; None for null."""
+    """Returns the columns that are encoded in the names of the folders between `directory` and `file`, as in
+    level=hard/part-0.parquet. The value is None for null."""
     columns: dict[str, str | None] = {}
     for folder in _folders(file, directory):
         name, equals, value = folder.partition("=")
@@ -82,14 +85,15 @@ def _folders(file: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _is_note(file: Path, directory: Path) -> bool:
-    """Returns True for hidden files and for files that describe a data set instead of containing rows."""
+    """Returns True for hidden files, and for files that describe a data set instead of containing rows."""
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
     return hidden or file.name in ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
 
 
 def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
-    """Returns a file's folders and its split: test for test-00000-of-00001.parquet, the folder's name for 0000.parquet.
-    Files below folders named COLUMN=VALUE are one table, whatever their names."""
+    """Returns the folders of a file, which name its subset, followed by its split: test for
+    test-00000-of-00001.parquet, but the folder's name for 0000.parquet. Files in folders named COLUMN=VALUE are one
+    table, independent of their names."""
     named_folders = [name for name in _folders(file, directory) if name != "data"]
     folders = [name for name in named_folders if "=" not in name]
     name = re.sub(_SHARD, "", file.stem)
@@ -99,5 +103,5 @@ def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
 
 
 def _is_split(name: str, split: str) -> bool:
-    """Returns True if `name` is the split, or NAME-SPLIT, as the `datasets` package names its cache files."""
+    """Returns True if `name` is the split, or NAME-SPLIT, the name of a cache file of the `datasets` package."""
     return name == split or name.endswith(f"-{split}")

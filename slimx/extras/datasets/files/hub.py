@@ -1,6 +1,7 @@
-"""Files of a data set of the Hugging Face Hub: downloaded, or from the caches of earlier downloads.
+"""Files of a data set of the Hugging Face Hub, downloaded or from the caches of earlier downloads.
 
-huggingface_hub is imported on use; `datasets` only if it is installed and no other cache has the files.
+huggingface_hub is imported only when it is used, and `datasets` only if it is installed and no other cache has the
+files.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from slimx.extras.datasets.files.directories import chosen_files
 
 HUB = "hf://"
 CONVERTED = "refs/convert/parquet"
-"""Branch on which the Hub provides any data set's parquet files, as SUBSET/SPLIT/NNNN.parquet."""
+"""Branch on which the Hub provides the parquet files of each data set, as SUBSET/SPLIT/NNNN.parquet."""
 
 
 def hub_files(path: str, subset: str | None, split: str | None) -> list[Path]:
-    """Returns the files of one subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT, in order; the
+    """Returns the files of one subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT, in order. The
     default split is train.
 
-    Without a network they come from a cache: huggingface_hub's, with the Hub's parquet files or the owner's original
-    files, or that of the `datasets` package. Raises SlimxError if none has them."""
+    Without a network the files come from a cache: that of huggingface_hub, with the Hub's parquet files or the owner's
+    original files, or that of the `datasets` package. Raises SlimxError if no cache has them."""
     name, subset, split = _hub_name(path, subset, split)
     try:
         return chosen_files(_downloaded(name, subset, split), subset, split)
@@ -38,18 +39,20 @@ def hub_files(path: str, subset: str | None, split: str | None) -> list[Path]:
 
 
 def _owners_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """Returns the files of the owner's branch in huggingface_hub's cache; [] without any in a supported format."""
+    """Returns the files of the owner's own branch in huggingface_hub's cache; [] if there are none in a supported
+    format."""
     from huggingface_hub import snapshot_download
 
-    folder = None if subset == "default" else subset  # the Hub's name for the only subset of a data set
+    folder = None if subset == "default" else subset  # "default" is the Hub's name for the only subset of a data set
     try:
         return chosen_files(Path(snapshot_download(name, repo_type="dataset", local_files_only=True)), folder, split)
-    except Exception:  # of any type; the caller reports the failed download instead
+    except Exception:  # any exception; the caller reports the failed download instead
         return []
 
 
 def _datasets_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """Returns Arrow files in the cache of the `datasets` package; [] if it is not installed or has none."""
+    """Returns the Arrow files of a subset and split in the cache of the `datasets` package; [] if the package is not
+    installed or its cache has none."""
     if importlib.util.find_spec("datasets") is None:
         return []
     from datasets import load_dataset
@@ -61,31 +64,32 @@ def _datasets_files(name: str, subset: str | None, split: str) -> list[Path]:
 
 
 def _hub_name(path: str, subset: str | None, split: str | None) -> tuple[str, str | None, str]:
-    """Returns OWNER/NAME, subset and split of hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT; the default split is
+    """Splits hf://OWNER/NAME or hf://OWNER/NAME/SUBSET/SPLIT into OWNER/NAME, subset and split. The default split is
     train."""
     parts = path.removeprefix(HUB).split("/")
     if not all(re.fullmatch(r"[\w.-]+", part) for part in parts) or len(parts) not in (2, 4):
-        raise SlimxError(f"{path}: not of the form {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT")
+        raise SlimxError(f"{path} is not a data set; write {HUB}OWNER/NAME or {HUB}OWNER/NAME/SUBSET/SPLIT")
     if len(parts) == 4:
         subset, split = parts[2:]
     return "/".join(parts[:2]), subset, split or "train"
 
 
 def _downloaded(name: str, subset: str | None, split: str) -> Path:
-    """Returns the directory with the parquet files of a data set of the Hub, from the cache if they are there."""
+    """Downloads the parquet files of a data set of the Hub unless they are in the cache, and returns their
+    directory."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise SlimxError(
-            f"{HUB}{name}: downloads go through huggingface_hub, which is not installed; pip install huggingface_hub",
+            f"{HUB}{name}: downloads need huggingface_hub, which is not installed; run pip install huggingface_hub",
         ) from error
     patterns = f"{subset or '*'}/{split}/*.parquet"
     try:
         return Path(snapshot_download(name, repo_type="dataset", revision=CONVERTED, allow_patterns=patterns))
-    except Exception as error:  # of any type: no network, an unknown data set, one that needs a token
+    except Exception as error:  # any exception: no network, an unknown data set, one that needs a token
         reason = textwrap.shorten(raised(error), 400, placeholder=" ...")
         raise SlimxError(
-            f"{HUB}{name}: cannot be downloaded ({reason}); download it elsewhere and give its directory",
+            f"{HUB}{name}: cannot be downloaded ({reason}); download it on another machine and give the directory",
             code="prompts.download",
             about=f"{HUB}{name}",
         ) from error

@@ -20,15 +20,17 @@ from slimx.extras.datasets.files.hub import HUB, hub_files
 from slimx.extras.datasets.files.tables import table_rows
 
 DATASETS = "slimx.datasets"
-"""Entry point group: published data sets that a command writes as files of prompts, by name."""
+"""Entry point group of the published data sets that `slimx data` writes as prompt files, by name."""
 CELL = 2**26
-"""Characters of a CSV cell, at most; Python's limit of 2**17 is too small for long documents."""
+"""Maximum number of characters in a CSV cell. Python's limit of 2**17 is too small for long documents."""
 
 
 def read(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Reads a file, the files that match a pattern with *, a directory or hf://OWNER/NAME; returns what `read_rows`
-    returns. `subset` and `split` select files of the last two. Folders named COLUMN=VALUE add a column to their files'
-    rows.
+    """Reads a file, the files that match a pattern with *, a directory, or hf://OWNER/NAME. Returns the prefix of ids
+    and the rows, as `slimx.data.prompts.rows.read_rows` does.
+
+    `subset` and `split` select files of a directory or of hf://. Folders named COLUMN=VALUE add a column to the rows of
+    their files.
     """
     if str(path).startswith(HUB):
         name = "/".join(str(path).removeprefix(HUB).split("/")[1:])
@@ -44,7 +46,8 @@ def read(path: str | Path, subset: str | None = None, split: str | None = None) 
 
 
 def _numbered(files: Sequence[Path], folder: Path | None) -> Iterator[Row]:
-    """Yields rows of `files`, numbered continuously, with the columns encoded in folder names below `folder`."""
+    """Yields the rows of `files`, numbered continuously. The columns that are encoded in the names of folders below
+    `folder` are added."""
     number = 0
     for file in files:
         columns = folder_columns(file, folder) if folder is not None else {}
@@ -74,7 +77,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield from json_lines(path)
     else:
         raise SlimxError(
-            f"{path}: files that end in {path.suffix} are not read, only {', '.join(SUFFIXES)}; convert or rename it",
+            f"{path}: files that end in {path.suffix} are not supported, only {', '.join(SUFFIXES)}; convert or rename "
+            "it",
             code="prompts.ending",
             about=str(path),
         )
@@ -86,15 +90,15 @@ def _begins_array(path: Path) -> bool:
 
 
 def _instead_of(path: Path) -> str:
-    """Returns a hint for a file that cannot be read: a similar name, or a source of prompts."""
+    """Returns a hint for a file that cannot be read: a file with a similar name, or how to obtain prompts."""
     neighbours = {file.stem: file for file in path.parent.glob("*") if file.suffix in SUFFIXES}
     near = difflib.get_close_matches(path.stem, neighbours, n=1)
     if near:
         return f"did you mean {neighbours[near[0]]}?"
     known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
     if known is not None:
-        return f"`slimx data {known} {path}` writes it"
-    hint = "name a file of prompts, or write one with slimx data"
+        return f"write it with `slimx data {known} {path}`"
+    hint = "give a prompt file, or write one with slimx data"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)):
         hint += f"; for a data set of the Hugging Face Hub write {HUB}{path}"
     return hint
@@ -105,7 +109,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
         rows = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SlimxError(
-            f"{path}: not readable as JSON ({error})", code="prompts.unreadable", about=str(path)
+            f"{path}: the file is not valid JSON ({error}); correct it", code="prompts.unreadable", about=str(path)
         ) from error
     for number, row in enumerate(rows, 1):
         where = f"{path}, row {number}"
@@ -113,7 +117,7 @@ def _array_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yields rows of text; None for an empty cell, which is CSV's form of null."""
+    """Yields the rows of a CSV file with texts as values. An empty cell is None, because CSV has no null."""
     csv.field_size_limit(CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -121,7 +125,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
             twice = [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]
             if twice:
                 raise SlimxError(
-                    f"{path}: its header has {twice[0]!r} twice; rename one of the columns",
+                    f"{path}: the header contains {twice[0]!r} twice; rename one of the columns",
                     code="prompts.unreadable",
                     about=str(path),
                 )
@@ -129,14 +133,14 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
                     raise SlimxError(
-                        f"{where}: the number of cells differs from the header; correct it",
+                        f"{where}: the number of cells differs from that of the header; correct the row",
                         code="prompts.line",
                         about=where,
                     )
                 yield where, number, {name: cell or None for name, cell in row.items()}
     except (csv.Error, UnicodeDecodeError) as error:
         raise SlimxError(
-            f"{path}: not readable as CSV ({error}); save it as UTF-8, with cells separated by {delimiter!r}",
+            f"{path}: the file is not valid CSV ({error}); save it as UTF-8, with cells separated by {delimiter!r}",
             code="prompts.unreadable",
             about=str(path),
         ) from error

@@ -1,6 +1,6 @@
-"""Rows of parquet and Arrow files, without nulls and NaNs that only pad the columnar format.
+"""Rows of parquet and Arrow files, without the nulls and NaNs that only pad the columnar format.
 
-pyarrow is imported on use.
+pyarrow is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from slimx.json_types import Json
 
 
 def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
-    """Yields the rows of a parquet file or an Arrow `stream`, each with location and number as `read_rows` does.
+    """Yields the rows of a parquet file, or with `stream` of an Arrow file in the stream format: for each row its
+    location, number and values, as `slimx.data.prompts.rows.read_rows` does.
 
-    A struct of a table has the fields of all rows, null if a row lacks them: within lists and in column `template`
-    such keys are left out. A struct that is a column itself keeps them, since fields name them by dotted paths. NaN is
-    null, as pandas writes it. Raises SlimxError for a file that cannot be read to its end."""
+    In such a table, a struct has the fields of all rows, which are null where a row lacks them. Within lists and in the
+    column `template`, null fields are omitted. A struct that is a column itself keeps them, because rollout.fields
+    names them by dotted paths. NaN becomes None, because pandas writes null as NaN. Raises SlimxError for a file that
+    cannot be read to its end."""
     try:
         import pyarrow
     except ImportError as error:
         raise SlimxError(
-            f"{path}: parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow",
+            f"{path}: reading parquet and Arrow files needs pyarrow, which is not installed; run pip install pyarrow",
         ) from error
     number = 0
     try:
@@ -39,14 +41,15 @@ def table_rows(path: Path, *, stream: bool) -> Iterator[tuple[str, int, Json]]:
                 yield f"{path}, row {number}", number, values
     except (pyarrow.ArrowException, OSError) as error:
         raise SlimxError(
-            f"{path}: cannot be read after row {number} ({raised(error)}); is it complete?",
+            f"{path}: the file cannot be read after row {number} ({raised(error)}); check that it is complete",
             code="prompts.unreadable",
             about=str(path),
         ) from error
 
 
 def _unpadded(value: Any, kind: Any, *, is_column: bool = False) -> Any:
-    """Returns a value of the Arrow type `kind` without null keys; a struct that is a column keeps them."""
+    """Returns a value of the Arrow type `kind` without the null fields of its structs. With `is_column` the struct is
+    itself a column, and keeps them."""
     if isinstance(value, dict):
         out = {}
         for field in kind:
@@ -60,7 +63,8 @@ def _unpadded(value: Any, kind: Any, *, is_column: bool = False) -> Any:
 
 
 def _is_null_default(field: Any) -> bool:
-    """Returns True for `default: null` of a JSON schema: a field that is null in all rows is not padding."""
+    """Returns True if an Arrow field is `default: null` of a JSON schema, which is null in all rows but is not
+    padding."""
     import pyarrow
 
     return field.name == "default" and pyarrow.types.is_null(field.type)
@@ -74,7 +78,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _arrow(path: Path) -> Iterator[Any]:
-    """Yields batches of the stream format, in which the `datasets` package saves."""
+    """Yields the batches of a file in Arrow's stream format, which the `datasets` package writes."""
     import pyarrow
 
     with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:

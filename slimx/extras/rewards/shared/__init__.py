@@ -1,1 +1,1 @@
-"""Parts shared by several reward hooks: boxed answers, notation of mathematics, verification, requests to servers."""
+"""Code that several reward hooks share: boxed answers, mathematical notation, verification, requests to servers."""

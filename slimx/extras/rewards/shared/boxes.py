@@ -1,4 +1,4 @@
-r"""Finds boxed answers in mathematical texts: \boxed{...}, and \fbox{...} in older ones."""
+r"""Finds boxed answers in mathematical texts: \boxed{...}, and \fbox{...} in older texts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ _MARK = re.compile(
     r"(?P<box>\\(?:boxed|fbox)(?![A-Za-z])[^\S\n]*)(?P<opens>\s*\{)?"
     r"|(?<!\\)(?P<slashes>\\*)(?P<brace>[{}])|(?P<end>[$\n]|\\[\])])"
 )
-r"""Marks that begin or end boxes. A brace after an odd number of backslashes, \{, is a literal brace."""
+r"""Pattern of the marks at which boxes start or end. A brace after an odd number of backslashes, \{, is a literal
+brace."""
 _WORD = re.compile(r"[^\s.,;:!?]*(?:[.,]\d[^\s.,;:!?]*)*")
 
 
 @dataclass(frozen=True, slots=True)
 class BoxedAnswer:
-    """A box in a text; its content is `text[inside:end]`."""
+    """Box in a text, whose content is `text[inside:end]`."""
 
     start: int
     inside: int
     end: int | None
-    """None if the box is unclosed."""
+    """Index after the box's content; None if the box is unclosed."""
     stop: int
-    """Index after the closing brace; the end of the text for an unclosed box."""
+    """Index after the closing brace; for an unclosed box the end of the text."""
 
 
 def boxes(text: str) -> list[BoxedAnswer]:
-    r"""Returns the boxes of a text in order of their start. A box without braces, `$\boxed 2$`, ends with its formula,
-    or with its first word if the formula has no end."""
+    r"""Returns the boxes of a text in the order in which they start. A box without braces, `$\boxed 2$`, ends at the
+    end of its formula, or after its first word if the formula has no end."""
     found: list[BoxedAnswer | None] = []
     braces: list[tuple[int, int, int] | None] = []
-    """For each open brace: index, start and content start of its box; None if it does not open one."""
+    """For each open brace: index of its box in `found`, start of the box and start of its content; None if the brace
+    opens no box."""
     bare: tuple[int, int] | None = None
-    """Start and content start of a box without braces, until its end is known."""
+    """Start of a box without braces and start of its content, until its end is found."""
     for mark in _MARK.finditer(text):
         if bare is not None and not mark["brace"]:
             found.append(_bare(text, *bare, mark.start(), closed=bool(mark["end"]) and mark["end"] != "\n"))
@@ -56,7 +58,7 @@ def boxes(text: str) -> list[BoxedAnswer]:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last box of a text; None if there is none or the last one is unclosed."""
+    """Returns the content of the last box of a text; None if there is no box or the last one is unclosed."""
     found = boxes(text)
     if not found or found[-1].end is None:
         return None
@@ -64,7 +66,8 @@ def last_box(text: str) -> str | None:
 
 
 def _bare(text: str, start: int, inside: int, stop: int, *, closed: bool) -> BoxedAnswer | None:
-    r"""Returns a box without braces; None if the text only mentions \boxed. `stop`: end of its formula if `closed`."""
+    r"""Returns the box without braces that starts at `start` and whose content starts at `inside`; None if the text
+    only mentions \boxed. `stop`: end of the formula if `closed`, else of the text that may contain the box."""
     if closed:
         return BoxedAnswer(start, inside, stop, stop) if text[inside:stop].strip() else None
     end = _WORD.match(text, inside, stop).end()  # type: ignore[union-attr]  # it matches the empty text too

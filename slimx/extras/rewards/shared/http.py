@@ -1,4 +1,4 @@
-"""JSON requests of rewards, with a deadline and bounded retries."""
+"""JSON requests of rewards, with a timeout and a limited number of retries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimx.extras.http.responses import text_of
 from slimx.json_types import Json
 
 FIRST_PAUSE_S = 0.5
-"""Delay before the first retry, in seconds; it doubles with each retry."""
+"""Pause before the first retry in seconds. It doubles with each retry."""
 
 
 async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers: dict[str, str] | None = None) -> Any:
-    """Posts `body` to `url` and returns the JSON of the response. Retries lost connections, timeouts and statuses 429
-    and 5xx.
+    """Posts `body` to `url` and returns the JSON of the response. Requests are retried after lost connections, timeouts
+    and the statuses 429 and 5xx. `timeout_s`: seconds per request; `retries`: maximum number of retries.
 
     Raises SlimxError with the URL and the last failure."""
     failure = ""
@@ -36,14 +36,14 @@ async def post(url: str, body: Json, *, timeout_s: float, retries: int, headers:
                         break
             except json.JSONDecodeError as error:
                 raise SlimxError(
-                    f"{url} did not answer with JSON ({error}); check that it is the URL of the reward",
+                    f"{url} did not return JSON ({error}); check that it is the URL of the reward's server",
                     code="reward.server",
                     about=url,
                 ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 failure = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
     raise SlimxError(
-        f"{url} returned no reward after {attempt + 1} requests, last {failure}; check that the server is up",
+        f"{url} returned no reward in {attempt + 1} requests ({failure}); check that the server is running",
         code="reward.server",
         about=url,
     )

@@ -2,7 +2,7 @@
 
     answer or response --> latex: the same text in LaTeX notation --> expression: is it mathematics, or words?
 
-Each rule exists because the library reads the notation as another value (1.5e3 as 1.5 * e * 3, 0.333... as 0).
+Each rule exists because the library would read the notation as another value (1.5e3 as 1.5 * e * 3, 0.333... as 0).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from slimx.extras.rewards.shared.boxes import BoxedAnswer
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
-"""Delimiters of mathematics in a text."""
+"""Pattern of the delimiters of mathematics in a text."""
 
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty ",
@@ -33,7 +33,7 @@ _RULES = [
         re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*+\{?\s*+\\circ\s*\}?\)?"),
         r"\\\1(\\frac{\2\\pi}{180})",
     ),
-    # Thousands separators between digits; read as a comma or a space they would end the number.
+    # Thousands separators between digits, which would end the number if they were read as a comma or a space.
     (re.compile(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|\\ )\s*(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d++)(?![\w.]*\w)"), r"\1\\times 10^{\2}"),
 ]
@@ -44,12 +44,12 @@ _WORDS = re.compile(
     r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
     r"|[?!.:]\s|\$"
 )
-"""Three letters in a row, two at the start of a word, or the end of a sentence."""
+"""Pattern of words and sentences: three letters in a row, two at the start of a word, or the end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 
 def latex(text: str) -> str:
-    """Rewrites misread notation in `text` and changes nothing else."""
+    """Rewrites notation in `text` that math-verify misreads, and leaves everything else unchanged."""
     text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
@@ -57,19 +57,19 @@ def latex(text: str) -> str:
 
 
 def depth(text: str) -> int:
-    """Returns the maximum nesting depth of brackets."""
+    """Returns the maximum nesting depth of brackets in a text."""
     steps = (1 if character in "([{" else -1 for character in text if character in "()[]{}")
     return max(accumulate(steps), default=0)
 
 
 def expression(text: str) -> str | None:
-    """Returns `text` between dollar signs if it is an expression, or several separated by commas; None if it contains
-    words, or nothing specific to mathematics."""
+    """Returns `text` between dollar signs if it is an expression, or several expressions separated by commas. Returns
+    None if it contains words, or nothing specific to mathematics."""
     text = re.sub(r"\s+", " ", text.strip().replace(r"\$", ""))
     text = re.sub(rf",?\s?(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s?", ", ", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
-    # Letters that are not words become a backslash: \text{}, commands, long subscripts, functions.
+    # Parts with letters that are not words become a backslash: \text{}, commands, long subscripts, functions.
     bare = re.sub(
         r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|_\{\w+\}|\\[A-Za-z]+(?:\{[a-z]+\})?", " \\\\ ", text
     )
@@ -82,8 +82,8 @@ def expression(text: str) -> str | None:
 
 
 def joined_boxes(text: str, in_boxes: list[BoxedAnswer]) -> list[BoxedAnswer]:
-    """Returns the last of a response's boxes, with those joined to it by "and", "or" or a comma; none if it is
-    unclosed."""
+    """Returns the last box of a response, preceded by the boxes that are joined to it by "and", "or" or a comma; [] if
+    the last box is unclosed. `in_boxes`: all boxes of the response."""
     joined: list[BoxedAnswer] = []
     for box in reversed(in_boxes):
         if box.end is None or (joined and not _JOINT.fullmatch(text[box.stop : joined[-1].start])):
@@ -93,13 +93,13 @@ def joined_boxes(text: str, in_boxes: list[BoxedAnswer]) -> list[BoxedAnswer]:
 
 
 def last_boxes(text: str, in_boxes: list[BoxedAnswer]) -> str | None:
-    """Returns the boxes of `joined_boxes` as one expression; None if there are none."""
+    """Returns the boxes of `joined_boxes` as one LaTeX expression; None if there are none."""
     joined = [rf"\boxed{{{text[box.inside : box.end]}}}" for box in joined_boxes(text, in_boxes)]
     return f"${', '.join(joined)}$" if joined else None
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """Returns the value of a repeating decimal as a fraction: 0.1666... is (16 - 1) / 90."""
+    """Returns a repeating decimal as a LaTeX fraction: 0.1666... is (16 - 1) / 90."""
     integer, fixed, repeated = decimal.groups()
     numerator = int(integer + fixed + repeated) - int(integer + fixed or "0")
     value = Fraction(numerator, (10 ** len(repeated) - 1) * 10 ** len(fixed))

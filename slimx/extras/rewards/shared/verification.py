@@ -1,5 +1,5 @@
-"""math-verify's two functions with a reliable CPU time limit, and without its warning, with the full text, for each
-response that times out."""
+"""math-verify's functions parse and verify, with a reliable limit of CPU time. The library's warning for each response
+that times out, which contains the full response, is disabled."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from math_verify.errors import TimeoutException
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 AGAIN_S = 1.0
-"""CPU seconds between alarms after the first one."""
+"""CPU seconds between the alarms that follow the first one."""
 
 
 def parse(text: str, *, seconds: float | None) -> list[Any]:
-    """Returns the values that a text can mean; none if it cannot be parsed in time."""
+    """Returns the values that a text may mean; [] if it cannot be parsed within `seconds` of CPU time."""
     return in_time(lambda: math_verify.parse(text, parsing_timeout=None), seconds) or []
 
 
 def verify(gold: Sequence[Any], predicted: Sequence[Any], *, seconds: float | None) -> bool:
-    """Returns True if two values are equal, False if not or if they cannot be compared in time."""
+    """Returns True if the values in `gold` and `predicted` are equal; False if they are not, or cannot be compared
+    within `seconds` of CPU time."""
     return in_time(lambda: math_verify.verify([*gold], [*predicted], timeout_seconds=None), seconds) or False
 
 
 def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
-    """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time or recurses too deep.
+    """Returns the result of `compute`, or None if it takes more than `seconds` of CPU time or recurses too deeply. None
+    means no limit.
 
-    Needs the main thread, unless `seconds` is None (no limit). CPU time, because wall-clock time would fail correct
-    responses on a busy machine. The alarm repeats, unlike the library's: Python drops an exception raised in a
-    finalizer.
+    A limit works only in the main thread. It applies to CPU time, because a limit of wall-clock time would reject
+    correct responses on a busy machine. Unlike the library's, the alarm repeats, because Python drops an exception that
+    is raised in a finalizer.
     """
     if seconds is None:
         return compute()
@@ -51,5 +53,5 @@ def in_time[T](compute: Callable[[], T], seconds: float | None) -> T | None:
     except (TimeoutException, RecursionError):
         return None
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)  # the alarm may have fired before the same call above
+        signal.setitimer(signal.ITIMER_PROF, 0)  # the alarm may have fired before the call above
         signal.signal(signal.SIGPROF, before)
