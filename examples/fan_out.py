@@ -1,10 +1,10 @@
-"""A generate hook that asks sub-agents first: each works on the prompt alone, then the main agent answers with their
+"""Generate hook with sub-agents: each works on the prompt alone, then the main agent answers with the help of their
 notes.
 
     slimx train FILE rollout.generate=examples.fan_out.generate rollout.options.agents=3
 
-Every sub-agent's trajectory is trained with the reward of the main answer: the last trajectory carries it, and the
-reward hook below looks there.
+Every sub-agent's trajectory is trained with the reward of the main answer, which all trajectories have in their
+metadata for the reward hook below.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt, *, agents: int = 2) -> list[Trajectory]:
-    """`agents` sub-agents and the main one: `agents` + 1 trajectories of unequal length."""
+    """Returns the trajectories of `agents` sub-agents, followed by that of the main agent."""
     drafts = [ctx.draft(prompt, suffix=f"-sub{agent}") for agent in range(agents)]
     notes = await asyncio.gather(
         *(ctx.engine.generate(draft.token_ids, turn=agent) for agent, draft in enumerate(drafts))
@@ -39,5 +39,5 @@ async def generate(ctx: RolloutContext, prompt: Prompt, *, agents: int = 2) -> l
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """The main answer's reward, for everyone who worked towards it."""
+    """Returns the reward of the main answer, the same for the trajectories of all agents."""
     return float(trajectory.metadata["final"].strip() == (ctx.prompt.answer or "").strip())

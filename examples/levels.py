@@ -1,10 +1,10 @@
-"""A curriculum that follows the policy: prompts of the next level come when those of this one are solved.
+"""Curriculum that adapts to the policy: when it solves the prompts of one level, prompts of the next level follow.
 
     slimx train FILE rollout.source=examples.levels.make_source
 
-Prompts say their level in `metadata.level`, a whole number. A window of the latest groups decides: where most rollouts
-were right the next level begins, where nearly all were wrong the one before. Groups that a filter dropped count too:
-those that are all right are what it drops.
+A prompt's `metadata.level` is an integer. The level changes with the results in a window of the latest groups: if most
+rollouts were correct, the next level starts; if nearly all were wrong, the previous one. Groups that a filter dropped
+count, too, because a filter drops groups whose rollouts are all correct.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from slimx.data.prompts.read import Outcome, PromptSource
 from slimx.data.records import Prompt
 
 WINDOW = 16
-"""Groups of the present level that are looked at."""
+"""Number of latest groups of the current level that decide about a change of level."""
 UP, DOWN = 0.8, 0.2
-"""Shares of right rollouts in the window at which the level changes."""
+"""Fractions of correct rollouts in the window from which on, or up to which, the level changes."""
 
 
 def make_source(prompts: list[Prompt], seed: int) -> Levels:
-    """The source that `rollout.source` names."""
+    """Returns the source of prompts; `rollout.source` names this function."""
     return Levels(prompts, seed)
 
 
 class Levels:
-    """Prompts of one level at a time, each level in shuffled epochs of its own."""
+    """Source that yields prompts of one level at a time. Each level has its own shuffled epochs."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         by_level: dict[int, list[Prompt]] = defaultdict(list)
@@ -42,17 +42,17 @@ class Levels:
 
     @property
     def level(self) -> int:
-        """The level that prompts are taken from."""
+        """Level whose prompts are yielded at present."""
         return self._levels[self._present]
 
     def next(self) -> Prompt:
-        """The next prompt of the present level."""
+        """Returns the next prompt of the current level."""
         return self._sources[self.level].next()
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Change the level if the window of groups says so."""
+        """Adds outcomes of groups to the window, and changes the level if the window requires it."""
         for outcome in outcomes:
-            # A group of another level was begun before the level changed; one without rewards broke.
+            # Groups of another level started before the level changed; groups without rewards failed.
             if outcome.rewards and self._level_of[outcome.prompt] == self.level:
                 self._shares.append(sum(reward > 0 for reward in outcome.rewards) / len(outcome.rewards))
                 if len(self._shares) == WINDOW:
@@ -65,12 +65,12 @@ class Levels:
             self._shares.clear()
 
     def state(self) -> dict[str, Any]:
-        """The level, the window, and the position in each level."""
+        """Returns level, window, and the position in each level, for checkpoints."""
         sources = {str(level): source.state() for level, source in self._sources.items()}
         return {"present": self._present, "shares": list(self._shares), "sources": sources}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where the run that had this `state` was."""
+        """Continues at the position `state` of a saved run."""
         self._present, self._shares = state["present"], deque(state["shares"], maxlen=WINDOW)
         for level, source in self._sources.items():
             source.restore(state["sources"][str(level)])

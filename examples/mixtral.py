@@ -1,6 +1,6 @@
-"""A family that slimx does not bring, in one file: Mixtral (8x7B, 8x22B). `model.family: examples.mixtral` uses it.
+"""Model family that slimx does not include, in one file: Mixtral (8x7B, 8x22B), for `model.family: examples.mixtral`.
 
-Each function takes the content of config.json; `slimx.models.families.Family` says what it must return.
+Each function takes the content of config.json; `slimx.models.families.Family` describes what it must return.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ ARCHITECTURE = "MixtralForCausalLM"
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """The model in megatron-core's words: what is not said here has megatron-core's default."""
+    """Returns fields of megatron-core's TransformerConfig; other fields have megatron-core's defaults."""
     return {
         **decoder_fields(hf, Attention.of(hf)),
         "num_moe_experts": hf["num_local_experts"],
         "moe_ffn_hidden_size": hf["intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,  # the weights of the chosen experts sum to one
+        "moe_router_pre_softmax": False,  # the weights of the selected experts sum to 1
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": True,
     }
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """The first thing in the configuration that this file would build wrongly: it is refused, never ignored."""
+    """Returns the first setting in config.json that this file does not support, so that slimx refuses it; else None."""
     usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
     return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: the family has none."""
+    """Returns the number of multi-token prediction layers; this family has none."""
     return 0
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """The trainer's place of every tensor: embedding, attention and head are the usual rows, the experts have names of
-    their own."""
+    """Returns the table that maps the checkpoint's tensors to the trainer's. Embedding, attention and head have the
+    usual rows; the experts have names of their own."""
     hidden, experts, layer = hf["hidden_size"], hf["num_local_experts"], Layer()
     at = "mlp.experts."
     rows = (
@@ -60,8 +60,8 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """SGLang's place of every tensor (`sglang.srt.models.mixtral`): all experts of a layer in two tensors,
-    everything else over all tensor-parallel ranks."""
+    """Returns the table that maps the checkpoint's tensors to SGLang's (`sglang.srt.models.mixtral`). The experts of a
+    layer are in two tensors; all other tensors are split over the tensor-parallel ranks."""
     hidden, experts, layer = hf["hidden_size"], hf["num_local_experts"], engine_rows.layer()
     at = "block_sparse_moe.experts."
     rows = (
@@ -75,7 +75,8 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
 
 
 def _experts(hf: dict[str, Any], layer: Layer, gate_up: str, down: str) -> tuple[Row, Row]:
-    """Gate (w1) above up (w3), each rank a share of both; down (w2) split by columns."""
+    """Returns the rows of an expert: gate (w1) and up (w3) concatenated, with a part of both on each rank, and down
+    (w2) split by columns. `gate_up` and `down`: names of the two tensors."""
     hidden, inner = hf["hidden_size"], hf["intermediate_size"]
     w1, w2, w3 = (f"block_sparse_moe.experts.{{expert}}.w{number}" for number in (1, 2, 3))
     both = [(w1, (inner, hidden)), (w3, (inner, hidden))]

@@ -1,4 +1,4 @@
-"""An agent written against OpenAI's API, as it might be in any framework, trained by pointing its base URL at slimx:
+"""Agent that uses OpenAI's API, as an agent of any framework may, and is trained by setting its base URL to slimx:
 
     slimx train configs/moe/quickstart.yaml run.dir=runs/agent rollout.generate=agent \
         rollout.options.agent=examples.openai_agent.solve reward.function=examples.openai_agent.reward
@@ -7,8 +7,8 @@ The same agent as a program of its own, started once per rollout:
 
     ... rollout.options.command='[python, examples/openai_agent.py]' reward.function=examples.openai_agent.reward
 
-It asks, and asks again if the answer is no number. slimx keeps the tokens that were sampled for it: nothing here knows
-of training.
+The agent sends the prompt, and asks again if the answer is not a number. slimx records the tokens that are sampled for
+the agent, so its code contains nothing about training.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from openai import AsyncOpenAI
 
 @functools.cache
 def shared_client() -> AsyncOpenAI:
-    """One for all rollouts of the run: to make one takes 19 ms, in which its event loop stands still."""
+    """Returns the client that all rollouts share, because creating one takes 19 ms and blocks the event loop."""
     return AsyncOpenAI(base_url="http://set.by.rollout", api_key="none")
 
 
 async def solve(base_url: str, prompt: Any, *, tries: int = 2) -> str:
-    """The number that the model says, or whatever it said last. `prompt` has messages."""
+    """Returns the number with which the model answers, or its last answer if none of `tries` answers is a number."""
     client, messages = shared_client().with_options(base_url=base_url), list(prompt.messages)
     for _ in range(tries):
         answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0]
         text = (answer.message.content or "").strip()
-        # An answer that was cut off has no end to put a turn after.
+        # No turn can follow an answer that was cut off.
         if text.isdigit() or answer.finish_reason == "length":
             break
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Only the number."}]
@@ -42,10 +42,10 @@ async def solve(base_url: str, prompt: Any, *, tries: int = 2) -> str:
 
 
 async def reward(ctx: Any, trajectory: Any) -> float:
-    """1 if what the agent returned is the prompt's answer."""
+    """Returns 1 if the agent's result is the prompt's answer, else 0."""
     return float(trajectory.metadata["result"] == ctx.prompt.answer)
 
 
 if __name__ == "__main__":
-    told = SimpleNamespace(**json.loads(sys.stdin.readline()))
-    print(asyncio.run(solve(os.environ["OPENAI_BASE_URL"], told)))
+    prompt = SimpleNamespace(**json.loads(sys.stdin.readline()))
+    print(asyncio.run(solve(os.environ["OPENAI_BASE_URL"], prompt)))

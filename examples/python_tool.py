@@ -1,12 +1,12 @@
-"""An environment with a Python tool: the model may run programs before it answers, and the answer is graded.
+"""Environment with a Python tool: the model may run programs before it answers, and the answer is graded.
 
     slimx train FILE rollout.generate=multi_turn \\
         rollout.options.environment=examples.python_tool.Solver reward.function=multi_turn
 
-A turn that ends in a fenced program is met by what the program printed; it runs in slimx's sandbox, without network or
-files. Any other turn is the last: worth 1 if what it marks as its answer is the prompt's, less a little for every
-program. An answer that is only somewhere in the text earns nothing: a model would learn to list numbers, or to repeat
-what its programs printed.
+If a turn ends with a fenced program, the next turn is the program's output. It runs in slimx's sandbox, without network
+or files. Any other turn is the last one. Its reward is 1 if the answer that it marks equals the prompt's, minus a small
+price per program. An unmarked answer earns nothing, because the model would learn to list numbers, or to repeat the
+output of its programs.
 """
 
 from slimx.data.records import Prompt
@@ -18,20 +18,21 @@ ASK = "Put your answer between <answer> and </answer>."
 
 
 class Solver(PythonTool):
-    """`PythonTool`, with a reward at the end."""
+    """`PythonTool` that grades the last turn."""
 
     def __init__(self, *, price: float = 0.05, **limits: float):
-        """`price`: of one program. `limits`: of `PythonTool`, such as seconds."""
+        """Takes `price`, which is subtracted from the reward for each program, and the limits of `PythonTool`, such as
+        seconds."""
         super().__init__(**limits)
         self.price = price
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Remember the right answer, and tell the model how to give its own."""
+        """Stores the correct answer, and returns the instruction how to mark an answer."""
         self.answer = (prompt.answer or "").strip()
         return ASK
 
     async def step(self, text: str) -> Step:
-        """Run the program, or grade the answer."""
+        """Runs the program at the end of a turn, or grades the answer if there is none."""
         step = await super().step(text)
         if not step.done:
             return step

@@ -1,4 +1,4 @@
-"""The quickstart as a script, with a reward of its own: `python examples/quickstart.py` after `make quickstart`."""
+"""Quickstart as a script with its own reward: run `python examples/quickstart.py` after `make quickstart`."""
 
 import sys
 
@@ -6,7 +6,7 @@ import slimx
 
 
 async def reward(ctx: slimx.RewardContext, trajectory: slimx.Trajectory) -> float:
-    """1 for the right sum, 0 for another."""
+    """Returns 1 for the correct sum, else 0."""
     return float(ctx.text.strip() == ctx.prompt.answer)
 
 

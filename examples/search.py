@@ -1,11 +1,11 @@
-"""An environment with a search tool over a local corpus: the model asks, reads what was found, and answers.
+"""Environment with a search tool over a local corpus: the model sends a query, reads the passages found, and answers.
 
     slimx train FILE rollout.generate=multi_turn \\
         rollout.options.environment=examples.search.Search rollout.options.environment_options.corpus=corpus.jsonl
 
-The corpus has one {"title": ..., "text": ...} a line. A turn with <search>words</search> is met by the best passages
-(BM25); any other turn is the last, worth 1 if what it marks as its answer has the words of the prompt's, and no others:
-a passage repeated in whole is no answer.
+The corpus has one {"title": ..., "text": ...} per line. After a turn with <search>words</search>, the next turn is the
+best passages (BM25). Any other turn is the last one. Its reward is 1 if the answer that it marks has exactly the words
+of the prompt's answer, so that repeating a whole passage earns nothing.
 """
 
 import json
@@ -19,7 +19,7 @@ from slimx.environments.base import Step
 from slimx.extras.boxes.programs.answers import marked_answer
 
 K1, B = 1.2, 0.75
-"""Parameters of BM25: how fast repeated words saturate, and how much long passages are discounted."""
+"""Parameters of BM25: saturation of repeated words, and discount of long passages."""
 ASK = "Search with <search>words</search>, and put your answer between <answer> and </answer>."
 
 
@@ -35,17 +35,17 @@ class Search:
         return ASK
 
     async def step(self, text: str) -> Step:
-        asked = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
-        if not asked:
+        queries = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
+        if not queries:
             right = words(marked_answer(text) or "") == words(self.answer)
             return Step(done=True, reward=float(right and self.answer != ""))
-        return Step(text="\n".join(self.best(words(asked[-1]))) or "Nothing found.", tool_calls=1)
+        return Step(text="\n".join(self.best(words(queries[-1]))) or "Nothing found.", tool_calls=1)
 
     async def close(self) -> None:
         pass
 
     def best(self, query: list[str]) -> list[str]:
-        """The passages that fit the query best, those without any of its words left out."""
+        """Returns the passages that match the query best; passages without any of its words are omitted."""
         mean = sum(count.total() for count in self.counts) / len(self.counts)
         holding = {word: sum(word in count for count in self.counts) for word in query}
 

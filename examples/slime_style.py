@@ -1,9 +1,9 @@
-"""Hooks of slime's form, as a slime user brings them along: they import slime, which need not be installed.
+"""Hooks that were written for slime. They import slime, which need not be installed.
 
     slimx train FILE rollout.generate=slime:examples.slime_style.search rollout.options.turns=3 \
         reward.function=slime:examples.slime_style.right reward.options.reward_key=score
 
-`search` sends text, `calculate` sends token ids; both shapes are common. What is in `rollout.options` is an
+`search` sends text, `calculate` sends token ids; both styles are common. Each entry of `rollout.options` becomes an
 attribute of `args`.
 """
 
@@ -15,12 +15,12 @@ from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 BETWEEN_TURNS = re.compile(r" = \?\n|Go on\.|<[^<>]*>")
-"""Pattern of the text that the two hooks put between turns, and of tokens such as the one that ends a turn."""
+"""Pattern of the texts that the two hooks insert between turns, and of special tokens such as the end of a turn."""
 FACTS = {"sum": "A sum is what two numbers make together.", "12": "12 is a dozen."}
 
 
 async def search(args, sample: Sample, sampling_params) -> Sample:
-    """Text in, text out: the model may ask for a fact (<ask>word</ask>) before it answers."""
+    """Generates with text as input and output. The model may request a fact (<ask>word</ask>) before it answers."""
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     sampling_params = {**sampling_params, "stop": ["</ask>"]}
@@ -37,19 +37,20 @@ async def search(args, sample: Sample, sampling_params) -> Sample:
         )
         if sample.status != Sample.Status.COMPLETED:
             break
-        asked = re.search(r"<ask>(.*?)</ask>", output["text"])
-        said = FACTS.get(asked[1], "Nothing is known.") if asked else "Go on."
+        question = re.search(r"<ask>(.*?)</ask>", output["text"])
+        reply = FACTS.get(question[1], "Nothing is known.") if question else "Go on."
         sample.append_response_tokens(
             args,
-            tokens=state.tokenizer(said, add_special_tokens=False)["input_ids"],
+            tokens=state.tokenizer(reply, add_special_tokens=False)["input_ids"],
             trainable=False,
-            text=said,
+            text=reply,
         )
     return sample
 
 
 async def calculate(args, sample: Sample, sampling_params, evaluation=False) -> Sample:
-    """Ids in, ids out: the lists of a sample are kept by hand, and what its reward needs is put on it."""
+    """Generates with token ids as input and output. It sets the sample's lists itself, and adds an attribute that the
+    reward needs."""
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     prompt = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -78,14 +79,14 @@ async def calculate(args, sample: Sample, sampling_params, evaluation=False) -> 
 
 
 async def right(args, sample, **kwargs):
-    """A reward of several entries; `reward.options.reward_key` says which one counts. The answer is all
-    that was said in the last turn: a label somewhere in the response would be found by whoever lists enough numbers."""
+    """Returns a reward of several entries, of which `reward.options.reward_key` selects one. The answer is the whole
+    text of the last turn. If a label anywhere in the response counted, listing enough numbers would earn the reward."""
     turns = [turn.strip() for turn in BETWEEN_TURNS.split(sample.response)]
     answer = next((turn for turn in reversed(turns) if turn), "")
     return {"score": float(answer == str(sample.label)), "calls": getattr(sample, "tool_calls", 0)}
 
 
 def differ(args, samples, **kwargs) -> DynamicFilterOutput:
-    """Keep groups whose rewards are not all equal."""
+    """Keeps groups whose rewards are not all equal."""
     rewards = {sample.get_reward_value(args) for sample in samples}
     return DynamicFilterOutput(keep=len(rewards) > 1, reason=None if len(rewards) > 1 else "all equal")

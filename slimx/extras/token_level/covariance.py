@@ -35,7 +35,7 @@ def select_tokens(loss: ClipCov | KlCov, rows: Sequence[TrainingRow], seed: Sequ
     selection does not depend on packing or layout (the paper's code uses the current policy's log-probs, micro-batch by
     micro-batch).
 
-    Of n trained tokens, max(1, `share` x n) are selected: those with the highest covariance (kl_cov), or random ones
+    With n trained tokens, max(1, `share` x n) are selected: those with the highest covariance (kl_cov), or random ones
     with a covariance between `covariance_low` and `covariance_high` (clip_cov), of which there may be fewer. `seed`:
     seed of the random selection."""
     masks = [row.weight > 0 for row in rows]

@@ -1,9 +1,9 @@
 def balanced(text):
     depth = 0
-    for each in text:
-        if each in "([{":
+    for character in text:
+        if character in "([{":
             depth += 1
-        elif each in ")]}":
+        elif character in ")]}":
             depth -= 1
             if depth < 0:
                 return False

@@ -8,4 +8,4 @@ class Balanced(unittest.TestCase):
         self.assertTrue(balanced("a(b[c]{d})") and balanced(""))
 
     def test_wrong(self):
-        self.assertEqual([balanced(each) for each in ("(]", "([)]", ")(", "(")], [False] * 4)
+        self.assertEqual([balanced(text) for text in ("(]", "([)]", ")(", "(")], [False] * 4)
