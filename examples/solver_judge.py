@@ -14,7 +14,7 @@ from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:
-    """Returns the trajectory of the solver, and that of the judge, who reads the prompt and the solver's answer."""
+    """Returns the trajectory of the solver, and that of the judge, which reads the prompt and the solver's answer."""
     solver, judge = ctx.policies["actor"], ctx.policies["judge"]
     answer = solver.draft(prompt)
     answer.add_sampled(await solver.engine.generate(answer.token_ids))

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Learner(Protocol):
-    """Those parts of a run that a model with scores as its output implements differently from a policy, which outputs
-    logits."""
+    """Interface of the parts of a run that differ if the model outputs scores instead of logits."""
 
     columns: Sequence[TableColumn]
     """Columns of the metrics table that the run prints."""

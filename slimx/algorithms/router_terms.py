@@ -1,8 +1,8 @@
-"""Auxiliary losses of a MoE router, and balancing of its experts' loads, as formulas over tensors.
+"""Auxiliary losses of an MoE router, and balancing of its experts' loads, as formulas over tensors.
 
-E is the number of experts, k the number per token, and T the number of tokens. Logits and scores are [T, E] in float32
-or wider, and padding is never counted. A rank computes the part of its local tokens; the parts of all ranks and
-micro-batches sum to the loss term.
+E is the number of experts, k the number of experts per token, and T the number of tokens. Logits and scores are [T, E]
+in float32 or wider, and padding is never counted. A rank computes the part of its local tokens; the parts of all ranks
+and micro-batches sum to the loss term.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class TrainBatch:
     trained_tokens: int
     """Number of positions with a loss weight above 0."""
     imbalance: float
-    """Predicted time of the update relative to perfect balance, minus 1: the share that is lost by waiting for the
+    """Predicted time of the update relative to perfect balance, minus 1: the relative time lost by waiting for the
     slowest data-parallel rank."""
 
     def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[TrainingRow]) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 GROUP = "slimx.advantages"
-"""Group of entry points that map a kind of advantages or of loss to a subclass of `Estimator`."""
+"""Entry point group that maps a kind of advantages or of loss to a subclass of `Estimator`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,8 @@ def _selected(tokens: LossTokens) -> torch.Tensor:
 
 
 def plain(tokens: LossTokens) -> Objective:
-    """Computes A log policy (REINFORCE), without a clip. It suits advantages that already limit the step."""
+    """Computes A log policy (REINFORCE), without a clip. It is meant for estimators whose advantages already limit the
+    size of a step."""
     return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 
 

@@ -1,5 +1,5 @@
-"""Renders chat templates on a short conversation within limits of CPU time and memory. It is a process of its own,
-started by `slimx.data.chat.template`.
+"""Renders chat templates on a short conversation within limits of CPU time and memory. `slimx.data.chat.template` runs
+this module as a separate process.
 
 stdin: a JSON list of templates          exit status: 0 if every template terminates, by rendering or by an error
 """

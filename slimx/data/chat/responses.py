@@ -91,8 +91,8 @@ def _is_thinking(text: str, thinking: bool) -> bool:
 
 
 def _continues(tokenizer: PreTrainedTokenizerBase, inserted: np.ndarray) -> bool:
-    """Returns True if the model's thinking continues after the `inserted` tokens, as after a hint. It ends with special
-    tokens, which open a new turn, and with </think>."""
+    """Returns True if the model's thinking continues after the `inserted` tokens, as after a hint. Thinking ends if
+    they contain </think>, or special tokens, which open a new turn."""
     raw = _decode(tokenizer, inserted, skip_special_tokens=False)
     return THOUGHT_ENDS not in raw and raw == _decode(tokenizer, inserted, skip_special_tokens=True)
 

@@ -31,7 +31,7 @@ COMPANIONS = (
 """Names of other files that a tokenizer may have."""
 
 MARKER = "(the answer 8d1f)"
-"""Answer in a short conversation whose position is searched in the rendered text."""
+"""Answer in a short conversation, whose position is then searched in the rendered text."""
 BATCH = 512
 """Number of prompts per tokenizer call. A call distributes the prompts over the cores and saves a third of the work."""
 
@@ -160,11 +160,11 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    For any chat template, the ids are those of the text after a marker in a rendered short conversation whose
-    assistant's answer is the marker. The end-of-turn token is omitted if `after`, the tokens so far, ends with it,
-    because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the assistant's turn, whose
-    names and ids a template may need to render the tools' results. Raises SlimxError if the template refuses the
-    messages."""
+    The ids are obtained from any chat template by rendering a short conversation in which the assistant's answer is a
+    marker, and tokenizing the text after the marker. The end-of-turn token is omitted if `after`, the tokens so far,
+    ends with it, because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the
+    assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if the
+    template refuses the messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:

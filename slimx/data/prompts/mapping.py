@@ -15,7 +15,7 @@ from slimx.errors import SlimxError, raised
 from slimx.json_types import Json
 
 MAPS = "slimx.maps"
-"""Group of entry points that map names in a configuration to mapping hooks."""
+"""Entry point group of mapping hooks, to which configurations refer by name."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
 """Usual names of the column with the question in published data sets, the likeliest first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -51,8 +51,9 @@ class RowMapping:
 def make_mapping(
     fields: RowFields | None, hook: str | None, system: str | None, *, section: str = "rollout"
 ) -> RowMapping:
-    """Returns the mapping that a configuration section sets by its keys `fields` and `map`, and `rollout.system` by
-    `system`. Raises SlimxError for a hook that cannot be loaded."""
+    """Returns the mapping with the values of a configuration section's keys `fields` and `map`, and of
+    `rollout.system`. `hook`: value of `map`; `section`: name of the section. Raises SlimxError for a hook that cannot
+    be loaded."""
     loaded = None if hook is None else load_function(f"{section}.map", hook, ("row",), is_async=False, group=MAPS)
     return RowMapping(fields, loaded, system, section)
 
@@ -88,8 +89,8 @@ def mapped(fields: RowFields, row: Mapping[str, object], where: str, key: str) -
 
 def value_at(row: Mapping[str, object], path: str, key: str, where: str) -> object:
     """Returns the value at a dotted path of a row. A column whose name is the whole path, dots included, takes
-    precedence. Raises SlimxError naming `where`, the path, and the configuration key `key` that sets it, if there is
-    none."""
+    precedence. `key` and `where`: configuration key that sets the path and location of the row, for errors. Raises
+    SlimxError if the row has no such value."""
     if path in row:
         return row[path]
     value: object = row
@@ -176,7 +177,7 @@ def _tools(tools: object, where: str) -> object:
     try:
         return msgspec.json.decode(tools)
     except msgspec.DecodeError as error:
-        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); correct it") from error
+        raise SlimxError(f"{where}: the row's tools are a string that is not JSON ({error}); correct them") from error
 
 
 def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> Json:

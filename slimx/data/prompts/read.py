@@ -211,7 +211,8 @@ class PromptSource:
         missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
         if missing:
             raise SlimxError(
-                f"the saved state of the prompts has no {', '.join(missing)}; was it saved by another source?",
+                f"the saved state of the prompts has no {', '.join(missing)}, so it belongs to another source; restore "
+                "the prompts of the saved run, or start a new run",
                 code="prompts.state",
                 about=missing[0],
             )

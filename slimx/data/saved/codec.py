@@ -65,7 +65,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
         raise SlimxError(
-            f"a record has a missing or wrong field ({error}); was it written by slimx?",
+            f"a record has a missing or wrong field ({error}); use a file that slimx wrote",
             code="data.field",
             about="record",
         ) from error
@@ -215,7 +215,7 @@ def _check_schema(kind: object, value: object, where: str) -> None:
         for name in value:
             if name not in fields:
                 raise SlimxError(
-                    f"{where} has a field {name!r}, which {kind.__name__} does not have; was it written by slimx?",
+                    f"{where} has a field {name!r}, which {kind.__name__} does not have; use a file that slimx wrote",
                     code="data.field",
                     about=name,
                 )

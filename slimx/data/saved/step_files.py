@@ -59,7 +59,7 @@ class Origin:
 
     def differences(self, other: Origin) -> dict[str, str]:
         """Returns the properties in which `self`, the origin of a file, differs from `other`, the origin of the run
-        that would train on the file. The values are clauses for a message."""
+        that would train on the file, by configuration key. The values are clauses for a message."""
         clauses = {}
         keys = sorted(self.model.keys() | other.model.keys())
         changed = [key for key in keys if self.model.get(key) != other.model.get(key)]
@@ -136,7 +136,7 @@ class StepFiles:
                 _remove(path)
 
     def due(self, step: int) -> bool:
-        """Returns True if `step`, counted from 1, gets a file. Step 1 does, if `every` is not 0."""
+        """Returns True if a file is written for `step`, counted from 1: every `every` steps, starting with step 1."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:

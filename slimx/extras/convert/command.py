@@ -212,7 +212,9 @@ def _work(
         conversion = plan(run, options)
     except OSError as error:
         raise SlimxError(
-            f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
+            f"{error.filename}: cannot be read ({error.strerror}); check the path and its permissions",
+            code="convert.system",
+            about=str(error.filename),
         ) from error
     begin = time.monotonic()
     console = Console(soft_wrap=True)

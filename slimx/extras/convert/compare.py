@@ -91,7 +91,8 @@ def compare_int4(name: str, shape: Shape, source: Reading, written: Reading, adv
 
 
 def differs(name: str, difference: str) -> SlimxError:
-    """Builds the error for an output whose tensor `name` does not have the source's values. `difference`: a clause."""
+    """Builds the error for an output whose tensor `name` does not have the source's values. `difference`: clause that
+    says what differs."""
     return SlimxError(
         f"tensor {name} of the output differs from the source: {difference}; do not use the output, and report this "
         "error with the source's config.json",

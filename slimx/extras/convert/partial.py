@@ -201,5 +201,7 @@ class Partial:
             )
         path = str(error.filename or self.path)
         return SlimxError(
-            f"{path}: cannot be written or read ({error.strerror or error})", code="convert.system", about=path
+            f"{path}: cannot be written or read ({error.strerror or error}); fix this and run the same command again",
+            code="convert.system",
+            about=path,
         )

@@ -35,7 +35,7 @@ class PlannedFile(Protocol):
     """Total size of the file's tensors in bytes."""
 
     def write(self, stream: Stream) -> object:
-        """Writes the file. The result must be JSON values; the conversion's `finish` receives it."""
+        """Writes the file. The result must consist of JSON values; the conversion's `finish` receives it."""
         ...
 
 
@@ -67,7 +67,7 @@ class Conversion(Protocol):
 
 
 class _Stopped(Exception):
-    """Raised while a file is being written because another file failed."""
+    """Raised in a thread that writes a file, because another file failed."""
 
 
 class Stream:

@@ -74,8 +74,8 @@ class Ledger:
 
 
 def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
-    """Raises SlimxError naming the first metric of step `step` (counted from 1) that differs in any bit between the
-    `recorded` metrics and those of training the step `again`. NaN equals NaN."""
+    """Raises SlimxError naming the first metric of step `step` (counted from 1) whose values in `recorded` and in
+    `again`, the metrics of training the step again, differ in any bit. NaN equals NaN."""
     for name in sorted({*recorded, *again}):
         before = recorded.get(name)
         now = again.get(name)

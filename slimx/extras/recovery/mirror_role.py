@@ -34,7 +34,7 @@ class MirrorRole:
 
     @operation("restore")
     def fetch(self, store: Any, *, step: int) -> None:
-        """Reads from `store` the state that the previous rank of this number sent after `step` steps."""
+        """Reads from `store` the state that the lost rank with this rank's number sent after `step` steps."""
         self.mirror.fetch(store, step)
 
     @operation("restore", needs="training")

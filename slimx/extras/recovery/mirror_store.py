@@ -23,7 +23,7 @@ CHUNK = 16 * 2**20
 
 
 class MirrorLost(SlimxError):
-    """Error: a mirrored state is not available, because the process that stored it is lost or the bytes differ from
+    """Raised if a mirrored state is not available, because the process that stored it is lost or the bytes differ from
     those sent."""
 
 

@@ -24,7 +24,7 @@ UNPROVEN = {
         "policies (with further weights)",
     ),
 }
-"""Settings that are not proven with each feature, in the format of `slimx.rules.unproven.UNPROVEN`."""
+"""For each feature, the settings with which it is not proven, in the format of `slimx.rules.unproven.UNPROVEN`."""
 
 
 @rule("unproven", "recovery.trainers", facts=sections_in(UNPROVEN))

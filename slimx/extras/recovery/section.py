@@ -20,8 +20,8 @@ class Recovery(Section):
     checkpoint. 0: no copies."""
     shrink_after: Seconds | None = None
     """Seconds to wait for Ray resources of lost ranks, e.g. of a node that does not come back, before the run continues
-    with fewer data-parallel ranks, which train the same batches; null: the run never shrinks, and ends after
-    cluster.start_deadline."""
+    with fewer data-parallel ranks, which train the same batches; null: the run keeps its number of ranks, and ends if
+    they are not placed within cluster.start_deadline."""
 
 
 def recovery_of(config: CoreConfig) -> Recovery:

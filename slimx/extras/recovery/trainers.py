@@ -169,8 +169,8 @@ class TrainerRecovery(RankLossHandler):
                 reason = await self._attempt(reason) or reason
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
-        """Restarts all ranks because of `reason`. Returns None if they run, or the new reason if the new ranks are
-        lost, too. Raises SlimxError if another attempt would fail in the same manner."""
+        """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are lost,
+        too. Raises SlimxError if another attempt would fail in the same manner."""
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)

@@ -1,4 +1,4 @@
-"""The part of one rank in training the critic. The critic may share ranks with the policy's trainer."""
+"""Training of the critic on one rank, which it may share with the policy's trainer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CriticTrainer(ValueTrainer):
         )
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases all of the critic's device memory, including the weights whatever `weights` is, because they are
-        never published."""
+        """Releases all of the critic's device memory, independent of `weights`, because its weights are never
+        published."""
         super().offload()
 
 

@@ -1,4 +1,4 @@
-"""The part of one rank in training a value model; critic and reward model share it. Every method is called on all ranks
+"""Training of a value model on one rank; critic and reward model share this code. Every method is called on all ranks
 of the model together."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ValueTrainer(TrainedModel):
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
-        """The value head on the last pipeline stage; [] on other stages."""
+        """List of the value head on the last pipeline stage; [] on other stages."""
         layout = MegatronLayout(spec.table, parallel.sizes)
         weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)

@@ -120,7 +120,7 @@ def test_restarts_and_waits_are_shown_with_their_reasons(run, monkeypatch, capsy
     assert 65 <= 60 * minutes + seconds <= time.time() - since + 1
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
     assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
-    assert lines[at + 3].split()[:3] == ["router", "router:", "out"] and "http://h:2" in lines[at + 3]
+    assert lines[at + 3].split()[:3] == ["router", "router:", "down"] and "http://h:2" in lines[at + 3]
     assert "14 s" in lines[at + 4]
     assert run_status(run)["routers"] == [router]
 

@@ -186,7 +186,7 @@ def test_a_step_shows_prompts_texts_rewards_with_parts_and_versions(run, groups)
     assert f"? user: {group.prompt.messages[0]['content']}" in text
     last = group.trajectories[1]
     answer = the_tokenizer().decode(last.sampled_ids()[:2].tolist())
-    assert "version 3+4, 0 behind" in text and f"> {answer}" in text
+    assert "version 3+4, staleness 0" in text and f"> {answer}" in text
     (line,) = (line for line in text.splitlines() if line.strip().startswith(last.id))
     told = (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250", "hits 2.000")
     assert all(part in line for part in told)
@@ -215,7 +215,7 @@ def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
     text = shown(run, "--buffer")
     head, first, *_ = text.splitlines()
     assert "iter_0000002" in head and numbers(head)[-3:] == [2, 0, 4], "the step; groups that are complete and are not"
-    assert "ticket 4, prompt" in first and numbers(first)[-2:] == [0, 0], "rollouts, and tokens of others"
+    assert "started as 4, prompt" in first and numbers(first)[-2:] == [0, 0], "rollouts, and tokens of others"
 
 
 def test_dropped_groups_are_counted_by_reason(run):

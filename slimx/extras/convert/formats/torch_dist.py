@@ -111,7 +111,7 @@ def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Itera
 
 
 def clip(rect: Rect, box: ShardBox) -> Rect | None:
-    """Returns the part of `rect` inside `box`, with local offsets relative to it; None if they do not overlap."""
+    """Returns the part of `rect` inside `box`, with local offsets relative to `box`; None if they do not overlap."""
     top = max(rect.local_row, box.row)
     left = max(rect.local_col, box.col)
     rows = min(rect.local_row + rect.rows, box.row + box.rows) - top

@@ -31,8 +31,8 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def chosen_files(directory: Path, subset: str | None, split: str | None) -> list[Path]:
-    """Returns the data files in a directory that belong to one subset and split, sorted by name. None: the only one.
-    Raises SlimxError if there are no such files, or several subsets or splits to choose from."""
+    """Returns the data files in a directory that belong to one subset and split, sorted by name; None matches any
+    subset or split. Raises SlimxError if no files match, or files of several subsets or splits."""
     files = []
     for file in sorted(directory.rglob("*")):
         if file.suffix.lower() in SUFFIXES and not _is_note(file, directory):

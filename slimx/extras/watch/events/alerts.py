@@ -38,7 +38,8 @@ class Alerts(Events):
         self._factor = factor
         self._at_least = at_least
         self._reported: tuple[str, int] | None = None
-        """Phase and its number of the stall that was reported last and has not ended; None without one."""
+        """Name and number of the phase whose stall was reported last and has not ended; None if there is no such
+        stall."""
 
     def tell(self, kind: Kind, what: str, *, about: str = "") -> None:
         """Sends an event to the webhook; does nothing without one. `what`: a sentence without the run's name; `about`:
@@ -103,7 +104,7 @@ class Alerts(Events):
 @contextmanager
 def alerting(alerts: Alerts, url: str | None) -> Iterator[None]:
     """Sends the events of the `with` block to the webhook at `url`, including one if the block ends with an exception.
-    None: sends nothing."""
+    With `url` None it sends nothing."""
     if url is not None:
         from slimx.extras.watch.events.webhook import Webhook  # imports aiohttp
 

@@ -28,7 +28,7 @@ SAMPLE_STEPS = 4
 TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
 PEAK = "trainer memory at its peak, MiB"
-"""Start of the summary's labels of peak memory, of which there is one per phase."""
+"""Prefix of the labels of peak memory in a run's summary, which has one such label per phase."""
 PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
 """plotly.js with only scatter and bar charts (npm's plotly.js-basic-dist-min, compressed with `gzip -9n`), of the
 release that belongs to the pinned version of plotly. The browser decompresses it."""
