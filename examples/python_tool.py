@@ -3,8 +3,8 @@
     slimx train FILE rollout.generate=multi_turn \\
         rollout.options.environment=examples.python_tool.Solver reward.function=multi_turn
 
-If a turn ends with a fenced program, the next turn is its output. The program runs in slimx's sandbox, without network or
-files. Any other turn is the last one. Its reward is 1 if the answer that it marks equals the prompt's, minus a small
+If a turn ends with a fenced program, the next turn is its output. The program runs in slimx's sandbox, without network
+or files. Any other turn is the last one. Its reward is 1 if the answer that it marks equals the prompt's, minus a small
 price per program. An unmarked answer earns nothing, because the model would learn to list numbers, or to repeat the
 output of its programs.
 """

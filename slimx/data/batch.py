@@ -20,7 +20,8 @@ from slimx.errors import SlimxError
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRow(TokenColumns):
-    """Columns of one trajectory, aligned with the tokens that it predicts."""
+    """Columns of one trajectory, aligned with its predicted tokens: entry t belongs to the prediction of token t +
+    1."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -133,8 +134,8 @@ def _aligned(
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
             size = f" (top {shape[0]})" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} has trained tokens without {name}{size}, which section algorithm "
-                "requires, because it was generated with other settings; generate it again",
+                f"trajectory {trajectory.id} was generated without {name}{size} at trained tokens, which section "
+                "algorithm now requires; generate it again",
                 code="data.column",
                 about=trajectory.id,
             )

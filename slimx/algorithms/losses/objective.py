@@ -1,4 +1,5 @@
-"""The loss of the configured algorithm: a pure function of per-token tensors. Its weights include the denominators."""
+"""The loss of the configured algorithm: a pure function of per-token tensors. The weights in its inputs include the
+denominators of the update."""
 
 from __future__ import annotations
 

@@ -184,7 +184,9 @@ def _hooked(hook: Callable[[Json], object], row: Json, where: str, key: str) -> 
     try:
         out = hook(row)
     except Exception as error:
-        raise SlimxError(f"{where}: {key} raised {raised(error)}", code="prompts.map", about=where) from error
+        raise SlimxError(
+            f"{where}: {key} raised {raised(error)}; correct the hook or the row", code="prompts.map", about=where
+        ) from error
     if not isinstance(out, dict):
         raise SlimxError(
             f"{where}: {key} returned a {type(out).__name__}; return a dict with messages or token_ids",

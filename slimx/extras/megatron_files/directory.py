@@ -68,7 +68,7 @@ def find_checkpoint(path: Path) -> Path:
             checkpoint = path / iteration_name(int(latest))
         else:
             raise _unfit(
-                tracker, "tracker", f"contains {latest[:40]!r}; write the number of an iteration or release into it"
+                tracker, "tracker", f"contains {latest[:40]!r}, but must contain the number of an iteration or release"
             )
         if not checkpoint.is_dir():
             raise _unfit(
@@ -104,7 +104,7 @@ class Fit:
     keys: Mapping[str, str]
     """Keys of tensors in the checkpoint, by key in slimx's model, for tensors whose keys differ."""
     centred: frozenset[str] = frozenset()
-    """Keys in the checkpoint of norm weights that are stored minus 1."""
+    """Keys in the checkpoint of norm weights that are stored with 1 subtracted."""
 
 
 def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
@@ -201,7 +201,8 @@ class TensorLocation:
     also: tuple[str, ...] = ()
     """Other keys under which the same tensor may be stored."""
     centred: bool = False
-    """True if `key` stores a norm's weights minus 1 (in fp32 if slimx wrote it), and `also` the weights themselves."""
+    """True if `key` stores a norm's weights with 1 subtracted (in fp32 if slimx wrote it), and `also` the weights
+    themselves."""
     first: int = 0
     """First row of this section in the tensor of `entry`, because checkpoints store the sections of a tensor
     separately."""

@@ -33,8 +33,8 @@ def load_weights(fit: Fit, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _centred(state: ShardedStateDict, fit: Fit) -> list[tuple[str, str]]:
-    """Finds the norms in `state` that the checkpoint stores minus 1, and gives each a separate fp32 buffer into which
-    it is read. Returns for each the key of the model chunk in `state`, and the name in the chunk."""
+    """Finds the norms in `state` that the checkpoint stores with 1 subtracted, and gives each a separate fp32 buffer
+    into which it is read. Returns for each the key of the model chunk in `state`, and the name in the chunk."""
     out = []
     for key, model in state.items():
         for name, tensor in model.items():

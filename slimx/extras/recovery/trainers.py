@@ -290,8 +290,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
         """Loads the newest state on new ranks, and returns its step and its description. Mirrors that are newer than a
-        checkpoint that must be written again are not used, because the ranks would then never be at the checkpoint's
-        step."""
+        checkpoint that must be written again are not used, because the ranks would skip the step of that checkpoint."""
         base = self.ledger.base
         unwritten_step = self.checkpoints.unwritten_step
         mirrored = self.mirrors.step

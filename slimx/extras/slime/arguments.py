@@ -59,7 +59,7 @@ class RunFacts:
         match = re.fullmatch(r"(\D*)(\d+)", group_id)
         if match is None:
             raise SlimxError(
-                f"group {group_id!r} does not end in a number, from which the indices of slime's samples are computed",
+                f"group {group_id!r} does not end in a number, but the indices of slime's samples are computed from it",
                 code="slime.group_id",
                 about=group_id,
             )

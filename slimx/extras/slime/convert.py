@@ -67,7 +67,11 @@ def to_trajectory(
             raise SlimxError(f"{name} sets {field}, which is not allowed: {reason}", code="slime.field", about=field)
     status = Status(sample.status)  # published hooks also set the status as a string
     if status is Status.ABORTED:
-        raise SlimxError(f"{name} was aborted", code="slime.aborted", about=name)
+        raise SlimxError(
+            f"{name} has the status ABORTED; return completed, truncated or failed samples",
+            code="slime.aborted",
+            about=name,
+        )
     tokens = as_ids(sample.tokens)
     mask = _mask(sample, name)
     start = len(tokens) - sample.response_length
@@ -255,7 +259,7 @@ def _metadata(sample: Sample, name: str) -> Json:
         encode(metadata)
     except SlimxError as error:
         raise SlimxError(
-            f"{name} cannot be saved, because of its metadata or {', '.join(attributes) or 'its fields'}: {error}",
+            f"{name} has an invalid value in its metadata or in {', '.join(attributes) or 'its fields'}: {error}",
             code="slime.metadata",
             about=", ".join(attributes) or name,
         ) from error

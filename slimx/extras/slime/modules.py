@@ -88,8 +88,8 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def serve() -> None:
-    """Makes `import slime` and `import miles` find the modules above until the process ends, because hooks may import
-    inside functions. Raises SlimxError if one of the packages is already imported."""
+    """Makes `import slime` and `import miles` find the modules in `MODULES` until the process ends, because hooks may
+    import inside functions. Raises SlimxError if one of the packages is already imported."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for root in ROOTS:

@@ -94,7 +94,9 @@ class Sample:
         if log_probs is not None:
             new_log_probs = [float(value) for value in log_probs]
         if new_log_probs is not None and len(new_log_probs) != len(new):
-            raise ValueError(f"append_response_tokens got {len(new_log_probs)} log-probs for {len(new)} tokens")
+            raise ValueError(
+                f"append_response_tokens got {len(new_log_probs)} log-probs for {len(new)} tokens; pass one per token"
+            )
         if new and trainable == (new_log_probs is None):
             raise ValueError(
                 "append_response_tokens needs log-probs for trainable tokens, and only for them; "

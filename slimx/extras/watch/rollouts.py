@@ -231,7 +231,7 @@ def buffer_lines(values: Json) -> Iterator[str]:
     for ticket in values["waiting"]:
         if ticket["group"] is None:
             yield (
-                f"started as {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} "
+                f"unfinished group {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} "
                 f"rollouts complete, {ticket['sampled_tokens']} tokens of unfinished ones"
             )
         else:

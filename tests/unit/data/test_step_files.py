@@ -215,7 +215,7 @@ def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
     text = shown(run, "--buffer")
     head, first, *_ = text.splitlines()
     assert "iter_0000002" in head and numbers(head)[-3:] == [2, 0, 4], "the step; groups that are complete and are not"
-    assert "started as 4, prompt" in first and numbers(first)[-2:] == [0, 0], "rollouts, and tokens of others"
+    assert "unfinished group 4, prompt" in first and numbers(first)[-2:] == [0, 0], "rollouts, and tokens of others"
 
 
 def test_dropped_groups_are_counted_by_reason(run):

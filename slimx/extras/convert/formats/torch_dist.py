@@ -283,8 +283,8 @@ class ToMegatron:
 
 
 def _written(location: TensorLocation) -> Iterator[TensorLocation]:
-    """Yields the tensors to write for the one at `location`. There are two if its key stores the values minus 1: the
-    key, and a second one with the values."""
+    """Yields the tensors to write for the one at `location`. There are two if its key stores the values with 1
+    subtracted: the tensor with this key, and a second one with the values themselves."""
     if not location.centred:
         yield location
         return
@@ -293,12 +293,12 @@ def _written(location: TensorLocation) -> Iterator[TensorLocation]:
 
 
 def _compare_centred(location: TensorLocation, source: Reading, release: Path) -> None:
-    """Raises SlimxError unless the key of `location` contains the source's values minus 1."""
+    """Raises SlimxError unless the key of `location` contains the source's values with 1 subtracted."""
     (name,) = location.part.sources
     expected = source.read(name, location.part.rects[0]).float().flatten() - 1
     written = read_whole(release, location.key, read_metadata(release / ".metadata"))
     if not torch.equal(bits(written[location.index]), bits(expected)):
-        raise differs(name, f"{location.key} does not contain its values minus 1")
+        raise differs(name, f"{location.key} does not contain its values with 1 subtracted")
 
 
 def _dtypes(

@@ -114,7 +114,8 @@ class TorchDistReader:
 
     @cached_property
     def centred(self) -> frozenset[str]:
-        """Names of norm weights that the checkpoint stores minus 1. `read` adds 1 in fp32, as megatron-core does."""
+        """Names of norm weights that the checkpoint stores with 1 subtracted. `read` adds 1 in fp32, as megatron-core
+        does."""
         names = set()
         for name, holders in self._holders.items():
             first, _ = holders[0]

@@ -44,7 +44,8 @@ _WORDS = re.compile(
     r"(?<![A-Za-z])[A-Za-z]{3,}+(?!\{)|(?:^| )[A-Za-z]{2}(?![A-Za-z]*\{|\s?[=<>]|[+*/^_|!]|-[\dA-Za-z](?![A-Za-z]))"
     r"|[?!.:]\s|\$"
 )
-"""Pattern of words and sentences: three letters in a row, two at the start of a word, or the end of a sentence."""
+"""Pattern that shows that a text is words rather than mathematics: three letters in a row, two at the start of a word,
+or the end of a sentence."""
 _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
 
 

@@ -165,5 +165,5 @@ def _stalled(pace: PhasePace, activity: Mapping[str, Any]) -> str:
         sentence += f", usually {pace.usual:.0f} s"
     late = activity.get("late")
     if late is not None and 0 < len(late["ranks"]) < late["of"]:
-        sentence += f"; late: {', '.join(late['ranks'][:8])}"
+        sentence += f"; no response yet from {', '.join(late['ranks'][:8])}"
     return sentence
