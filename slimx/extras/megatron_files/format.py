@@ -1,4 +1,4 @@
-"""Format of initial weights: Megatron-LM's checkpoints."""
+"""Support for Megatron-LM's checkpoints as a format of initial weights."""
 
 from __future__ import annotations
 

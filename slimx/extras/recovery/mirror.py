@@ -132,8 +132,8 @@ class Mirror:
 
 
 def read_back(data: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Restores the state from the bytes `data`, uint8 [size]. `state`: state to be loaded, whose structure the result
-    has and whose sharded tensors are overwritten."""
+    """Returns the state in the bytes `data`, uint8 [size], with the structure of `state`, the state to be loaded. The
+    sharded tensors of `state` are overwritten."""
     length = int(data[:_LENGTH].view(torch.int64))
     with safe_classes(io.BytesIO):
         head = io.BytesIO(data[_LENGTH : _LENGTH + length].numpy())

@@ -229,7 +229,8 @@ def _check_logprobs(
     sample: Sample, completion: Completion, position: int, start: int, mask: list[int], name: str
 ) -> None:
     """Raises SlimxError if the sample's log-probs of trained tokens differ from those of the engine. `position` and
-    `start`: where the completion and the response start."""
+    `start`: index of the first token of the completion and of the response; `mask`: loss mask of all tokens; `name`:
+    name of the sample in errors."""
     claimed = sample.rollout_log_probs
     if claimed is None:
         return

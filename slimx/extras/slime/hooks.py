@@ -25,7 +25,7 @@ from slimx.extras.slime.sample import Sample
 from slimx.json_types import Json
 
 NAME = "slime"
-"""Name in configurations of the hook `reward` of this module."""
+"""Name of the hook `reward` of this module in configurations."""
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),
@@ -171,7 +171,8 @@ class GenerateHook:
 
 @dataclass(frozen=True)
 class RewardHook:
-    """slimx reward hook that calls a slime reward, in a thread or a process."""
+    """slimx reward hook that calls a slime reward, in a thread or a process, with one sample per call unless `group` is
+    True."""
 
     function: Callable[..., Any]
     path: str

@@ -152,7 +152,7 @@ def _policies(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
-    """Formats those metrics of SHOWN that are present. `prefix`: prefix of their names in `metrics`."""
+    """Formats those metrics of SHOWN that `metrics` contains. `prefix`: prefix of their names in `metrics`."""
     parts = []
     for key in SHOWN:
         value = metrics.get(prefix + key)
