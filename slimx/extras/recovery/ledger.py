@@ -14,8 +14,8 @@ from slimx.data.batch import MicroBatch, TrainBatch
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
-"""Relative difference of a metric that a changed order of summation may cause. It suffices for bf16, where the
-difference is a hundred times that in fp32."""
+"""Relative difference of a metric that a changed order of summation may cause. In bf16 the difference is a hundred
+times that in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
