@@ -83,7 +83,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
         raise SlimxError(
             f"{out}: cannot be written ({error.strerror}); give another file", code="data.out", about=str(out)
         ) from error
-    yield f"{out}: {len(prompts)} prompts from {origin}"
+    yield f"{out}: {len(prompts)} prompts of {origin}"
     if repeated:
         yield f"{repeated.total()} rows were omitted as duplicates of an earlier row ({len(repeated)} questions)"
     yield f"reward.function: {known.reward}"
