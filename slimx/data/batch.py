@@ -1,7 +1,7 @@
 """Training batches: trajectories become rows, and rows are packed into micro-batches.
 
 The `weight` of a trained token already includes the denominator of the whole update. The sum of `weight * loss` over
-micro-batches and data-parallel ranks is therefore the loss of the whole update, independent of how rows are packed, of
+micro-batches and data-parallel ranks is therefore the loss of the whole update, regardless of how rows are packed, of
 the number of micro-batches, and of the parallel layout."""
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _aligned(
         if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
             size = f" (top {shape[0]})" if shape else ""
             raise SlimxError(
-                f"trajectory {trajectory.id} was generated without {name}{size} at trained tokens, which section "
-                "algorithm now requires; generate it again",
+                f"trajectory {trajectory.id} was generated without {name}{size} at trained tokens, which the "
+                "algorithm section now requires; generate it again",
                 code="data.column",
                 about=trajectory.id,
             )

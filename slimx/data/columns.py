@@ -51,8 +51,8 @@ def _top(algorithm: Algorithm) -> Shape | None:
 
 @dataclass(kw_only=True, slots=True)
 class LossColumns[Array]:
-    """Columns that the loss reads, as NumPy arrays or as tensors. An optional column is None in all rows of a batch or
-    in none."""
+    """Columns that the loss reads, as NumPy arrays or as tensors. An optional column is None either in all rows of a
+    batch or in none of them."""
 
     weight: Array = field(metadata=column())
     """float32 [n]: loss weights, which include the denominators of the update (`slimx.data.loss_weights`); 0 at tokens

@@ -39,8 +39,8 @@ def loss_weights(
     trained token has the weight 1 / (u x `length`) with rollouts as units (constant; Dr. GRPO, 2503.20783), or 1 / u
     with groups as units (sum; DPO). `length` is required for constant.
 
-    Units are identified by `group_id` and `rollout_id`, independent of the order of `trajectories`. Raises SlimxError
-    if the update has no trained token.
+    Units are identified by `group_id` and `rollout_id`, regardless of the order of `trajectories`. Raises SlimxError if
+    the update has no trained token.
     """
     unit_of = UNITS[aggregation]
     masks = [t.loss_mask[1:].astype(np.float64) for t in trajectories]

@@ -38,9 +38,9 @@ def pack(
 
     - `max_tokens`: maximum number of tokens of a micro-batch.
     - `multiple_of`: T of each micro-batch is padded to a multiple of it (TP x CP for sequence parallelism). This
-      padding does not count towards `max_tokens`.
+      padding does not count toward `max_tokens`.
     - `sequence_multiple`: rows are padded at their end to a multiple of it (context parallelism splits each sequence
-      into 2 x CP chunks). This padding counts towards `max_tokens`.
+      into 2 x CP chunks). This padding counts toward `max_tokens`.
     - `count_multiple`: the number of micro-batches of a rank is a multiple of it (the PP size for megatron's
       interleaved pipeline); a rank with too few rows gets micro-batches of padding only.
     - `cost`: function that returns the predicted cost of a row from its number of tokens; default: that number.
@@ -98,8 +98,9 @@ def distribute(
     costs are equalized: rows are balanced first over ranks, then over each rank's micro-batches.
 
     With `lockstep`, ranks share experts and synchronize in every micro-batch, so the k-th micro-batches of all ranks
-    should have equal cost: rows are balanced over all micro-batches, which are then sorted by cost. Each `data_size`
-    consecutive ones become the k-th micro-batches, the heaviest on the rank with the lowest total so far.
+    should have equal cost: rows are balanced over all micro-batches, which are then sorted by cost. Each run of
+    `data_size` consecutive micro-batches provides the k-th micro-batch of every rank; the heaviest goes to the rank
+    with the lowest total so far.
     """
     if not lockstep:
         shards = balance(costs, data_size)
@@ -278,8 +279,8 @@ def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Supp
 
 
 def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
-    """Returns the positions that context-parallel rank `rank` of `size` processes, int64 [T / size], in the rank's
-    order. `lengths`: number of positions of each packed sequence.
+    """Returns the positions, int64 [T / size], that rank `rank` of a context-parallel group of `size` ranks processes,
+    in the rank's order. `lengths`: number of positions of each packed sequence.
 
     Each sequence is split into 2 * size equal chunks. A rank has the chunks `rank` and 2 * size - 1 - `rank` (zigzag),
     which balances the work under a causal mask. megatron-core's rotary embedding and Transformer Engine's attention

@@ -67,10 +67,10 @@ class Span:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """Reward and state of one turn, which a generate hook sets for advantages per turn."""
+    """Reward and state of one turn, which a generate hook sets so that advantages can be computed per turn."""
 
     reward: float = 0.0
-    """Reward of this turn alone; a trajectory's `reward` is that of all turns."""
+    """Reward of this turn alone; a trajectory's `reward` is for all turns together."""
     state_key: str | None = None
     """Key that is equal for those turns of a group that began in the same state of the environment."""
 
@@ -97,8 +97,8 @@ class Trajectory:
     sampling: Json = field(default_factory=dict)
     """Sampling parameters: temperature, top_p, top_k, seed."""
     support: Support | None = None
-    """For L positions, the tokens that top-k and top-p left for sampling, over which `logprobs` are normalized; at
-    positions that were not sampled all tokens. None: the whole vocabulary at all positions."""
+    """For L positions, the tokens that top-k and top-p left for sampling, over which `logprobs` are normalized; the
+    whole vocabulary at positions that were not sampled. None: the whole vocabulary at all positions."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [L-1, layers, k]: the engine's logical expert ids for each input position and decoder layer."""
     teacher_logprobs: np.ndarray | None = None
@@ -167,8 +167,8 @@ class Trajectory:
         return out
 
     def newest_only(self) -> Trajectory:
-        """Returns a copy whose loss mask excludes tokens that were sampled by older weights than its newest ones. Other
-        trained tokens remain trained."""
+        """Returns a copy whose loss mask excludes tokens sampled by weights older than the trajectory's newest version.
+        Trained tokens that were not sampled remain trained."""
         versions = self.versions()
         stale = (versions >= 0) & (versions < versions.max(initial=-1))
         return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))
@@ -195,5 +195,6 @@ class Group:
     schema_version: int = SCHEMA_VERSION
 
     def newest_only(self) -> Group:
-        """Returns a copy in which each trajectory is replaced by its `newest_only()`."""
+        """Returns a copy in which no trajectory trains on tokens sampled by weights older than its newest version
+        (`Trajectory.newest_only`)."""
         return replace(self, trajectories=[trajectory.newest_only() for trajectory in self.trajectories])

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from slimx.json_types import Json
 
 CPU_S = 2
-"""Limit of CPU seconds for all renderings; a template takes milliseconds for a conversation of this length."""
+"""Limit on the CPU time of all renderings together, in seconds. A template takes milliseconds for a conversation of
+this length."""
 MEMORY_MIB = 4096
 WORDS = "word " * 200
 CHAT = [{"role": role, "content": WORDS} for role in ("user", "assistant", "user")]
@@ -41,7 +42,7 @@ def main() -> int:
                 render_jinja_template([CHAT], tools, chat_template=template, add_generation_prompt=True)
             except MemoryError:
                 return 1
-            except Exception:  # templates raise any exception; `check_prompts` reports a prompt that one refuses
+            except Exception:  # a template may raise any exception; `check_prompts` reports it
                 continue
     return 0
 

@@ -26,8 +26,8 @@ WAIT_S = 600.0
 
 def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises SlimxError naming the tokenizer's directory if its chat template exceeds the CPU time or memory limit of
-    `slimx.data.chat.rendering` on a short conversation. Rendering runs in another process, because an endless template
-    could not be interrupted in this one."""
+    `slimx.data.chat.rendering` on a short conversation. Rendering runs in another process, because a template that
+    never terminates could not be interrupted in this one."""
     configured = tokenizer.chat_template or ""
     templates = list(configured.values()) if isinstance(configured, dict) else [configured]
     templates = [template for template in templates if REPEATS.search(template)]
@@ -42,8 +42,7 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends:
         where = tokenizer.name_or_path
         raise SlimxError(
-            f"{where}: the chat template exceeds the limit of time or memory on a short conversation; correct its "
-            "loops",
+            f"{where}: the chat template exceeds the time or memory limit on a short conversation; correct its loops",
             code="template.endless",
             about=where,
         )

@@ -31,9 +31,9 @@ COMPANIONS = (
 """Names of other files that a tokenizer may have."""
 
 MARKER = "(the answer 8d1f)"
-"""Answer in a short conversation, whose position is then searched in the rendered text."""
+"""Placeholder for an answer in a short conversation. Its position is then searched for in the rendered text."""
 BATCH = 512
-"""Number of prompts per tokenizer call. A call distributes the prompts over the cores and saves a third of the work."""
+"""Number of prompts per tokenizer call. A batched call uses all cores, and saves a third of the work."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -17,7 +17,7 @@ from slimx.json_types import Json
 MAPS = "slimx.maps"
 """Entry point group of mapping hooks, to which configurations refer by name."""
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "conversations", "messages", "input")
-"""Usual names of the column with the question in published data sets, the likeliest first, in lower case."""
+"""Usual names of the column with the question in published data sets, the most likely first, in lower case."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Chat role for each speaker's name in ShareGPT's turns."""
 ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "response", "output")
@@ -227,7 +227,7 @@ def _with_role(turn: Json, where: str) -> Json:
     role = SPEAKERS.get(turn["from"])
     if role is None:
         raise SlimxError(
-            f"{where}: a turn has the speaker {turn['from']!r}, which is none of {', '.join(SPEAKERS)}; rewrite the "
+            f"{where}: a turn has the speaker {turn['from']!r}, which is not one of {', '.join(SPEAKERS)}; rewrite the "
             "row with rollout.map",
             code="prompts.message",
             about=where,

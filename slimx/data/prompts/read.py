@@ -27,10 +27,10 @@ from slimx.json_types import Json
 
 KEYS = ("id", "messages", "token_ids", "answer", "metadata", "tools", "template")
 VALUE_KINDS = {
-    "id": "a text",
+    "id": "a string",
     "messages": 'a list of turns such as [{"role": "user", "content": "..."}]',
-    "token_ids": "a list of whole numbers",
-    "answer": "a text or a number",
+    "token_ids": "a list of integers",
+    "answer": "a string or a number",
     "metadata": "an object",
     "tools": "a list of objects",
     "template": "an object",
@@ -45,7 +45,7 @@ class Outcome:
     prompt: str
     """Id of the prompt."""
     rewards: tuple[float, ...]
-    """Rewards of the prompt's rollouts; if the group failed, only of the finished ones."""
+    """Rewards of the prompt's rollouts; if the group failed, only those of the finished rollouts."""
     dropped: str | None = None
     """Reason why the group is not trained, as in dropped.jsonl; None if it is trained."""
 
@@ -83,8 +83,8 @@ def read_prompts(
     `{file stem}:{line}`.
 
     Lines and rows are counted from 1; blank lines are skipped. `mapping`: converts rows in other formats; `dataset`:
-    value of metadata.dataset for rows that have none; `subset` and `split`: part of a data set. Raises SlimxError
-    naming file, line and problem.
+    value of metadata.dataset for rows that have none; `subset` and `split`: parts of a data set to read. Raises
+    SlimxError naming file, line and problem.
     """
     return list(iter_prompts(path, mapping, dataset=dataset, subset=subset, split=split))
 

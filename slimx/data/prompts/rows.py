@@ -69,5 +69,5 @@ def kind_of(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"a {type(value).__name__}")

@@ -207,7 +207,8 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SlimxError(
-            f"{path} cannot be written ({error.strerror}); free space, or set track.rollouts.every=0, then resume",
+            f"{path} cannot be written ({error.strerror}); free up disk space or set track.rollouts.every=0, "
+            "then resume",
         ) from error
 
 

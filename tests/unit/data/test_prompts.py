@@ -47,7 +47,7 @@ def test_a_file_is_read_in_order_with_every_field(tmp_path):
     [
         ('{"messages": [', "prompts.line", "JSON"),
         ("[1, 2]", "prompts.line", "a list"),
-        ('"text"', "prompts.line", "a text"),
+        ('"text"', "prompts.line", "a string"),
         ({"answer": "2"}, "prompts.neither", ""),
         ({"messages": [TURN], "token_ids": [1]}, "prompts.both", ""),
         ({"messages": None, "token_ids": None}, "prompts.neither", ""),
