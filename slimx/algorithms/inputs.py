@@ -11,7 +11,7 @@ import torch
 from slimx.data.columns import LossColumns
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of the absolute value of log-ratios. exp(20) is 5e8: far beyond any clip range, and still finite in fp32 when
+"""Bound on the absolute value of log-ratios. exp(20) is 5e8: far beyond any clip range, and still finite in fp32 when
 squared. verl and OpenRLHF use the same bound."""
 
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]

@@ -1,8 +1,8 @@
 """Auxiliary losses of an MoE router, and balancing of its experts' loads, as formulas over tensors.
 
 E is the number of experts, k the number of experts per token, and T the number of tokens. Logits and scores are [T, E]
-in float32 or wider, and padding is never counted. A rank computes the part of its local tokens; the parts of all ranks
-and micro-batches sum to the loss term.
+in float32 or wider, and padding is never counted. A rank computes the contribution of its local tokens; the
+contributions of all ranks and micro-batches sum to the loss term.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class LayerTally:
         sum_over_shards: SumRanks,
         sum_over_data: SumRanks,
     ):
-        """Takes the accumulator `sums`, float64 [E + 2], initially zeros: the choices per expert, balance and squared
-        logsumexp.
+        """Stores the parameters. `sums`: accumulator, float64 [E + 2], initially zeros, of the number of choices of
+        each expert, the balance term and the squared logsumexp.
 
-        `sum_over_shards`: sums over the ranks that share a micro-batch (TP x CP); `sum_over_data`: sums over these
-        ranks of all data-parallel ranks. `topk`: number of experts per token; `function`: see `normalized_scores`.
-        `totals`: None if no auxiliary loss is enabled."""
+        `sum_over_shards`: sums over the ranks that share a micro-batch (TP x CP); `sum_over_data`: sums over the ranks
+        that share any of the data-parallel ranks' micro-batches (TP x CP x DP). `topk`: number of experts per token;
+        `function`: see `normalized_scores`. `totals`: None if no auxiliary loss is enabled."""
         self.settings = settings
         self.totals = totals
         self.topk = topk
@@ -133,8 +133,8 @@ class LayerTally:
         """Expert counts of the update's earlier micro-batches, for global_aux_loss."""
 
     def terms(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: CountedTokens) -> torch.Tensor | None:
-        """Adds a micro-batch to the sums. Returns the part of its local tokens in the auxiliary loss; None if no
-        auxiliary loss is enabled. `routing_map` [t, E]: True at the experts that each token chose."""
+        """Adds a micro-batch to the sums. Returns the contribution of this rank's tokens to the auxiliary loss; None if
+        no auxiliary loss is enabled. `routing_map` [t, E]: True at the experts that each token chose."""
         self.sums[:-2] += (routing_map & tokens.counted[:, None]).sum(0)
         if self.totals is None:
             return None

@@ -10,8 +10,8 @@ multiplied by
 
 In addition, rejection excludes tokens. As in slime, denominators still count all trained tokens.
 
-A behavior policy that is several versions old is a larger gap of the same kind. The weights are therefore also those of
-decoupled PPO (AReaL, 2505.24298), in which the old log-probs are those of the proximal policy.
+A behavior policy that is several versions old causes a larger gap of the same kind. The weights are therefore also
+those of decoupled PPO (AReaL, 2505.24298), in which the old log-probs are those of the proximal policy.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def rejection(
 ) -> torch.Tensor:
     """Marks the tokens to exclude; parameters and result: see `Rejection`.
 
-    These are the tokens with w outside [low, high], where `level` is the unit of w as in `correction`, and all tokens
-    of a sequence in which the w of a single token is below `veto` (slime: 1e-4; 0: no veto)."""
+    Excluded are the tokens with w outside [low, high], and all tokens of a sequence that has a token whose own w is
+    below `veto` (slime: 1e-4; 0: no veto). `level`: unit for which w is compared with the bounds (see `correction`);
+    none: no bounds."""
     out = torch.zeros_like(trained)
     if level != "none":
         out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)

@@ -46,7 +46,7 @@ def policy_loss(
     - `teacher_coef`: coefficient of log teacher - log engine in each token's advantage, a single-sample estimate of the
       reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
     - `teacher_kl_coef`: coefficient of the divergence `teacher_kl` (`slimx.algorithms.losses.kl`) at each token,
-      independent of advantage and ratio (2306.13649, section 3.2, which does not differentiate through the sampling
+      regardless of advantage and ratio (2306.13649, section 3.2, which does not differentiate through the sampling
       either).
     - `correction` multiplies the surrogate by importance weights; `rejection` and `opsm_delta` (`off_policy_sequences`)
       exclude tokens from it. The other terms keep every token."""

@@ -42,8 +42,8 @@ Surrogate = Callable[[LossTokens], Objective]
 
 
 def clip(tokens: LossTokens, *, low: float, high: float, dual: float | None = None) -> Objective:
-    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A), of PPO (1707.06347), and with
-    `high` > `low` of DAPO (2503.14476).
+    """Computes the clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A): that of PPO (1707.06347), or with
+    `high` > `low` that of DAPO (2503.14476).
 
     `dual`: with a negative advantage the objective is at least `dual` x A, so increasing a ratio beyond `dual` has no
     further effect (dual-clip PPO, 1912.09729)."""
