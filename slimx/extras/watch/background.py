@@ -38,7 +38,8 @@ class InOrder:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.name} is too slow: {self.waiting} calls wait, so this one is discarded; check its server",
+                f"{self.name} is too slow: {self.waiting} calls are waiting, so this one is discarded; check its "
+                "server",
                 code="track.late",
                 about=self.name,
             ) from None

@@ -94,8 +94,8 @@ def steps_of(directory: Path) -> Json:
 
 
 def step_of(directory: Path, step: int, choice: Choice) -> Json:
-    """Returns {step, version, groups: [the groups of `choice`], hidden: number of chosen groups beyond its limit,
-    problems}. Raises SlimxError for a missing step or group."""
+    """Returns {step, version, groups: [the groups of `choice`], hidden: number of matching groups that exceed
+    `choice.limit`, problems}. Raises SlimxError for a missing step or group."""
     files = _files(directory)
     if step not in files:
         raise SlimxError(

@@ -159,8 +159,8 @@ class MlflowSink:
 
 
 class SwanlabSink:
-    """Tracker that logs to SwanLab. A resumed run continues under the id in `RUN/swanlab_id`, and sends steps that it
-    repeats again. SWANLAB_MODE=offline needs no network."""
+    """Tracker that logs to SwanLab. A resumed run continues under the id in `RUN/swanlab_id`, and sends repeated steps
+    a second time. SWANLAB_MODE=offline needs no network."""
 
     name = "swanlab"
 
@@ -193,7 +193,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:
-    """Metric names that MLflow accepts. A metric keeps its name, and no two metrics share one."""
+    """Metric names that MLflow accepts. A metric always gets the same name, and no two metrics share one."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

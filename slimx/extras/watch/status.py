@@ -35,7 +35,8 @@ class RunCondition(StrEnum):
 
     @property
     def exit_status(self) -> int:
-        """Exit status for the state: 0, 3, 4 or 5. Like every error, a directory without a run ends with 2."""
+        """Exit status for the state: 0, 3, 4 or 5. The command exits with 2 for a directory without a run, as for every
+        error."""
         return {RunCondition.RUNNING: 0, RunCondition.FINISHED: 3, RunCondition.STALLED: 4, RunCondition.DEAD: 5}[self]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.extras.watch.events.webhook import Webhook
 
 AFTER = 5
-"""Number of consecutive steps without a training signal after which a run reports it."""
+"""Number of consecutive steps without a training signal after which the first alert is sent."""
 
 
 class Alerts(Events):

@@ -12,7 +12,7 @@ from typing import Any
 RECENT = 20
 """Number of earlier durations of a phase whose median is the phase's usual duration."""
 TAIL_BYTES = 2**20
-"""Number of bytes that are read from the end of timeline.jsonl; about ten thousand phases."""
+"""Number of bytes that are read from the end of timeline.jsonl; they contain about ten thousand phases."""
 SILENT_S = 120.0
 """Seconds without an update by the driver after which the run counts as stalled. The driver writes an update every 2
 s."""

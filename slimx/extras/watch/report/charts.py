@@ -38,7 +38,8 @@ GRID = "rgba(128,128,128,0.22)"
 
 
 class PhaseColours:
-    """Colors of phases on a whole page: a phase has its color of PHASES, or one of OTHERS in order of first use."""
+    """Colors of phases on a whole page: a phase has its color from PHASES, or else one from OTHERS, in order of first
+    use."""
 
     def __init__(self) -> None:
         self._others: dict[str, str] = {}

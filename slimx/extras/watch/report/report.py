@@ -21,7 +21,7 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
 from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread
 
-# The runs of a page share these limits, which keep the part for the runs below the 0.5 MB of plotly.js.
+# Limits for all runs of a page together. They keep the content of the runs smaller than plotly.js, which has 0.5 MB.
 CURVE_POINTS = 1200
 SAMPLE_ROWS = 24
 SAMPLE_STEPS = 4
@@ -151,7 +151,7 @@ def _extent(run: RunFiles) -> str:
 
 
 def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the summary with only one number for memory: the highest of all phases, whose label names its phase."""
+    """Returns the summary with a single value for peak memory: the highest of all phases. Its label names the phase."""
     peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
     if len(peaks) < 2:
         return dict(summary)
