@@ -21,7 +21,7 @@ _OF_SCALE = 2.0**-8
 doubled because ue8m0 may halve the scale after rounding, plus a margin for bf16's rounding."""
 
 _OF_INT4_SCALE = 0.5 + 0.125
-"""Maximum error of a value in INT4, in units of amax / 7 of its group; a wrong code causes a larger one."""
+"""Maximum error of a value in INT4, in units of amax / 7 of its group; a wrong code causes a larger error."""
 _LEAST_BF16 = 2.0**-123
 """Maximum error of values that become 0 because their group's scale is subnormal."""
 

@@ -124,7 +124,7 @@ class Partial:
         elif other:
             raise SlimxError(
                 f"{self.path} belongs to a conversion of other files or with other options; remove this directory to "
-                "start anew",
+                "start over",
                 code="convert.other",
                 about=str(self.path),
             )

@@ -52,8 +52,8 @@ from slimx.models.files.safe_pickle import read_metadata
 from slimx.models.files.torch_dist import TRACKER, preloaded
 
 FILE_BYTES = 5 * 10**8
-"""Default size of a file in bytes, small enough that a rank that reads one of a thousand ranks' files does not wait
-long. A model of 1 TB has 2,000 files."""
+"""Default size of a file in bytes. It is small, so that a rank does not wait long for its files if a thousand ranks
+read at the same time; a model of 1 TB has 2,000 files."""
 _RELEASE = "release"
 
 

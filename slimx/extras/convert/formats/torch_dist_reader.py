@@ -189,10 +189,10 @@ class TorchDistReader:
         with _HEADERS, FakeTensorMode():
             tensor = _load(self.path, piece)
         if tuple(tensor.shape) != piece.sizes:
-            problem = f"the file has a tensor of shape {list(tensor.shape)}, but .metadata {list(piece.sizes)}"
+            problem = f"the file has a tensor of shape {list(tensor.shape)}, but .metadata declares {list(piece.sizes)}"
             raise _damaged(self.path, piece.file, problem)
         if tensor.dtype != dtype:
-            problem = f"the file has a tensor of {tensor.dtype}, but .metadata {dtype}"
+            problem = f"the file has a tensor of {tensor.dtype}, but .metadata declares {dtype}"
             raise _damaged(self.path, piece.file, problem, code="megatron.dtype")
         if not tensor.is_contiguous():
             return -1, 0
@@ -203,7 +203,7 @@ class TorchDistReader:
 
 def read_whole(path: Path, key: str, metadata: Metadata) -> torch.Tensor:
     """Returns a copy of the tensor `key` of the checkpoint in `path`. It is meant for tensors that fit into memory and
-    are in no weight table. `metadata`: metadata of the checkpoint. Executes no code from the checkpoint."""
+    are not in any weight table. `metadata`: metadata of the checkpoint. Executes no code from the checkpoint."""
     entry = _entry(metadata, key)
     out = torch.empty(entry.size, dtype=entry.properties.dtype)
     filled = 0
