@@ -1,5 +1,5 @@
-"""Kills worker processes, including those that are stopped by SIGSTOP. Ray only requests an actor to end itself, which
-a stopped process does not do."""
+"""Kills worker processes, including those that are stopped by SIGSTOP. Ray only sends an actor a request to exit, to
+which a stopped process does not respond."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK_S = 0.05
 
 def kill_workers(pids: Sequence[int]) -> list[int]:
     """Kills the Ray workers with these process ids on this machine, and returns the ids of those that are still running
-    after `END_S`. Ids that do not belong to a worker any more are ignored."""
+    after `END_S`. Ids that no longer belong to a worker are ignored."""
     running = [pid for pid in pids if _is_worker(pid)]
     for pid in running:
         try:

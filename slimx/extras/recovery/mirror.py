@@ -106,7 +106,7 @@ class Mirror:
 
     def _send(self, store: Any, step: int, data: np.ndarray) -> None:
         """Sends the state after `step` steps to `store`, in a background thread. Failures are printed rather than
-        raised, because the driver asks only the store which states are complete."""
+        raised, because the driver queries only the store for the states that are complete."""
         try:
             self._ask(store.begin.remote(step, self.rank, len(data)))
             for start in range(0, len(data), CHUNK):
@@ -187,8 +187,8 @@ def _merged(saved: Any, state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """Returns the offset in bytes of each tensor, aligned, and the end of the last one. `start`: first byte after the
-    skeleton."""
+    """Returns the aligned offset in bytes of each tensor, and the end of the last one. `start`: end of the data before
+    the tensors."""
     offsets = []
     end = start
     for tensor in tensors:

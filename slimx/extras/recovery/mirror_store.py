@@ -40,7 +40,8 @@ class Mirrored:
 
 
 class MirrorStore:
-    """Ray actor that stores the states of ranks of another node and outlives them."""
+    """Ray actor that stores the states of ranks, of another node if there are several nodes, and outlives these
+    ranks."""
 
     def __init__(self) -> None:
         self.states: dict[tuple[int, int], Mirrored] = {}

@@ -35,7 +35,7 @@ def launch_store(node: str) -> Any:
 
 
 class Mirrors:
-    """Sets of mirrors of the ranks of `trainers`, of which one at a time is valid."""
+    """Sets of mirrors of the ranks of `trainers`; at most one set is valid at a time."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Mirrors:
 
     async def restore(self, new: TrainerGroup) -> None:
         """Restores the valid set on the new ranks `new`. If the set is incomplete, raises MirrorLost without changing
-        any rank, and no set is valid any more."""
+        any rank, and no set is valid from then on."""
         try:
             mirrors = f"mirrors of step {self.step}"
             await new.call("mirror.fetch", f"the {mirrors}", per_rank=self._stores_of_ranks(), step=self.step)
@@ -93,7 +93,7 @@ class Mirrors:
         return [(self._stores[node],) for node in self._mirror_nodes]
 
     async def stop(self) -> None:
-        """Ends all stores. Raises nothing."""
+        """Ends all stores. Never raises an exception."""
         await self.interrupt()
         await self._end()
 
@@ -109,7 +109,7 @@ class Mirrors:
         await self._all("ready", *([str(self._log(index))] for index in range(len(nodes))))
         self._mirror_nodes = [after[rank["node"]] for rank in self.trainers.started]
         if len(nodes) == 1:
-            self.note("all trainers are on one node, which also stores their mirrors; if it is lost, so are they")
+            self.note("all trainers are on one node, which also stores their mirrors; both are lost with the node")
 
     async def _complete(self, step: int) -> None:
         """Waits until the stores have verified the states of all ranks after `step`, and makes them drop all other

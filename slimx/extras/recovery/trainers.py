@@ -71,7 +71,7 @@ class TrainerRecovery(RankLossHandler):
         self._replacing = asyncio.Lock()
         self._checkpoints: Checkpointer | None = None
         self._final: SlimxError | None = None
-        """Reason why ranks are not replaced any more; None while they are."""
+        """Reason why lost ranks are no longer replaced; None as long as they are."""
 
     async def open(self, checkpoints: Checkpointer, step: int, checkpoint: Path | None, *, same_layout: bool) -> None:
         self.ledger.rebase(Base(step, checkpoint, same_layout=same_layout))
@@ -107,7 +107,7 @@ class TrainerRecovery(RankLossHandler):
         return bases
 
     async def stop(self) -> None:
-        """Ends the processes that store mirrors. Raises nothing."""
+        """Ends the processes that store mirrors. Never raises an exception."""
         await self.mirrors.stop()
 
     def metrics(self) -> dict[str, float]:
@@ -143,7 +143,8 @@ class TrainerRecovery(RankLossHandler):
                 await self._replace(error, epoch)
 
     async def watch(self) -> SlimxError:
-        """Watches the ranks and replaces them. Returns the reason when they cannot be replaced any more."""
+        """Watches the ranks and replaces them when one is lost. Returns the first error after which they are not
+        replaced: an error of a running rank, or a replacement that failed."""
         while True:
             async with self._replacing:
                 epoch = self._epoch
@@ -250,9 +251,9 @@ class TrainerRecovery(RankLossHandler):
         return group
 
     async def _bring_back(self, new: TrainerGroup, processes: float) -> dict[int, TrainedStep]:
-        """Restores the new ranks to the state of the lost ones between two steps. Returns the repeated steps whose
-        metrics changed because the ranks have other sizes, by the number of steps before each. `processes`: seconds in
-        which the ranks' processes started."""
+        """Restores the new ranks to the state that the lost ranks had after their last complete step. If `new` has
+        other parallel sizes, returns the steps that were trained again, with their new metrics, by the number of steps
+        before each; {} otherwise. `processes`: seconds in which the ranks' processes started."""
         again: dict[int, TrainedStep] = {}
         clock = [time.perf_counter()]
         await new.start()
