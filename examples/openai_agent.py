@@ -1,14 +1,14 @@
-"""Agent that uses OpenAI's API, as an agent of any framework may, and is trained by setting its base URL to slimx:
+"""Agent that uses OpenAI's API, as agents in many frameworks do. It is trained by pointing its base URL at slimx:
 
     slimx train configs/moe/quickstart.yaml run.dir=runs/agent rollout.generate=agent \
         rollout.options.agent=examples.openai_agent.solve reward.function=examples.openai_agent.reward
 
-The same agent as a program of its own, started once per rollout:
+The same agent as a separate program, which is started once per rollout:
 
     ... rollout.options.command='[python, examples/openai_agent.py]' reward.function=examples.openai_agent.reward
 
-The agent sends the prompt, and asks again if the answer is not a number. slimx records the tokens that are sampled for
-the agent, so its code contains nothing about training.
+The agent sends the prompt, and requests another answer if the first is not a number. slimx records the tokens that are
+sampled for the agent, so its code contains nothing about training.
 """
 
 import asyncio

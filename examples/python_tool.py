@@ -27,7 +27,7 @@ class Solver(PythonTool):
         self.price = price
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Stores the correct answer, and returns the instruction how to mark an answer."""
+        """Stores the correct answer, and returns the instruction that tells the model how to mark an answer."""
         self.answer = (prompt.answer or "").strip()
         return ASK
 

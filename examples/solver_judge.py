@@ -4,7 +4,7 @@
         reward.function=examples.solver_judge.reward
 
 Each policy is trained with its own reward (algorithm.credit=own): the solver's for a correct answer, the judge's for a
-correct verdict, independent of the solver's answer.
+correct verdict, whether or not the solver's answer is correct.
 """
 
 from __future__ import annotations

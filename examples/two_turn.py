@@ -48,5 +48,5 @@ def is_right(answer: str, prompt: Prompt) -> bool:
 
 
 def text(tokenizer: Any, token_ids: list[int]) -> str:
-    """Decodes token ids, without special tokens and surrounding white space."""
+    """Decodes token ids, without special tokens or surrounding white space."""
     return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
