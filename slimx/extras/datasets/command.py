@@ -40,7 +40,7 @@ LONGEST = 2000
 
 def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str]:
     """Writes the published data set `name` as a JSON Lines file of prompts, and yields lines of output. `source`: file
-    or directory to read instead of a download; `seed`: seed of the order of choices in GPQA."""
+    or directory to read instead of a download; `seed`: seed for the order of the choices in GPQA."""
     if name not in KNOWN:
         near = [known for known in KNOWN if known.startswith(name)] or difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {near[0]}?" if len(near) == 1 else "for a file of your own, use slimx data check FILE"
@@ -191,7 +191,7 @@ def data(
     source: Annotated[
         str | None, typer.Option("--from", help="File or directory of the data set; default: download it.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of choices in GPQA.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for the order of the choices in GPQA.")] = 0,
     model: Annotated[str | None, typer.Option(help="With check: Hugging Face directory of the tokenizer.")] = None,
     fields: Annotated[str | None, typer.Option(help="With check: rollout.fields, e.g. '{prompt: question}'.")] = None,
     system: Annotated[str | None, typer.Option(help="With check: rollout.system.")] = None,

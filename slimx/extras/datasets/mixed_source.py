@@ -1,4 +1,4 @@
-"""Prompts from several sources, of which each provides its configured fraction of every step's prompts."""
+"""Prompts from several sources, each of which provides a configured fraction of the prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MixedSource:
     that depend only on the seed and the prompt's index.
 
     Each source yields its prompts as a `PromptSource` does. Weights that change with the step depend on the number of
-    prompts taken so far, with `per_step` prompts per step, so timing has no influence. A dropped group takes one more
-    prompt.
+    prompts taken so far, with `per_step` prompts per step, so timing has no influence. Each dropped group consumes one
+    additional prompt.
     """
 
     def __init__(self, sets: Sequence[PromptSet], prompts: Mapping[str, Sequence[Prompt]], seed: int, per_step: int):

@@ -45,9 +45,9 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
 def chosen(text: str, letters: str = LETTERS) -> str | None:
     """Returns the letter that a response chooses, or None without a clear choice.
 
-    The letter is in the last box; without one after the last "answer" or "option is"; without that at the start of the
-    last line, if only punctuation or nothing follows it. There is no clear choice if the letter is a word ("A train
-    leaves"), if there are several letters ("A or B"), or if the box is unclosed."""
+    The letter is searched for in the last box, then after the last "answer" or "option is", then at the start of the
+    last line, where only punctuation or nothing may follow it. A letter that is a word ("A train leaves") does not
+    count. Several letters ("A or B") or an unclosed box are not a clear choice."""
     in_boxes = boxes(text)
     if in_boxes and (in_boxes[-1].end is None or len(joined_boxes(text, in_boxes)) > 1):
         return None

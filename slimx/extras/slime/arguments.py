@@ -19,8 +19,8 @@ RESERVED = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_ro
 
 
 class Arguments:
-    """slime's `args`: values of the run, updated with `rollout.options` (for rewards: `reward.options`). Attributes
-    that a hook sets last for one rollout."""
+    """slime's `args`: values of the run, updated with `rollout.options` (for rewards: `reward.options`). An attribute
+    that is set by a hook exists only for the current rollout."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.__dict__.update(values)
@@ -96,7 +96,7 @@ def _values(config: Config) -> Json:
         "hf_checkpoint": config.model.path,
         "partial_rollout": False,
         "mask_offpolicy_in_partial_rollout": False,
-        "use_rollout_routing_replay": config.route_stride == 1,  # hooks then need routed experts in every response
+        "use_rollout_routing_replay": config.route_stride == 1,  # True: hooks need routed experts in every response
         "rollout_batch_size": rollout.prompts_per_step,
         "n_samples_per_prompt": rollout.group_size,
         "n_samples_per_eval_prompt": config.eval.samples,

@@ -144,8 +144,8 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, **kwargs: Any) -> Any:
     """Calls the reward `function`, whose dotted path is `path`, on `judged`, a sample or a list of samples. Raises
-    SlimxError if the function is already running, which happens if it requests the run's reward, and is this reward
-    itself."""
+    SlimxError if the function is already running, which happens if it is the run's reward and requests the run's reward
+    through `rm_hub`."""
     if function is JUDGING.get():
         raise SlimxError(
             f"{path} calls slime's rm_hub for the reward of the run, which is {path} itself; set args.custom_rm_path "

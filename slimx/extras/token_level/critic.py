@@ -32,7 +32,7 @@ class CriticTrainer(ValueTrainer):
         )
 
     def offload(self, *, weights: bool = True) -> None:
-        """Releases all of the critic's device memory, independent of `weights`, because its weights are never
+        """Releases all of the critic's device memory, regardless of `weights`, because its weights are never
         published."""
         super().offload()
 

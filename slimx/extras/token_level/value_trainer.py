@@ -79,7 +79,7 @@ class ValueTrainer(TrainedModel):
         chunks, _ = build_model(spec, config, backends, device=parallel.device, kind=kind)
         modules = [unwrap(chunk) for chunk in chunks]
         self.heads = [module.value_head for module in modules if module.post_process]
-        """List of the value head on the last pipeline stage; [] on other stages."""
+        """The value head on the last pipeline stage, as a list of one module; [] on other stages."""
         layout = MegatronLayout(spec.table, parallel.sizes)
         weights = Weights(modules, spec, layout, parallel.rank, excluded=_heads(modules))
         weights.load(config.initial_weights)
@@ -151,8 +151,8 @@ def _heads(modules: list[ValueModel]) -> set[str]:
 
 
 def read_score(directory: Path) -> torch.Tensor | None:
-    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`; None if it has none, as that of a
-    policy."""
+    """Reads the weight [1, hidden] of the value head in the checkpoint `directory`. Returns None if the checkpoint has
+    no value head, as for a policy."""
     reader = CheckpointReader(directory)
     if SCORE not in reader.names:
         return None

@@ -1,1 +1,1 @@
-"""Prompt files in other formats than JSON Lines."""
+"""Prompt files in formats other than JSON Lines."""

@@ -93,7 +93,7 @@ def _is_note(file: Path, directory: Path) -> bool:
 def _part_of(file: Path, directory: Path) -> tuple[str, ...]:
     """Returns the folders of a file, which name its subset, followed by its split: test for
     test-00000-of-00001.parquet, but the folder's name for 0000.parquet. Files in folders named COLUMN=VALUE are one
-    table, independent of their names."""
+    table, whatever their names."""
     named_folders = [name for name in _folders(file, directory) if name != "data"]
     folders = [name for name in named_folders if "=" not in name]
     name = re.sub(_SHARD, "", file.stem)
