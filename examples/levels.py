@@ -42,7 +42,7 @@ class Levels:
 
     @property
     def level(self) -> int:
-        """Level whose prompts are yielded at present."""
+        """Level from which the next prompt is taken."""
         return self._levels[self._present]
 
     def next(self) -> Prompt:

@@ -18,7 +18,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> tuple[str, Iterator[Row]]:
-    """Returns the prefix of ids for rows without one, and the rows of `path` in order.
+    """Returns the prefix of the ids that are given to rows without an id, and the rows of `path` in order.
 
     An entry point of `slimx.prompt_files` takes the same arguments and returns the same, or None for a path that it
     does not read. `subset` and `split`: parts of a data set to read.
@@ -53,7 +53,8 @@ def _object(line: bytes, where: str) -> Json:
 
 
 def as_row(fields: object, where: str) -> Json:
-    """Returns `fields` if it is a JSON object. Raises SlimxError naming `where`, the row's location, otherwise."""
+    """Returns `fields` unchanged. Raises SlimxError if it is not a JSON object. `where`: location of the row, for
+    errors."""
     if not isinstance(fields, dict):
         raise SlimxError(
             f"{where}: this is {kind_of(fields)}, not a JSON object; write one object per line",

@@ -94,7 +94,7 @@ def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, o
     """Writes groups to a file: a JSON header line with format, length, checksum and the description `about`, followed
     by the encoded groups.
 
-    The write is atomic: the file at `path` is always absent, the previous one, or complete.
+    The write is atomic: at any time `path` is absent, the previous file, or the complete new file.
     """
     path = Path(path)
     payload = encode_groups(groups)
@@ -153,7 +153,7 @@ def _header(path: Path, file: BinaryIO) -> Json:
         header["blake2b"]
     except (ValueError, TypeError, KeyError) as error:
         raise SlimxError(
-            f"{path}: the file does not start with the header of a file of groups; use another one",
+            f"{path}: the file does not start with the header of a file of groups; use a file that slimx wrote",
             code="data.header",
             about=str(path),
         ) from error

@@ -51,8 +51,8 @@ def _after_nan(values: np.ndarray) -> np.ndarray:
 
 
 def write_trained(groups_file: Path, tokens: Sequence[TrainedTokens]) -> Path:
-    """Writes the values of all trajectories of the step in `groups_file`, in their order, and returns the file's path.
-    Raises OSError."""
+    """Writes the values of all trajectories of the step in `groups_file`, in their order, and returns the path of the
+    new file. Raises OSError if it cannot be written."""
     path = groups_file.with_suffix(SUFFIX)
     tensors = {
         "lengths": np.array([len(values.logprobs) for values in tokens], dtype=np.int64),

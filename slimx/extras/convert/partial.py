@@ -194,8 +194,8 @@ class Partial:
         """Builds the SlimxError that explains an OS error of the conversion to the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
-                f"{self.path}: no space is left on the disk; free space and run the same command again, which "
-                "continues after the finished files",
+                f"{self.path}: no space is left on the disk; free up space and run the same command again; "
+                "finished files are kept",
                 code="convert.space",
                 about=str(self.path),
             )

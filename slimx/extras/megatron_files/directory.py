@@ -44,7 +44,7 @@ _NOT_WEIGHTS = re.compile(
 """Pattern of the keys of checkpoint entries that are not weights of the model."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""Part of a name that checkpoints replace by `transformer_layer`, megatron-core's name for it up to 0.16."""
+"""Part of a name that checkpoints replace with `transformer_layer`, megatron-core's name for it up to 0.16."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Part of a key that names a norm over all heads. megatron-core has no such norm: slimx puts it in place of the
 per-head norm, slime (slime_plugins/models/minimax_m2.py) next to it as `q_norm` and `k_norm`."""

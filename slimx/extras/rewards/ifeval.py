@@ -20,11 +20,12 @@ from slimx.rewards.needs import checked_by, checks_prompts, needs_process
 PACKAGE = "if-verifiable==0.1.2"
 MEASURES = ("prompt_strict", "prompt_loose", "instructions_strict", "instructions_loose")
 SENTENCES = "Two short sentences. They are judged once, before the run."
-"""Text on which each kind of checker is tried once before the run, to find out if data are missing on this machine."""
+"""Text on which each kind of checker is tried once before the run, to detect data that are missing on this machine."""
 
 
 def check(*, weights: Mapping[str, float] | None = None) -> None:
-    """Raises SlimxError if `weights` names an unknown measure, or if the package is not installed."""
+    """Raises SlimxError if `weights` is empty, names an unknown measure or has a value that is not finite, or if the
+    package if-verifiable is not installed."""
     if weights is None:
         weights = {"prompt_strict": 1.0}
     unknown = [name for name in weights if name not in MEASURES]

@@ -67,7 +67,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
 
 
 def _complex(values: Iterable[Any]) -> list[Any]:
-    """Replaces the symbol i in the values by the imaginary unit, because math-verify only assumes that i is not real.
+    """Replaces the symbol i in the values with the imaginary unit, because math-verify only assumes that i is not real.
     Answer and response are treated alike, so an i that is an index remains equal to itself."""
     replaced = []
     for value in values:

@@ -35,7 +35,7 @@ def has_critic(algorithm: Algorithm, critic: Critic | None) -> Problems:
     if algorithm.advantages.kind == "gae" and critic is None:
         yield "algorithm.name", "algorithm.advantages=gae needs a critic; add a section `critic: {}`"
     if algorithm.advantages.kind != "gae" and critic is not None:
-        yield f"algorithm.name={algorithm.name} uses no critic; remove section critic, or set algorithm.name=ppo"
+        yield f"algorithm.name={algorithm.name} uses no critic; remove the section critic, or set algorithm.name=ppo"
 
 
 @rule("critic.layout", "critic.layout")
@@ -78,8 +78,8 @@ def critic_has_tensors(critic_spec: ModelSpec | None, critic_weights: Path | Non
     checkpoint_format = format_of(critic_weights)
     if checkpoint_format is not None:
         yield (
-            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, from which a critic cannot start; set a "
-            "Hugging Face directory (slimx convert)"
+            f"{critic_weights} is a checkpoint of {checkpoint_format.name}, which cannot initialize a critic; set a "
+            "Hugging Face directory (slimx convert writes one)"
         )
     else:
         CheckpointReader(critic_weights).check(critic_spec.table)

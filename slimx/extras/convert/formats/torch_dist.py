@@ -283,8 +283,8 @@ class ToMegatron:
 
 
 def _written(location: TensorLocation) -> Iterator[TensorLocation]:
-    """Yields the tensors to write for the one at `location`. There are two if its key stores the values with 1
-    subtracted: the tensor with this key, and a second one with the values themselves."""
+    """Yields the locations of the tensors that are written for `location`: usually one. If its key stores the values
+    with 1 subtracted, a second tensor stores the values themselves."""
     if not location.centred:
         yield location
         return
@@ -319,8 +319,8 @@ def _dtypes(
             actual = source.dtype(name)
             if out.setdefault(location.key, actual) != actual:
                 raise SlimxError(
-                    f"tensor {name} is stored as {actual}, but other parts of Megatron's tensor {location.key} as "
-                    f"{out[location.key]}; choose one dtype with --dtype",
+                    f"tensor {name} is stored as {actual}, but other parts of Megatron's tensor {location.key} are "
+                    f"stored as {out[location.key]}; choose one dtype with --dtype",
                     code="convert.dtypes",
                     about=name,
                 )

@@ -29,7 +29,7 @@ POINTS = 600
 PHASES_KEPT = 20_000
 """Number of newest phases that the page draws; a run of 10,000 steps has about 80,000 phases."""
 STEPS_KEPT = 4
-"""Number of steps whose groups are cached. A step is read again after one of its files was written."""
+"""Number of steps whose groups are cached. A step is read again if one of its files has changed."""
 CHARACTERS = 4000
 """Maximum number of characters shown for a part of a rollout in the list. The view of tokens shows all of them."""
 

@@ -173,7 +173,7 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
     if panel.log:
         _logarithmic(chart, lines)
     elif constant is not None:
-        # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
+        # plotly would draw a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
         limits = [-0.05, 1.0]
         if constant:
             limits = sorted([0.0, 2 * constant])
