@@ -21,8 +21,8 @@ def with_text(messages: Sequence[Json], where: str) -> list[Json]:
     for turn, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise SlimxError(
-                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}, but a message needs role "
-                "and content; rewrite the row with rollout.map",
+                f"{where}: messages[{turn}] has {', '.join(map(str, message)) or 'nothing'}, but a message needs a "
+                "role and content; rewrite the row with rollout.map",
                 code="prompts.message",
                 about=where,
             )

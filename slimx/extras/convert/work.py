@@ -187,7 +187,7 @@ def _check_space(partial: Path, required: int) -> None:
     if required > free:
         raise SlimxError(
             f"{partial}: {required / 1e9:.2f} GB are needed, but the disk has {free / 1e9:.2f} GB free; "
-            "free space or choose a directory on another disk",
+            "free up space or choose a directory on another disk",
             code="convert.space",
             about=str(partial),
         )

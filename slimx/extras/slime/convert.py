@@ -32,9 +32,9 @@ KEPT = ("prompt", "response", "label", "reward", "rollout_id", "train_metadata",
 UNSERVED = {
     "multimodal_inputs": "slimx does not support images in slime hooks",
     "multimodal_train_inputs": "slimx does not support images in slime hooks",
-    "teacher_log_probs": "set a teacher by algorithm.teacher",
+    "teacher_log_probs": "set a teacher with algorithm.teacher",
     "generate_function_path": "a run has only one generate hook, rollout.generate",
-    "custom_rm_path": "set rewards per data set by reward.parts",
+    "custom_rm_path": "set rewards per data set with reward.parts",
 }
 """Fields that a hook must not set, and the reasons."""
 _STATUS = {Status.COMPLETED: "completed", Status.TRUNCATED: "truncated", Status.FAILED: "failed"}

@@ -140,14 +140,14 @@ def without_signal(metrics: Mapping[str, float]) -> dict[str, str]:
             continue
         prefix = key.removesuffix(STEPS_WITHOUT_SIGNAL)
         same = metrics.get(prefix + GROUPS_WITHOUT_SIGNAL) == 1
-        why = "because all rollouts of a group have the same reward" if same else "because the gradient is 0"
+        why = "because all rollouts of each group have the same reward" if same else "because the gradient is 0"
         reward = metrics.get(prefix + "reward/mean")
         shown = ""
         if reward is not None:
             shown = f", {prefix}reward/mean {reward:.4g}"
         out[prefix] = (
             f"no training signal for {steps:.0f} steps, {why}{shown}; "
-            "for remedies see Groups without a signal in docs/guides/when-it-goes-wrong.md"
+            "for remedies see section Groups without a signal in docs/guides/when-it-goes-wrong.md"
         )
     return out
 
