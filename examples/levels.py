@@ -19,7 +19,7 @@ from slimx.data.records import Prompt
 WINDOW = 16
 """Number of latest groups of the current level that decide about a change of level."""
 UP, DOWN = 0.8, 0.2
-"""Fraction of correct rollouts at or above which the next level starts, and at or below which the previous one does."""
+"""Fractions of correct rollouts: at `UP` or above the next level starts, at `DOWN` or below the previous level."""
 
 
 def make_source(prompts: list[Prompt], seed: int) -> Levels:

@@ -19,7 +19,7 @@ from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
 GROUP = "slimx.advantages"
-"""Entry point group that maps a kind of advantages or of loss to a subclass of `Estimator`."""
+"""Entry point group of the subclasses of `Estimator`, by the kind of advantages or of loss that needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def cut(row: Row, ways: int) -> list[ShardBox]:
 
 
 def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
-    """Returns first row and number of rows of each run of consecutive rows of the full tensor that one rank has.
+    """Returns the runs of consecutive rows of the full tensor that one rank has, each as (first row, number of rows).
     `local`: rectangles of the rank's shard; `full`: rectangles of the full tensor."""
     runs: list[tuple[int, int]] = []
     for first, count in sorted(_rows(rect, full) for rect in local):

@@ -87,7 +87,7 @@ def check_same(step: int, recorded: Mapping[str, float], again: Mapping[str, flo
 def check_close(step: int, recorded: Mapping[str, float], again: Mapping[str, float]) -> None:
     """Raises SlimxError naming a metric of step `step` (counted from 1) that differs by more than the order of
     summation of fewer ranks can explain: the gradient norm or the loss differs by more than `CLOSE` times the gradient
-    norm (at least 1)."""
+    norm (at least 1). `recorded` and `again`: see `check_same`."""
     bound = CLOSE * max(1.0, abs(recorded.get("optim/grad_norm", 1.0)))
     for name in ("optim/grad_norm", "loss/policy"):
         if name not in recorded:

@@ -103,5 +103,6 @@ class MirrorStore:
         return len(mirrored.data), mirrored.digest
 
     def read(self, step: int, rank: int, start: int) -> np.ndarray:
-        """Returns the `CHUNK` bytes from `start` on, or fewer at the end of the state."""
+        """Returns `CHUNK` bytes of the state of `rank` after `step`, from byte `start` on; fewer at the end of the
+        state."""
         return self.states[step, rank].data[start : start + CHUNK]

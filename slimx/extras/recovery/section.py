@@ -1,4 +1,4 @@
-"""Configuration section recovery: replacement of lost trainers while the rest of the run continues."""
+"""Configuration section `recovery`: replacement of lost trainers while the rest of the run continues."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Recovery(Section):
 
 
 def recovery_of(config: CoreConfig) -> Recovery:
-    """Returns section recovery of a run's configuration."""
+    """Returns the `recovery` section of a run's configuration."""
     return config.recovery  # type: ignore[attr-defined]  # a field that the entry point in slimx.sections adds

@@ -48,8 +48,9 @@ class TrainerRecovery(RankLossHandler):
     """Handler of rank losses that replaces all ranks of `trainers`, up to `recovery.trainers` times."""
 
     def __init__(self, trainers: TrainerGroup, records: Records, log_dir: Path, replan: Replan | None = None):
-        """Takes `records`, which records replacements, `log_dir`, the directory of the logs, and `replan`, which
-        returns weight transfer plans for other parallel sizes; None if ranks never change their sizes."""
+        """Stores the parameters. `records`: records replacements; `log_dir`: directory of the mirrors' logs; `replan`:
+        function that returns weight transfer plans for other parallel sizes; None if the ranks never change their
+        sizes."""
         super().__init__(trainers)
         self.records = records
         self.config = trainers.config
@@ -171,7 +172,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def _attempt(self, reason: SlimxError) -> SlimxError | None:
         """Restarts all ranks because of `reason`. Returns None on success, or the new reason if the new ranks are lost,
-        too. Raises SlimxError if another attempt would fail in the same manner."""
+        too. Raises SlimxError if another attempt would fail in the same way."""
         self.replaced += 1
         note = self.records.table.note
         sentence = first_line(reason)
@@ -290,8 +291,9 @@ class TrainerRecovery(RankLossHandler):
         return again
 
     async def _load_state(self, new: TrainerGroup) -> tuple[int, str]:
-        """Loads the newest state on new ranks, and returns its step and its description. Mirrors that are newer than a
-        checkpoint that must be written again are not used, because the ranks would skip the step of that checkpoint."""
+        """Loads the newest state on new ranks, and returns its step and its description. If a checkpoint must be
+        written again, mirrors of a later step are not used, because the ranks would then skip the step of this
+        checkpoint."""
         base = self.ledger.base
         unwritten_step = self.checkpoints.unwritten_step
         mirrored = self.mirrors.step

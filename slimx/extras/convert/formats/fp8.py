@@ -71,8 +71,8 @@ def _quantize(
     """Quantizes `values` [rows, cols]. Returns codes, uint8 [rows, cols], and scales [block rows, block cols], both in
     the memory of `scratch`.
 
-    bf16 and fp32 are quantized directly. fp16, which the kernels do not support, is first converted to fp32, which is
-    exact."""
+    bf16 and fp32 are quantized directly. fp16, which the kernels do not support, is first converted to fp32 without
+    loss."""
     if values.dtype == torch.float16:
         values = values.float()
     item = element_bytes(name, values, torch.bfloat16, torch.float32)

@@ -113,7 +113,8 @@ def _named(spec: ModelSpec, path: Path) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _endings(modules: set[str], spec: ModelSpec) -> dict[str, str]:
-    """Returns the shortest suffix of each module's name that is not a suffix of any matrix without an adapter."""
+    """Returns, for each module, the shortest suffix of its name that is not also a suffix of the name of a matrix
+    without an adapter."""
     taken: set[str] = set()
     for key, shape in spec.table.checkpoint_shapes().items():
         name = key.removesuffix(".weight")

@@ -100,8 +100,8 @@ class Piece:
 
 
 def _section_boxes(location: TensorLocation, boxes: Sequence[ShardBox]) -> Iterator[ShardBox]:
-    """Yields the parts of `boxes` that are in the section of the tensor at `location`. `boxes`: shards of the whole
-    tensor of an entry."""
+    """Yields the parts of `boxes` that are in the section of the entry's tensor that `location` stores, with rows
+    relative to this section. `boxes`: shards of the entry's complete tensor."""
     rows, _ = matrix(location.part.shape)
     for box in boxes:
         top = max(box.row, location.first)

@@ -15,7 +15,7 @@ from math_verify.errors import TimeoutException
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 AGAIN_S = 1.0
-"""CPU seconds between the alarms that follow the first one."""
+"""Interval in CPU seconds at which the alarm repeats after the time limit."""
 
 
 def parse(text: str, *, seconds: float | None) -> list[Any]:

@@ -61,8 +61,8 @@ def usual_seconds(directory: Path, phase: str) -> float | None:
 
 
 def last_lines(file: Path, nbytes: int) -> list[bytes]:
-    """Returns the lines that end within the last `nbytes` bytes of a file. The first one may be incomplete. [] without
-    a file."""
+    """Returns the lines that end within the last `nbytes` bytes of a file. The first one may be incomplete. Returns []
+    if there is no file."""
     if not file.exists():
         return []
     with file.open("rb") as lines:

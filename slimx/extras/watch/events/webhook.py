@@ -22,7 +22,7 @@ PAUSES_S = (1.0, 2.0)
 RETRIED = (429, 500, 502, 503, 504)
 """HTTP statuses after which an event is posted again."""
 MAX_PAUSE_S = 30.0
-"""Limit in seconds of the pause that a response requests by Retry-After."""
+"""Maximum pause in seconds that a Retry-After header of a response can request."""
 CLOSE_S = 60.0
 """Timeout in seconds for posting the last events at the end of a run."""
 

@@ -248,7 +248,7 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
-    """Returns the value of all points of the lines if they are equal; else None."""
+    """Returns the value of the lines' points if all are equal, else None."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
     if values.size != 1:
         return None
