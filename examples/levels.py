@@ -17,7 +17,7 @@ from slimx.data.prompts.read import Outcome, PromptSource
 from slimx.data.records import Prompt
 
 WINDOW = 16
-"""Number of latest groups of the current level that decide about a change of level."""
+"""Number of the latest groups of the current level whose results decide whether the level changes."""
 UP, DOWN = 0.8, 0.2
 """Fractions of correct rollouts: at `UP` or above the next level starts, at `DOWN` or below the previous level."""
 

@@ -127,8 +127,8 @@ def _surrogate_weights(
 
 
 def kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
-    """Computes KL(rollout || policy) per token with `k3`. Its arguments are swapped, because the rollout's policy
-    sampled the tokens."""
+    """Computes KL(rollout || policy) per token with `k3`. The arguments of `k3` are swapped, because the rollout's
+    policy sampled the tokens."""
     difference = torch.where(trained, inputs.logprobs - inputs.rollout_logprobs, 0.0)
     return k3(torch.zeros_like(difference), difference)
 

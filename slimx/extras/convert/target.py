@@ -151,7 +151,7 @@ def _runs(local: list[Rect], full: list[Rect]) -> list[tuple[int, int]]:
 
 
 def _rows(local: Rect, full: list[Rect]) -> tuple[int, int]:
-    """Returns first row and number of those rows of the full tensor that contain the source rows of the rectangle
+    """Returns (first row, number of rows) for the rows of the full tensor that contain the source rows of the rectangle
     `local`."""
     for rect in full:
         before, off = divmod(local.row - rect.row, rect.step)

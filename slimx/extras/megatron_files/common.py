@@ -18,8 +18,8 @@ _OBJECT = "common_state/shard_0_1"
 
 
 def read_common(path: Path) -> Json:
-    """Reads arguments and iteration of the torch_dist checkpoint `path`. The only class that may be unpickled is that
-    of the arguments."""
+    """Reads the arguments and the iteration of the torch_dist checkpoint `path`. The only class that may be unpickled
+    is that of the arguments."""
     data = None if (path / "common.pt").is_file() else read_object(path, _OBJECT)
     if data is None:
         return torch_dist.read_common(path)

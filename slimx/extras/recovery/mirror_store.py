@@ -68,7 +68,7 @@ class MirrorStore:
         mirrored.written += len(data)
 
     def finish(self, step: int, rank: int, digest: str) -> None:
-        """Completes the state of `rank` after `step`. Raises MirrorLost if its bytes do not match the sender's
+        """Marks the state of `rank` after `step` as complete. Raises MirrorLost if its bytes do not match the sender's
         `digest`."""
         mirrored = self.states[step, rank]
         received = xxhash.xxh3_128_hexdigest(mirrored.data)
@@ -92,7 +92,8 @@ class MirrorStore:
         self.committed = step
 
     def describe(self, step: int, rank: int) -> tuple[int, str]:
-        """Returns size and digest of a committed state. Raises MirrorLost if this store does not have it."""
+        """Returns the size in bytes and the digest of a committed state. Raises MirrorLost if this store does not have
+        it."""
         mirrored = self.states.get((step, rank)) if step == self.committed else None
         if mirrored is None or mirrored.digest is None:
             raise MirrorLost(

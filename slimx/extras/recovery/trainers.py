@@ -312,7 +312,7 @@ class TrainerRecovery(RankLossHandler):
         return base.step, str(base.checkpoint or "the initial weights")
 
     async def _end(self, group: TrainerGroup) -> None:
-        """Kills all ranks of `group` in any state."""
+        """Kills all ranks of `group`, including ranks that hang or are stopped."""
         local = local_pids(group)
         pids: defaultdict[str | None, list[int]] = defaultdict(list)
         for rank, started in enumerate(group.started):

@@ -123,7 +123,8 @@ async def reward(
 
 
 def _instructions(prompt: Prompt) -> list[tuple[str, dict[str, Any]]]:
-    """Returns names and arguments of a prompt's instructions. Raises SlimxError if its metadata has no valid ones."""
+    """Returns the name and the arguments of each of a prompt's instructions. Raises SlimxError if its metadata has no
+    valid ones."""
     names = prompt.metadata.get("instruction_id_list")
     rows = prompt.metadata.get("kwargs")
     if not _is_list(names, str) or not _is_list(rows, Mapping) or not names or len(names) != len(rows):

@@ -57,7 +57,7 @@ def begin(prompt: Prompt, text: str | list[Json], *, index: int, group: str, run
 def to_trajectory(
     sample: Sample, ctx: Any, requests: Sequence[Request], *, suffix: str = "", version: int | None = None
 ) -> Trajectory:
-    """Converts a sample that a hook filled to a trajectory. Raises SlimxError that says what is invalid in the sample.
+    """Converts a sample that a hook filled to a trajectory. Raises SlimxError naming what is invalid in the sample.
 
     `ctx`: RolloutContext. `requests`: requests of the rollout. `suffix`: suffix of the trajectory's id. `version`:
     version of the weights in all engines while the hook ran; None if it may have changed."""

@@ -90,8 +90,8 @@ def deepscaler(response: str, label: Any) -> int:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Returns F1, precision and recall of the words that prediction and reference share. The answers yes, no and
-    noanswer must be equal to the reference."""
+    """Returns F1, precision and recall of the prediction's words, compared with those of the reference. The answers
+    yes, no and noanswer must be equal to the reference."""
     predicted = words(prediction or "")
     right = words(ground_truth)
     closed = " ".join(predicted) in CLOSED or " ".join(right) in CLOSED

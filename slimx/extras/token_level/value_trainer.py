@@ -122,7 +122,7 @@ class ValueTrainer(TrainedModel):
         return combine(metrics)
 
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
-        """Runs forward and backward passes and one optimizer step on this data-parallel rank's micro-batches, which
+        """Runs the forward and backward passes and one optimizer step on this data-parallel rank's micro-batches, which
         contain the inputs of the loss.
 
         `step`: number of earlier optimizer steps, which determines the learning rate. Ranks of the last pipeline stage

@@ -133,7 +133,7 @@ class TorchDistFile:
     nbytes: int = 0
 
     def write(self, stream: Stream) -> list[list[int]]:
-        """Writes the pieces, and returns position and length in bytes of each."""
+        """Writes the pieces, and returns [position, length] in bytes of each."""
         reading = Reading(self.source)
         spans = []
         for piece in self.pieces:

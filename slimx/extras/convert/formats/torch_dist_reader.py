@@ -287,9 +287,9 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
 
 
 def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns first row and column of a piece, and its number of rows and columns. The first `stacked` axes, along
-    which matrices are stacked, are skipped. A vector has one column, and axes between rows and columns have length
-    1."""
+    """Returns (first row, first column) of a piece, and (number of rows, number of columns). The first `stacked` axes,
+    along which matrices are stacked, are skipped. A vector has one column, and axes between rows and columns have
+    length 1."""
     row, *inner_offsets = piece.offsets[stacked:]
     rows, *inner_sizes = piece.sizes[stacked:]
     if not inner_sizes:
