@@ -132,7 +132,7 @@ def encode_chat(
     try:
         # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
         ids = tokenizer.apply_chat_template(list(messages), **_arguments(tools), return_dict=False)
-    except Exception as error:  # templates raise any exception, tokenizers raise bare Exception
+    except Exception as error:  # templates may raise any exception, tokenizers a bare Exception
         raise SlimxError(
             f"the tokenizer or its chat template refuses the messages ({_first_line(error)})", code="tokenizer.template"
         ) from error
@@ -180,7 +180,7 @@ def encode_turns(
     try:
         ids = encode_after(messages)
         lost = unseen(messages, str(tokenizer.decode(ids)), render_after)
-    except Exception as error:  # templates raise any exception
+    except Exception as error:  # templates may raise any exception
         raise SlimxError(
             f"the chat template refuses messages after an assistant's answer ({_first_line(error)})",
             code="tokenizer.template",
@@ -304,7 +304,7 @@ def _full_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | Slim
         lost = unseen(messages, text, render)
     except SlimxError as error:
         return error
-    except Exception as error:  # templates raise any exception
+    except Exception as error:  # templates may raise any exception
         return _refused(prompt, f"the tokenizer or its chat template refuses the messages ({_first_line(error)})")
     if lost is not None:
         return _refused(prompt, f"the chat template omits messages[{lost}] of role {messages[lost]['role']!r}")

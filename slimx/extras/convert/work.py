@@ -183,7 +183,7 @@ def _fill(
 def _check_space(partial: Path, required: int) -> None:
     system = os.statvfs(partial)
     free = system.f_bavail * system.f_frsize
-    required += required // 100 + _SPARE_BYTES  # the data around tensors grow with the tensors
+    required += required // 100 + _SPARE_BYTES  # file headers and metadata grow with the tensors
     if required > free:
         raise SlimxError(
             f"{partial}: {required / 1e9:.2f} GB are needed, but the disk has {free / 1e9:.2f} GB free; "

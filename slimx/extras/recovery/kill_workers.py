@@ -65,7 +65,7 @@ async def _kill_on(node: str, pids: Sequence[int]) -> list[int]:
         async with asyncio.timeout(2 * END_S):
             return await task.remote(list(pids))
     except (ray.exceptions.RayError, TimeoutError):
-        return []  # a node that runs no task has no worker that responds either
+        return []  # a node that cannot run this task has no live workers either
 
 
 def _is_worker(pid: int) -> bool:

@@ -47,7 +47,8 @@ def swanlab(run: TrackedRun, on: bool) -> Sink | None:
 def prometheus(run: TrackedRun, endpoint: Prometheus) -> Sink | None:
     if endpoint.port is None:
         return None
-    from slimx.extras.watch.prometheus import PrometheusSink  # imported only if needed: takes a tenth of a second
+    # Imported only if needed, because the import takes a tenth of a second.
+    from slimx.extras.watch.prometheus import PrometheusSink
 
     return PrometheusSink(run.name, run.directory, endpoint.host, endpoint.port)
 
@@ -139,7 +140,7 @@ class MlflowSink:
                 self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
                 id_file.write_text(self._id)
                 values = [Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in _flat(run.config)]
-                for start in range(0, len(values), 100):  # limit of one request
+                for start in range(0, len(values), 100):  # MLflow's limit per request
                     self._client.log_batch(self._id, params=values[start : start + 100])
             self._client.log_text(self._id, run.yaml, "config.yaml")
 
@@ -148,7 +149,7 @@ class MlflowSink:
         metrics = []
         for key, value in record.metrics.items():
             metrics.append(self._metric(self._names.name(key), value, milliseconds, record.step))
-        for start in range(0, len(metrics), 1000):  # limit of one request
+        for start in range(0, len(metrics), 1000):  # MLflow's limit per request
             self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def samples(self, step: int, samples: Sequence[RecordedSample]) -> None:

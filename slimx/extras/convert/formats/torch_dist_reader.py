@@ -226,7 +226,8 @@ def _entry(metadata: Metadata, key: str) -> TensorStorageMetadata:
 def _load(path: Path, piece: _Stored) -> torch.Tensor:
     try:
         with (path / piece.file).open("rb") as file:
-            view = cast("IO[bytes]", _create_file_view(file, piece.start, piece.length))  # has its methods
+            # The view has the methods of a file.
+            view = cast("IO[bytes]", _create_file_view(file, piece.start, piece.length))
             return torch.load(view, map_location="cpu", weights_only=True)
     # A damaged file may raise almost any exception.
     except Exception as error:

@@ -212,7 +212,7 @@ function tooltipOf(token) {
   if (token.version !== null && known(token.trainer_logprob))
     lines.push(`trainer's log-prob ${shown(token.trainer_logprob)}`, `gap ${shown(gapOf(token))}`);
   if (token.trained && known(token.advantage)) lines.push(`advantage ${shown(token.advantage)}`);
-  if (token.version !== null && token.other_experts) lines.push("routed to other experts than in the engine");
+  if (token.version !== null && token.other_experts) lines.push("routed to different experts than in the engine");
   if (token.version !== null && !token.trained) lines.push("not trained");
   return lines.join(", ");
 }
@@ -229,7 +229,7 @@ function byVersion(tokens) {
   };
 }
 
-// The opacity increases by a seventh per decade, from a gap of 1e-7, the last bits of a log-prob, to a gap of 1.
+// The opacity increases by a seventh per decade, from a gap of 1e-7 (the precision of a log-prob) to a gap of 1.
 function byGap() {
   const colour = (token) => gapOf(token) === null ? null
     : gapOf(token) === 0 ? [GOOD, 0.25] : [BAD, Math.max(0.12, Math.min(1, 1 + Math.log10(gapOf(token)) / 7))];
