@@ -70,7 +70,7 @@ def expression(text: str) -> str | None:
     text = re.sub(rf",?\s?(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s?", ", ", text)
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
-    # Parts with letters that are not words are replaced with a backslash: \text{}, commands, long subscripts, functions.
+    # A backslash replaces parts with letters that are not words: \text{}, commands, long subscripts, functions.
     bare = re.sub(
         r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|_\{\w+\}|\\[A-Za-z]+(?:\{[a-z]+\})?", " \\\\ ", text
     )
