@@ -46,7 +46,8 @@ class Scratch:
         self._memory = bytearray()
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor that overwrites the one that the previous call returned."""
+        """Returns an uninitialized tensor that overwrites the one that the previous call returned. Its storage is as
+        large as the tensor, because `torch.save` writes complete storages."""
         count = prod(shape)
         if count * dtype.itemsize > len(self._memory):
             self._memory = bytearray(count * dtype.itemsize)
