@@ -98,8 +98,8 @@ class TokenColumns(LossColumns[np.ndarray]):
     )
     """float32 [n, k]: the teacher's log-probs of `teacher_top_ids`; 0 at tokens that the teacher did not score."""
     routed_experts: np.ndarray | None = None
-    """uint8 or uint16 [n, layers, k]: the experts to which the engine routed the input token, for every decoder
-    layer."""
+    """uint8 or uint16 [n, layers, k]: the experts to which the engine routed the input token, for every decoder layer;
+    in a micro-batch for its `route_layers`."""
     support: Support | None = None
     """The tokens from which each label was sampled, for n positions; None: the whole vocabulary at all positions."""
 
