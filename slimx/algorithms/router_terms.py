@@ -82,8 +82,8 @@ def balance_loss(
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
     """Returns the experts' selection biases [..., E] after an update in which tokens chose each expert `load` [..., E]
-    times. The bias of overloaded experts decreases by `rate`, that of underloaded ones increases by it (DeepSeek-V3,
-    section 2.1.2; 2408.15664, algorithm 1)."""
+    times. The bias of overloaded experts decreases by `rate`, and that of underloaded experts increases by `rate`
+    (DeepSeek-V3, section 2.1.2; 2408.15664, algorithm 1)."""
     return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)
 
 

@@ -160,11 +160,10 @@ def encode_turns(
 ) -> list[int]:
     """Returns the token ids that end the assistant's turn, contain `messages` and open the assistant's next turn.
 
-    The ids are obtained from any chat template by rendering a short conversation in which the assistant's answer is a
-    marker, and tokenizing the text after the marker. The end-of-turn token is omitted if `after`, the tokens so far,
-    ends with it, because the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the
-    assistant's turn, whose names and ids a template may need to render the tools' results. Raises SlimxError if the
-    template refuses the messages."""
+    For any chat template, a short conversation is rendered in which the assistant's answer is a marker, and the text
+    after the marker is tokenized. The end-of-turn token is omitted if `after`, the tokens so far, ends with it, because
+    the model sampled it. `tools`: tools of the conversation. `calls`: tool calls of the assistant's turn, whose names
+    and ids a template may need to render the tools' results. Raises SlimxError if the template refuses the messages."""
 
     def encode_after(later: Sequence[Json]) -> list[int]:
         if calls:

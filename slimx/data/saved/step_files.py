@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DIRECTORY = "rollouts"
-"""Folder of these files in a run directory."""
+"""Folder of the files of rollouts in a run directory."""
 TOKENIZER = "tokenizer"
 """Folder in a run directory of a copy of the tokenizer that decodes the files' tokens."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
@@ -43,7 +43,7 @@ _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
     """Properties of the run that generated rollouts. A run that trains on the rollouts again must have the same
-    ones."""
+    properties."""
 
     model: Json
     """Content of the model's config.json, without keys that may differ between copies."""

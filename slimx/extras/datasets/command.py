@@ -90,7 +90,7 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
 
 
 def _fitting(row: Mapping[str, object], where: str, name: str) -> str:
-    """Returns a hint for the error message if `row` looks like a row of another data set than `name`, else ""."""
+    """Returns a hint for the error message if `row` looks like a row of a data set other than `name`, else ""."""
     for other, known in entry_points.load_all(DATASETS).items():
         try:
             known.convert(row, where, 0)

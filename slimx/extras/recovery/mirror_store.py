@@ -1,4 +1,4 @@
-"""Process that stores the mirrored states of ranks in its memory, on another node than the ranks if there is one.
+"""Process that stores the mirrored states of ranks in its memory, on a different node from the ranks if there is one.
 
     begin, write ..., finish    a rank sends the bytes of one step; they are complete if their digest is the rank's
     commit                      the driver has found the states of all ranks complete, and older ones are dropped

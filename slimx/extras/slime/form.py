@@ -1,6 +1,6 @@
 """Functions through which the core loads hooks whose path has the prefix `slime:`.
 
-Every run checks whether its hooks were written for slime. `hooks.py` is imported only if one of them was.
+Every run checks whether its hooks were written for slime, and imports `hooks.py` only if at least one was.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class KeepHook:
         return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
-        """Returns True to keep the group, else the reason why it is dropped, or False without a reason."""
+        """Returns True to keep the group. To drop it, returns the reason, or False if the filter gives none."""
         samples = [to_sample(item, group.prompt, lambda: self._tokenizer, self.run) for item in group.trajectories]
         # Here a trajectory's reward is a number, so reward_key does not apply.
         verdict = self.function(Arguments({**self.run.values, **self.options, "reward_key": None}), samples)

@@ -23,7 +23,7 @@ splits."""
 
 def matching(pattern: Path) -> list[Path]:
     """Returns the files that match a pattern with *, ? or [...], sorted by name; [] if `pattern` is an existing path or
-    contains none of them."""
+    contains none of these characters."""
     if pattern.exists() or not glob.has_magic(str(pattern)):
         return []
     matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]

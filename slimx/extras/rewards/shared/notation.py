@@ -1,4 +1,4 @@
-"""Rewrites notation that math-verify misreads as LaTeX that it understands.
+"""Converts notation that math-verify would misread into LaTeX that it understands.
 
     answer or response --> latex: the same text in LaTeX notation --> expression: is it mathematics, or words?
 
@@ -50,7 +50,8 @@ _REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50}
 
 
 def latex(text: str) -> str:
-    """Rewrites notation in `text` that math-verify misreads, and leaves everything else unchanged."""
+    """Converts the notation in `text` that math-verify would misread into LaTeX, and leaves everything else
+    unchanged."""
     text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)

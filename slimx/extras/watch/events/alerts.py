@@ -81,7 +81,7 @@ class Alerts(Events):
 
     def recorded(self, metrics: Mapping[str, float]) -> None:
         """Reports, from a step's metrics, that an optimizer skipped the step because a gradient was not finite, and
-        that a policy had no training signal for many steps. The latter is also passed to `note`."""
+        that a policy had no training signal for many steps. A missing signal is also passed to `note`."""
         skipped = "the optimizer skipped this step, because a gradient was infinite or NaN"
         for name, count in metrics.items():
             if name.endswith(("optim/skipped", "critic/skipped")) and count:
