@@ -44,7 +44,7 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Computes `k3` with the difference clamped to +-20 and the result to +-10. Tokens with very different log-probs
+    """Computes `k3` with its difference d clamped to +-20 and its result to +-10. Tokens with very different log-probs
     stay finite, and have no gradient where a clamp applies (verl's `low_var_kl`)."""
     difference = (other - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return (torch.expm1(difference) - difference).clamp(-10, 10)

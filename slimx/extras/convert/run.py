@@ -240,7 +240,7 @@ def hf_to_int4(
 
 def _target_dtype(source: TensorSource, name: str, declared: str | None, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of a converted tensor: the requested `dtype`, or that of `source` if none is requested or if
-    the weight table declares a dtype for the tensor."""
+    the weight table declares a dtype for the tensor (`declared`)."""
     return dtype if dtype is not None and declared is None else source.dtype(name)
 
 

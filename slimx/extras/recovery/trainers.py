@@ -95,7 +95,7 @@ class TrainerRecovery(RankLossHandler):
 
     async def after_step(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Mirrors the state of all ranks if `recovery.mirror_every` requires it after `step`. A failure to mirror does
-        not end the run."""
+        not end the run. `phase`: returns a context manager that records a phase with the given name."""
         every = self.options.mirror_every
         if every and step % every == 0:
             with phase("mirror"):
@@ -323,7 +323,8 @@ class TrainerRecovery(RankLossHandler):
 
 
 async def run_watched[T](group: TrainerGroup, deadline_s: float, work: Awaitable[T]) -> T:
-    """Awaits `work` and returns its result. Raises the error of a rank of `group` if one is lost before that."""
+    """Awaits `work` and returns its result. Raises the error of a rank of `group` if one is lost before that.
+    `deadline_s`: see `watch_ranks`."""
     watch = asyncio.ensure_future(watch_ranks(group, deadline_s))
     task, _ = await race(work, watch)
     if task is not None:

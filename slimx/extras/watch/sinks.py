@@ -251,9 +251,9 @@ def _verbatim(text: str) -> str:
 
 @contextmanager
 def _starting(key: str, remedy: str, off: str = "false") -> Iterator[None]:
-    """Converts an exception of the package of `track.KEY` in the `with` block to a SlimxError. A rule has already
-    checked that the package is installed. `remedy`: what the user can do; `off`: value of `track.KEY` that disables the
-    tracker."""
+    """Converts an exception that the package of `track.KEY` raises in the `with` block to a SlimxError. A rule has
+    already checked that the package is installed. `remedy`: what the user can do; `off`: value of `track.KEY` that
+    disables the tracker."""
     try:
         yield
     except Exception as error:
