@@ -109,8 +109,8 @@ class Fit:
 
 def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
     """Compares the names and shapes of the checkpoint's tensors with a model's weight table, and returns the names to
-    read. Raises SlimxError naming the first tensor that differs, is missing, or is not in the table, because it would
-    be lost silently.
+    read. Raises SlimxError naming the first tensor that differs, is missing, or is not in the table and would be lost
+    silently.
 
     `prediction`: number of multi-token prediction layers that the checkpoint may have even if the table has fewer."""
     from slimx.models.files.safe_pickle import read_metadata  # slow import that most callers do not need
