@@ -85,7 +85,7 @@ class TrainerWorker:
         durations = [late - early for early, late in pairwise(clock)]
         return {
             "pid": os.getpid(),
-            "seconds": dict(zip(("imports", "meeting", "model"), durations, strict=True)),
+            "seconds": dict(zip(("imports", "rendezvous", "model"), durations, strict=True)),
             "machine": machine(),
             "adapters": adapters,
             "numerics": mode.contract(config.numerics.dtype, self.device),
