@@ -1,4 +1,5 @@
-"""Identity of a publication (version, policy, encoding and membership) and the record of its outcome at each engine."""
+"""Identity of a publication (policy, version, encoding, membership epoch) and the record of its outcome at each
+engine."""
 
 from __future__ import annotations
 
@@ -10,38 +11,43 @@ from slimx.json_types import Json
 
 Encoding = Literal["hf", "local", "adapters"]
 ADAPTER_PREFIX = "base_model.model."
-"""Prefix of the names that PEFT gives to an adapter's tensors."""
+"""Prefix that PEFT adds to the names of an adapter's tensors."""
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True if `name` is that of an adapter's tensor."""
+    """Returns True if `name` has PEFT's prefix, so that the tensor belongs to a LoRA adapter instead of the base
+    model."""
     return name.startswith(ADAPTER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Identity of a publication. Sent when it begins; engines reject messages of any other publication."""
+    """Identity of a publication, sent to every engine when the publication begins.
+
+    From then on the engine rejects messages of any other publication."""
 
     policy: str
     """Name of the policy whose weights are published."""
     version: int
-    """Version of the weights, from 0, that tokens carry after the commit."""
+    """Version of the weights, from 0. After the commit, engines label every sampled token with it."""
     encoding: Encoding = "hf"
-    """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes, with
-    names and shapes of its parameters. "adapters": A and B of low-rank adapters with PEFT's names, in addition to
-    weights from an earlier "hf" publication."""
+    """Names and layout of the published tensors.
+
+    "hf": Hugging Face names and shapes; every engine rank receives the same bytes. "local": each engine rank receives
+    its own bytes, with the names and shapes of its parameters. "adapters": only the matrices A and B of LoRA adapters,
+    with PEFT's names; the base weights are those of an earlier "hf" publication."""
     rule: str = "none"
-    """Quantization rule (docs/numerics.md); "none" without quantization."""
+    """Rule that computes the scales of quantized weights (docs/numerics.md); "none" without quantization."""
     trainer_step: int
     """Number of optimizer steps that produced these weights."""
     membership_epoch: int
-    """Membership epoch in which this publication began; it tells apart two publications of one version."""
+    """Membership epoch in which this publication began; it distinguishes two attempts to publish the same version."""
 
     def __post_init__(self) -> None:
         if self.encoding not in get_args(Encoding):
             known = ", ".join(get_args(Encoding))
             raise SlimxError(
-                f"manifest: encoding is {self.encoding!r}, but must be one of {known}",
+                f"manifest: the encoding {self.encoding!r} is unknown: use one of {known}",
                 code="manifest.value",
                 about="encoding",
             )
@@ -51,14 +57,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, values: Json) -> Manifest:
-        """Returns the manifest that `to_json` wrote. Raises SlimxError for a missing or unknown key."""
+        """Returns the manifest that `to_json` encoded as `values`. Raises SlimxError for a missing or unknown key."""
         unmatched = sorted(values.keys() ^ {field.name for field in fields(cls)})
         if unmatched:
             key = unmatched[0]
             problem = "is unknown" if key in values else "is missing"
             raise SlimxError(
-                f"manifest: {key} {problem}; the other side runs a different version of slimx: install the same one on "
-                "both",
+                f"manifest: the key {key} {problem}, because trainers and engines run different versions of slimx: "
+                "install the same version on both",
                 code="manifest.key",
                 about=key,
             )
@@ -73,31 +79,33 @@ class EngineOutcome:
     """Outcome of one publication at one engine."""
 
     step: str = "begin"
-    """The last step that the engine performed."""
+    """Last step that was started at the engine, such as "begin", "stage" or "commit"."""
     tensors: int = 0
-    """Number of tensors that the engine verified; 0 unless it verified all."""
+    """Number of tensors that the engine verified; 0 unless it verified all of them."""
     error: SlimxError | None = None
-    """Reason of the quarantine."""
+    """Error for which the engine was quarantined; None if it received the version."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """Record of one publication."""
+    """Record of one publication: its manifest, the outcome at each engine, amounts of data and durations."""
 
     manifest: Manifest
     engines: dict[str, EngineOutcome] = field(default_factory=dict)
     tensors: int = 0
-    """Number of tensors sent to each engine and verified by each that is not lost."""
+    """Number of tensors sent to each engine; every engine that was not lost has verified them all."""
     nbytes: int = 0
-    """Bytes sent to each engine."""
+    """Bytes of these tensors, which each engine receives."""
     buckets: int = 0
     wire: int | None = None
-    """Bytes sent over the network to all engines together; None if not counted."""
+    """Bytes sent over the network to all engines together; None if the transport does not count them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: check, begin, gather, stage, pause, load, verify, commit (with resume and admission), total. A
-    stage lasts as long as in its slowest engine; gather and stage overlap, so the sum can exceed the total."""
+    """Duration of each stage in seconds: check, begin, gather, stage, pause, load, verify, commit (including resume and
+    admission), and total.
+
+    A stage ends when the slowest engine has finished it. Gather and stage overlap, so the sum can exceed the total."""
 
     @property
     def lost(self) -> list[str]:
-        """Names of the quarantined engines."""
+        """Names of the engines that were quarantined during the publication."""
         return [name for name, outcome in self.engines.items() if outcome.error is not None]

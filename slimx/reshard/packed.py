@@ -1,4 +1,4 @@
-"""A bucket of weights in memory, as the publisher describes it to receivers."""
+"""Description of a packed bucket, which the publisher sends to engines so that they can open its memory."""
 
 from __future__ import annotations
 
@@ -10,75 +10,88 @@ from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding
 
 ON_DEVICE = "cuda-ipc:"
-"""Prefix of the path of GPU memory (`slimx.reshard.transports.device`)."""
+"""Prefix of the path of a bucket in GPU memory (`slimx.reshard.transports.device`)."""
 
 PUBLISHER = 0
-"""The trainer rank whose memory holds buckets if not every rank can open every other's memory."""
+"""Index of the trainer rank that publishes. Its memory contains all buckets, unless every rank can open the memory of
+every other."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """One tensor of a packed bucket."""
+    """Location and checksum of one tensor of a packed bucket."""
 
     name: str
-    """Hugging Face name, or the engine's parameter name in rank-local buckets."""
+    """Hugging Face name; in rank-local buckets, name of the engine's parameter."""
     dtype: str
-    """"float32", "bfloat16", "float8_e4m3fn", "uint8"."""
+    """One of "float32", "bfloat16", "float8_e4m3fn" and "uint8"."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the bucket."""
+    """Offset of its first byte from the start of the bucket."""
     nbytes: int
     checksum: int
-    """64 bits (`slimx.reshard.kernels.cpu.checksum_tensor`)."""
+    """64-bit checksum of its bytes (`slimx.reshard.kernels.cpu.checksum_tensor`)."""
 
     def to_json(self) -> Json:
-        """Returns a JSON object with the checksum as 16 hex digits, because JSON numbers lose bits beyond 2^53."""
+        """Returns the fields as JSON. The checksum becomes a string of 16 hex digits, because JSON numbers lose bits
+        beyond 2^53."""
         return asdict(self) | {"shape": list(self.shape), "checksum": f"{self.checksum:016x}"}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A bucket in memory: one region per target, either consecutive or in separate memories."""
+    """A packed bucket: the paths of its memory, and its tensors.
+
+    Each target has a region of it; the regions are consecutive in one memory, or each is in a memory of its own."""
 
     path: str
-    """/proc/PID/fd/N, readable by processes of the same user on the same machine; or memory of a GPU (`on_device`)."""
+    """Path of the bucket's memory, or of the first one.
+
+    Either /proc/PID/fd/N, which processes of the same user can open on the same machine, the path of a file, or GPU
+    memory (`on_device`)."""
     size: int
-    """Bytes of each memory."""
+    """Bytes of each of its memories."""
     targets: tuple[tuple[PackedTensor, ...], ...]
-    """Tensors of each target: one target for Hugging Face names (every rank of every engine loads them all), one per
+    """Tensors by target.
+
+    There is one target for Hugging Face names, because all ranks of all engines load the same tensors, and one per
     engine rank for rank-local buckets."""
     others: tuple[str, ...] = ()
-    """Paths of further memories, in the order of the engine ranks that open them: one per further rank, or copies on
-    the other machines of a multi-node engine. Empty: every rank opens `path`."""
+    """Paths of the memories after the first, in the order of the engine ranks that open them.
+
+    They contain the regions of further ranks, or copies of the bucket on the other machines of a multi-node engine.
+    Empty if every rank opens `path`."""
     chain: tuple[Any, ...] = ()
-    """Files, of a class of the transport, from which its receiver at an engine builds the bucket; empty: `path` has
-    it."""
+    """Files from which the transport's receiver at an engine assembles the bucket, in a class of the transport; empty
+    if `path` contains the bucket."""
 
     @property
     def on_device(self) -> bool:
-        """True if it is in GPU memory. Engines copy such a bucket when they stage it, and map others."""
+        """True if the bucket is in GPU memory. Engines copy such a bucket when they stage it; they map host memory."""
         return self.path.startswith(ON_DEVICE)
 
     @property
     def tensors(self) -> tuple[PackedTensor, ...]:
-        """All tensors of all targets."""
+        """Tensors of all targets, in order."""
         return tuple(chain.from_iterable(self.targets))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors, padding excluded."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self, encoding: Encoding, ranks: int) -> Json:
-        """Returns the bucket as JSON by rank of an engine of `ranks`, or for "all": the path on the rank's machine and
-        the tensors that the rank loads."""
+        """Returns JSON that describes for each rank of an engine, by its index, the path that the rank opens and the
+        tensors that it loads; a single key "all" if these are the same for all ranks.
+
+        `ranks`: number of ranks of the engine."""
         paths = (self.path, *self.others)
         if encoding != "local" and len(paths) == 1:
             return {"all": self._part(self.path, self.targets[0])}
         targets = self.targets if encoding == "local" else self.targets * ranks
         parts = {}
         for rank, tensors in enumerate(targets):
-            # Ranks that open the same memory are consecutive.
+            # Consecutive ranks open the same memory if there are fewer memories than ranks.
             path = paths[rank * len(paths) // len(targets)]
             parts[str(rank)] = self._part(path, tensors)
         return parts

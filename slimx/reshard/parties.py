@@ -1,10 +1,10 @@
-"""The parties of a publication as the publisher sees them.
+"""Interfaces between the publisher and the other participants of a publication.
 
-    Source --gather--> Delivery --bring--> Recipient (one for each engine, of those that Members names)
+    Source --gather--> Delivery --bring--> Recipient (one per engine; `Members` lists them)
 
-The publisher calls all four. Only a delivery calls another party: it moves a bucket and makes the recipient stage it. A
-recipient forwards the verbs of `Receiver` by name to the process that performs them.
-"""
+The publisher calls all four. Among themselves only a delivery calls another participant: it moves a bucket to an engine
+and calls its recipient to stage it. A *verb* is a method of `Receiver`, such as `stage`; a recipient forwards it by
+name to the process that performs it."""
 
 from __future__ import annotations
 
@@ -17,117 +17,128 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 
 Staging = Literal["model", "bucket"]
-"""When engines copy: once after all buckets are staged, or each bucket as it arrives."""
+"""When engines copy staged weights into the model: "model", once after all buckets are staged; "bucket", each bucket as
+it arrives."""
 
 
 class ReceiverLost(SlimxError):
-    """Raised if an engine died or did not respond in time, rather than refusing."""
+    """Raised if an engine died or did not respond in time; an engine that refuses a verb raises another SlimxError."""
 
 
 class NoReceiverLeft(SlimxError):
-    """Raised if a publication lost all its engines. Restarted engines can receive the same version again."""
+    """Raised if a publication lost all its engines. The same version can be published to them after they have
+    restarted."""
 
 
 class TransportLost(SlimxError):
-    """Raised if the transport failed and no engine is at fault: the same version can be published again."""
+    """Raised if the transport failed and no engine caused it. The same version can be published again."""
 
 
 class Source(Protocol):
-    """Trainers, or another owner of their weights."""
+    """Owner of the weights to publish, usually the trainer ranks."""
 
     async def begin(self, manifest: Manifest) -> None:
-        """Begins a publication."""
+        """Starts the publication that `manifest` identifies."""
         ...
 
     async def forms(self) -> list[dict[str, str]]:
-        """Returns every tensor that will be sent, name -> "dtype:d0,d1": one dict for all engine ranks ("hf"), or one
-        per engine rank ("local")."""
+        """Returns every tensor that will be sent, name -> "dtype:d0,d1".
+
+        The list has one dict that applies to all engine ranks (encodings "hf" and "adapters"), or one per engine rank
+        ("local")."""
         ...
 
     async def bucket_count(self) -> int: ...
 
     async def gather(self, bucket: int) -> PackedBucket:
-        """Gathers one bucket in the publishing rank's memory, where it stays until it is released."""
+        """Packs one bucket in the memory of the publishing ranks, where it stays until it is released, and returns its
+        description."""
         ...
 
     async def release(self, bucket: int | None = None) -> None:
-        """Releases one bucket's memory. None: the publication has ended; memory may be kept for the next one."""
+        """Releases the memory of one bucket. None means that the publication has ended; memory may then be kept for the
+        next one."""
         ...
 
 
 class Receiver(Protocol):
-    """Verbs of a publication, which an engine performs in the process that owns its server.
+    """Methods of a publication that an engine performs, in the process that owns its server.
 
-    Each may raise SlimxError to refuse; the engine then leaves the publication."""
+    Each may raise SlimxError to refuse; the engine is then dropped from the publication."""
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        """Returns every tensor that the engine loads in this encoding, in the form of `Source.forms`."""
+        """Returns every tensor that the engine loads in this encoding, in the format of `Source.forms`."""
         ...
 
     async def transport(self, method: str, *arguments: object) -> object:
-        """Calls a method of the transport's receiver at the engine, before the publication begins there."""
+        """Calls `method` of the transport's receiver at the engine. Allowed before the publication has begun at the
+        engine."""
         ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Prepares one publication; verbs of older ones are refused from now on."""
+        """Prepares the engine for one publication. From now on it refuses verbs of earlier publications."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        """Opens a bucket in place and verifies its bytes, without changing the model."""
+        """Opens a bucket in the memory where it was packed or delivered, and verifies its checksums; the model does not
+        change."""
         ...
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Receives a bucket from the trainer ranks or its files, and stages it."""
+        """Assembles a bucket from bytes that the trainer ranks sent or from the transport's files, and stages it."""
         ...
 
     async def abort(self) -> None:
-        """Drops staged buckets."""
+        """Drops staged buckets, because the publication has failed."""
         ...
 
     async def pause(self) -> None:
-        """Pauses generation, unless it is already paused."""
+        """Pauses generation unless it is paused already."""
         ...
 
     async def load(self) -> None:
-        """Copies staged buckets into the model, which is DIRTY from now on."""
+        """Copies the staged buckets into the model. From now on the engine is DIRTY: it must not serve until it is
+        verified."""
         ...
 
     async def verify(self) -> Json:
-        """Verifies the engine's weights: {checked: number of tensors that are as published, ...}."""
+        """Verifies the model's weights against the published checksums; returns {"checked": number of tensors verified,
+        ...}."""
         ...
 
     async def commit(self, version: int) -> None:
-        """Ends the publication and sets the version of the weights."""
+        """Ends the publication at the engine and sets the version of its weights."""
         ...
 
     async def resume(self) -> None:
-        """Restores released memory and resumes generation."""
+        """Resumes generation, after allocating again the memory that the engine had released."""
         ...
 
 
 PROTOCOL = 9
-"""Version of the verbs' JSON form in which an engine forwards them to its server's ranks
-(`slimx/adapters/sglang/plugin.py`)."""
+"""Version of the JSON messages by which an engine forwards verbs to its server's ranks
+(`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
-"""Verbs that precede the begin of the publication at an engine."""
+"""Verbs that are allowed before the publication has begun at the engine."""
 
 
 class Recipient(Protocol):
-    """One engine from the publisher's view, across all its restarts."""
+    """An engine as the publisher sees it; the object stays the same when the engine is restarted."""
 
     name: str
     incarnation: int
-    """Increases with every restart; requests to an earlier incarnation have to be repeated."""
+    """Number that increases with every restart. Results of verbs performed before a restart no longer apply."""
 
     async def perform(self, verb: str, epoch: int, *arguments: object) -> Any:
-        """Makes the engine perform a verb of `Receiver` in the publication of membership `epoch`.
+        """Makes the engine perform `verb` with `arguments`, in the publication that began in membership `epoch`, and
+        returns the result.
 
-        Raises ReceiverLost if the engine is gone or does not respond in time."""
+        Raises ReceiverLost if the engine died or does not respond in time."""
         ...
 
 
 class LocalRecipient:
-    """A recipient whose verbs are its methods, without a separate process."""
+    """A recipient that performs the verbs itself, as methods of the same name, without a separate process."""
 
     incarnation = 1
 
@@ -136,53 +147,57 @@ class LocalRecipient:
 
 
 class Delivery:
-    """Delivery of gathered buckets to the engines. This one moves nothing: engines open buckets in place."""
+    """Delivery of gathered buckets to the engines; base class of those that transports implement.
+
+    This one moves nothing, because engines open the buckets in the memory of the trainer ranks."""
 
     keeps = False
-    """True if a published version can be published again without its source (`kept`)."""
+    """True if this delivery keeps published weights, so that they can be published again without the trainers
+    (`kept`)."""
     wire: int | None = None
-    """Bytes sent to all engines in the current or last publication; None if not counted."""
+    """Bytes sent to all engines in the current or most recent publication; None if they are not counted."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
-        """Begins a publication of `buckets` buckets."""
+        """Prepares to deliver `buckets` buckets of the publication that `manifest` identifies."""
 
     async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
-        """Accepts a gathered bucket. Returns it as it will be delivered: `packed` itself, or a copy that outlives the
-        source's."""
+        """Accepts a bucket that the source has gathered, and returns it as engines will receive it: `packed` itself, or
+        a copy, in which case the source may release its memory."""
         return packed
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
-        """Ensures that buckets of the publication of membership `epoch` can reach `recipient`."""
+        """Ensures that `recipient` can receive buckets in the publication that began in membership `epoch`."""
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        """Delivers a bucket to `recipient`, which stages it; a bucket of several files is assembled first."""
+        """Delivers a bucket to `recipient` and waits until it is staged. A bucket that consists of several files
+        (`packed.chain`) is assembled at the engine first."""
         await recipient.perform("receive" if packed.chain else "stage", epoch, packed, bucket)
 
     async def end(self) -> None:
-        """Ends a publication, successful or not."""
+        """Ends the current publication, after success or failure."""
 
     def renew(self) -> None:
-        """Resets connections after the source's processes were replaced."""
+        """Discards connections to the source's processes, because these were replaced."""
 
     def kept(self, version: int) -> Source | None:
-        """Returns a source of `version` if this delivery has kept it."""
+        """Returns a source of the weights of `version` if this delivery has kept them, else None."""
         return None
 
 
 class Members(Protocol):
-    """Engines of the run. The epoch increases with every change."""
+    """The engines of a run. Their membership epoch is a number that increases with every change."""
 
     @property
     def epoch(self) -> int: ...
 
     def candidates(self) -> Sequence[Recipient]:
-        """Returns the running engines: serving ones, and restarted ones without published weights."""
+        """Returns the running engines: those that serve, and restarted ones that wait for published weights."""
         ...
 
     async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
-        """Stops routing requests to the engine; it is recovered in the background."""
+        """Removes the engine from the router because of `error`, and starts its recovery in the background."""
         ...
 
     async def admit(self, recipient: Recipient) -> None:
-        """Starts routing requests to an engine that holds a verified version."""
+        """Adds the engine, which has a verified version, to the router."""
         ...

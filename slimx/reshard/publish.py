@@ -1,18 +1,17 @@
-"""Publication of the trainers' weights as a new, verified version in every engine; an engine that fails is dropped.
+"""Publishes the trainers' weights as a new, verified version in every engine; an engine that fails is dropped.
 
     source     gather 0   gather 1   gather 2  ...
     delivery              bring 0    bring 1   ...
     engines    begin      stage 0    stage 1   ...   then each separately: pause, load, verify, commit, resume, admit
 
-If source and engines share devices, the source leaves them between the last commit and the first resume.
+If source and engines share devices, the source frees them between the last commit and the first resume.
 
 Engines serve while buckets are staged, and an abort before the first copy does not change an engine. From the first
 copy on an engine is DIRTY and does not serve until all its weights are verified. With `staging = "bucket"` each bucket
 is copied as it arrives: this takes two buckets of memory instead of a whole model, but pauses engines from the start.
 
-Failures are per engine: one that refuses, dies or misses a deadline is quarantined and the others continue. A failure
-of the trainers ends the publication. Engines and trainers are protocols (`slimx.reshard.parties`).
-"""
+An engine that refuses, dies or misses a deadline is quarantined, and the publication continues with the others. A
+failure of the trainers ends the publication. `slimx.reshard.parties` defines the interfaces of engines and trainers."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ from slimx.reshard.parties import (
 from slimx.runtime.tasks import cancelled
 
 ABORT_S = 10.0
-"""Seconds that engines and trainers get to drop data of a failed publication."""
+"""Maximum time in seconds that engines and trainers have to drop the data of a failed publication."""
 
 
 class Publisher:
-    """Publishes versions of one policy, one at a time."""
+    """Publishes versions of one policy's weights, one at a time."""
 
     def __init__(
         self,
@@ -60,11 +59,12 @@ class Publisher:
         rule: str = "none",
         vacate: Callable[[], Awaitable[None]] | None = None,
     ):
-        """Configures publications of one policy.
+        """Configures the publications of one policy.
 
-        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: seconds for a whole
-        publication; `step_deadline_s`: for one call to one engine. `vacate`: frees devices that source and engines
-        share; awaited after all engines have committed, before the first of them reallocates its memory."""
+        `delivery`: None makes engines open buckets in the source's memory. `deadline_s`: limit in seconds for a whole
+        publication. `step_deadline_s`: limit for one step at one engine. `staging`: when engines copy (`Staging`).
+        `rule`: quantization rule for the manifest. `vacate`: frees devices that source and engines share; awaited after
+        all engines have committed and before the first of them reallocates its memory. None if no device is shared."""
         self.source = source
         self.members = members
         self.delivery = delivery or Delivery()
@@ -76,19 +76,18 @@ class Publisher:
         self.rule = rule
         self.vacate = vacate
         self.checked: dict[str, int] = {}
-        """Engine -> the incarnation whose list of tensors was compared with the source's."""
+        """Engine -> its incarnation when its tensors were compared with the source's; a new one is compared again."""
         self._current: int | None = None
-        """Version of the running publication."""
+        """Version that is being published; None between publications."""
 
     async def publish(self, version: int, *, trainer_step: int) -> Publication:
-        """Publishes the trainers' current weights to every engine as `version`.
+        """Publishes the source's current weights to every engine as `version`; returns the publication's record.
 
-        Raises NoReceiverLeft if no engine received them, TransportLost if the transport died, SlimxError if the
-        trainers failed or an engine has a different model. Refuses a second call while a publication is running."""
+        Raises NoReceiverLeft if no engine received them, TransportLost if the transport failed, and SlimxError if the
+        trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published while the publication of version {self._current} is running; "
-                "wait for it",
+                f"version {version} cannot be published until the publication of {self._current} ends: wait for it",
                 code="publish.under_way",
                 about=f"version {version}",
             )
@@ -108,11 +107,11 @@ class Publisher:
 
 
 class _EngineDropped(Exception):
-    """Raised if the engine has left this publication; its quarantine has begun."""
+    """Raised to stop the work for one engine after it was dropped from this publication."""
 
 
 class _Attempt:
-    """One running publication."""
+    """State of one publication while it runs."""
 
     def __init__(self, publisher: Publisher, manifest: Manifest):
         self.publisher = publisher
@@ -126,7 +125,7 @@ class _Attempt:
         self.out = Publication(manifest, {recipient.name: EngineOutcome() for recipient in self.active})
         self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
-        """Stage -> number of calls in it, and start time."""
+        """Stage -> number of calls that are in it, and when the first of them began (`time.perf_counter`)."""
 
     async def run(self) -> Publication:
         by_bucket = self.publisher.staging == "bucket"
@@ -153,7 +152,7 @@ class _Attempt:
     # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
-        """Compares names, shapes and dtypes of all tensors with each engine's list before any bytes are sent."""
+        """Compares every tensor's name, shape and dtype with the lists of engines that were not checked since start."""
         with self._timed("check"):
             sent = await self._by_deadline("check", self.source.forms())
         checked = self.publisher.checked
@@ -171,7 +170,8 @@ class _Attempt:
         await recipient.perform("begin", self.epoch, self.manifest, self.publisher.staging)
 
     async def _stage(self, count: int, *, load: bool) -> None:
-        """Sends all buckets through all engines; one is staged while the next is gathered."""
+        """Sends `count` buckets to all engines, gathering each while the previous one is staged. `load`: True makes
+        engines copy each bucket into the model before the next one is staged."""
         gathering = asyncio.create_task(self._gather(0))
         try:
             for bucket in range(count):
@@ -182,7 +182,7 @@ class _Attempt:
                 await self._on_engines("stage", bring)
                 if load:
                     await self._on_engines("load")
-                if in_source and (load or packed.on_device):  # engines copy buckets in GPU memory
+                if in_source and (load or packed.on_device):  # engines have copied the bucket instead of mapping it
                     await self._by_deadline("release", self.source.release(bucket))
                 self.out.nbytes += packed.nbytes
                 self.out.tensors += len(packed.tensors)
@@ -191,7 +191,7 @@ class _Attempt:
             await cancelled(gathering)
 
     async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
-        """Returns a bucket in the form in which engines receive it, and True if it is still in the source's memory."""
+        """Returns a bucket as engines will receive it, and True if it is still in the source's memory."""
         with self._timed("gather"):
             gathered = await self._by_deadline("gather", self.source.gather(bucket))
             taken = await self._by_deadline("gather", self.delivery.take(gathered, bucket))
@@ -201,8 +201,9 @@ class _Attempt:
             return taken, False
 
     async def _switch(self, *, load: bool) -> None:
-        """Switches staged engines to serving, each at its own pace, so that a hanging engine does not keep the others
-        paused. Engines that share devices with the source wait for each other, because the source leaves once."""
+        """Makes engines load (if `load` is True), verify, commit and serve the staged weights. Each proceeds on its
+        own, so that one that hangs does not keep the others paused; but engines that share devices with the source wait
+        for each other after the commit, because the source frees these devices once."""
         vacate = self.publisher.vacate
         if vacate is None:
             await self._together(self._take_and_serve(recipient, load=load) for recipient in self.active)
@@ -217,7 +218,7 @@ class _Attempt:
         await self._serve(recipient)
 
     async def _take(self, recipient: Recipient, *, load: bool) -> None:
-        """Makes an engine load, verify and commit the staged weights."""
+        """Makes one engine verify and commit the staged weights, after pausing and loading them if `load` is True."""
         if load:
             await self._call(recipient, "pause")
             await self._call(recipient, "load")
@@ -226,8 +227,8 @@ class _Attempt:
             await self._drop(
                 recipient,
                 SlimxError(
-                    f"engine {recipient.name} verified {count} of {self.out.tensors} tensors of version "
-                    f"{self.manifest.version}",
+                    f"engine {recipient.name} verified only {count} of the {self.out.tensors} published tensors of "
+                    f"version {self.manifest.version}",
                     code="publish.unverified",
                     about=recipient.name,
                 ),
@@ -236,7 +237,7 @@ class _Attempt:
         await self._call(recipient, "commit", self.manifest.version)
 
     async def _serve(self, recipient: Recipient) -> None:
-        """Resumes an engine that has committed the version and admits it to serving."""
+        """Resumes an engine that has committed the version and adds it to the router."""
         await self._call(recipient, "resume")
         try:
             await self.members.admit(recipient)
@@ -246,15 +247,15 @@ class _Attempt:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def _on_engines(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
-        """Runs one step on every remaining engine: `step` as a verb, or `work(engine)` if given."""
+        """Runs one step on every engine that is left: the verb `step`, or `work(engine)` if given."""
         if work is None:
             await self._together(self._call(recipient, step) for recipient in self.active)
         else:
             await self._together(self._timely(recipient, step, partial(work, recipient)) for recipient in self.active)
 
     async def _together[T](self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
-        """Returns the results of all calls, None for dropped engines. A failing call waits for the others: none may
-        continue during an abort."""
+        """Awaits all calls and returns their results, None for engines that were dropped. Another error is raised only
+        after all calls have ended, because none may continue while the publication is aborted."""
         results: list[T | None] = []
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, _EngineDropped):
@@ -267,20 +268,20 @@ class _Attempt:
         return results
 
     async def _call(self, recipient: Recipient, verb: str, *arguments: object) -> Any:
-        """Performs one verb on one engine."""
+        """Makes one engine perform `verb` within the step's deadline, and returns the result."""
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
     async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs one step of one engine within its deadline. An engine that fails is dropped."""
+        """Awaits `work()`, one step of one engine, for `step_deadline_s`; drops the engine if it fails or is late."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
-            problem = f"engine {recipient.name} was restarted during {self.manifest}"
+            problem = f"engine {recipient.name} was restarted during the publication of {self.manifest}"
             await self._drop(recipient, ReceiverLost(problem, code="engine.restarted", about=recipient.name))
         if not self._left():
             raise DeadlineError(
                 f"publication of version {self.manifest.version}",
                 self.publisher.deadline_s,
-                f"the steps before step {step} of engine {recipient.name}",
+                f"the steps that precede {step} of engine {recipient.name}",
             )
         seconds = self.publisher.step_deadline_s
         try:
@@ -288,9 +289,10 @@ class _Attempt:
                 async with asyncio.timeout(seconds):
                     return await work()
         except TimeoutError:
-            message = f"engine {recipient.name} did not respond to {step} of {self.manifest} within {seconds:.0f} s"
+            limit = f"{seconds:.0f} s (publish.engine_deadline)"
+            message = f"engine {recipient.name} did not finish step {step} of {self.manifest} within {limit}"
             failure: SlimxError = ReceiverLost(message, code="engine.silent", about=recipient.name)
-        except TransportLost:  # the engine is not at fault
+        except TransportLost:  # the engine did not cause it
             raise
         except SlimxError as error:
             failure = error
@@ -305,7 +307,7 @@ class _Attempt:
         raise _EngineDropped
 
     async def _by_deadline[T](self, stage: str, work: Awaitable[T]) -> T:
-        """Waits for the trainers until the publication's deadline."""
+        """Awaits `work` of the trainers or transport. Raises DeadlineError after the publication's deadline."""
         try:
             async with asyncio.timeout(self._left()):
                 return await work
@@ -321,16 +323,14 @@ class _Attempt:
         await self.delivery.end()
 
     async def _give_up(self) -> None:
-        """Cancels the publication, best effort and within a short time: the error that stopped it is the one to
-        report."""
+        """Makes engines and trainers drop the publication's data, within ABORT_S seconds and ignoring their errors."""
         drops = [*(recipient.perform("abort", self.epoch) for recipient in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)
             await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)
 
     def _require_engines(self) -> None:
-        """Raises NoReceiverLeft if no engine is left; the publication can be repeated when lost engines have
-        restarted."""
+        """Raises NoReceiverLeft, with every engine's error, if no engine is left."""
         if self.active:
             return
         outcomes = self.out.engines
@@ -344,16 +344,16 @@ class _Attempt:
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
             step = steps.pop()
             raise NoReceiverLeft(
-                f"every engine refused {version} in step {step}: {reasons}", code="publish.refused", about=step
+                f"all engines refused {version} in step {step}: {reasons}", code="publish.refused", about=step
             )
-        raise NoReceiverLeft(f"{version} reached no engine: {reasons}", code="publish.lost", about=version)
+        raise NoReceiverLeft(f"no engine received {version}: {reasons}", code="publish.lost", about=version)
 
     def _left(self) -> float:
         return max(0.0, self.ends - asyncio.get_running_loop().time())
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Adds the duration of the block to `stage`. Blocks that overlap (several engines) count once."""
+        """Adds the duration of the block to `stage`. Blocks that overlap, for several engines, count once."""
         calls, start = self._running.get(stage, (0, time.perf_counter()))
         self._running[stage] = calls + 1, start
         try:
@@ -368,31 +368,31 @@ class _Attempt:
 
 
 def _compare(engine: str, sent: list[dict[str, str]], loaded: list[dict[str, str]]) -> None:
-    """Raises SlimxError for a model that differs from the trainers': restarting the engine would not help."""
+    """Raises SlimxError if the tensors that are sent and loaded, lists as from `Source.forms`, differ. This error ends
+    the publication, because restarting the engine would not help."""
     if len(sent) != len(loaded):
         raise SlimxError(
-            f"engine {engine} has {len(loaded)} ranks to load tensors into, but the trainer sends to {len(sent)}; the "
-            "engine was started with sizes that differ from this run's configuration",
+            f"engine {engine} loads tensors into {len(loaded)} ranks, but the trainers send to {len(sent)}: start the "
+            "engine with the sizes of this run's configuration",
             code="publish.ranks",
             about=engine,
         )
+    remedy = "start it with the trainers' model"
     for rank, (sent_tensors, engine_tensors) in enumerate(zip(sent, loaded, strict=True)):
         name = f"engine {engine} rank {rank}" if len(sent) > 1 else f"engine {engine}"
         for tensor, form in sent_tensors.items():
             if tensor not in engine_tensors:
-                raise SlimxError(
-                    f"{name} has no tensor {tensor}; it loads a different model", code="publish.unknown", about=tensor
-                )
+                raise SlimxError(f"{name} has no tensor {tensor}: {remedy}", code="publish.unknown", about=tensor)
             if engine_tensors[tensor] != form:
                 raise SlimxError(
-                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainer sends {form}",
+                    f"{name} has {tensor} as {engine_tensors[tensor]}, but the trainers send {form}: {remedy}",
                     code="publish.form",
                     about=tensor,
                 )
         missing = sorted(engine_tensors.keys() - sent_tensors.keys())
         if missing:
             raise SlimxError(
-                f"{name} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)",
+                f"{name} needs {missing[0]}, which trainers do not send ({len(missing)} such tensors): {remedy}",
                 code="publish.missing",
                 about=missing[0],
             )

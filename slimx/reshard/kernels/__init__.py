@@ -1,1 +1,1 @@
-"""Packing kernels of csrc/ and the rules that they share."""
+"""Python interfaces of the packing kernels of csrc/, for CPU and GPU, and the record format that both read."""

@@ -1,8 +1,8 @@
-"""Python interface of the reshard kernels in `csrc/` on the CPU: packs pieces into a bucket and computes checksums.
+"""Python interface of the CPU kernels in `csrc/` that pack pieces into a bucket and compute checksums.
 
-`csrc/reshard.h` defines the ops and the checksum, `record.py` the record. The calls take raw addresses: **the caller
-keeps every tensor that a piece points into alive and unmodified until the call returns.** The GIL is released during
-calls, so a transport can run in parallel."""
+`csrc/reshard.h` defines the ops and the checksum, and `record.py` the record of a piece: one rectangle to copy or
+convert. The functions take raw addresses: **the caller keeps every tensor that a piece points into alive and unmodified
+until the call returns.** They release the GIL, so a transport can run in another thread meanwhile."""
 
 import ctypes
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch  # before the library is loaded: both then share one OpenMP runtime
+import torch  # imported before the kernel library is loaded, so that both share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
@@ -30,17 +30,21 @@ ABI = 4
 
 
 TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
-"""Table that a GPU wrote, for the rule triton: {s, 1 / s} of every finite bf16 amax [32640, 2] fp32."""
+"""Table of scales for the rule triton, [32640, 2] fp32, written by a GPU: scale s = amax / 448 and 1 / s for every
+finite bf16 amax."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
-"""Number of finite bf16 magnitudes."""
+"""Number of bf16 values that are finite and not negative: rows of the table of scales."""
 _NO_MEMORY = 1
 _NO_SUCH_ISA = 2
 
 
 def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns initial sums [tensors] uint64, through which each tensor's size in bytes enters its checksum once."""
+    """Returns the initial value of each tensor's checksum, [tensors] uint64, computed from its size in bytes
+    (`nbytes`).
+
+    A complete checksum contains it exactly once, which makes the tensor's size part of its checksum."""
     sizes = np.ascontiguousarray(nbytes, dtype=np.int64)
     sums = np.zeros(sizes.shape, dtype=np.uint64)
     library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
@@ -57,17 +61,17 @@ def pack(
     isa: str = "best",
     threads: int | None = None,
 ) -> None:
-    """Performs the ops of `pieces` [n] of `PIECE` on `bucket` [bytes] uint8; adds checksums of the output to `sums`
-    [tensors].
+    """Performs the ops of `pieces`, [n] of `PIECE`, writes the results into `bucket`, [bytes] uint8, and adds their
+    checksums to `sums`, [tensors] uint64.
 
-    `sums`: uint64. A tensor's checksum is complete when all its bytes and its seed have been added, on any rank and in
-    any order. `flags` [tensors] uint32: receives bits such as NONFINITE, which the caller forwards or refuses
-    (`refuse_nonfinite`). Without it such a value raises SlimxError after the bucket is written, with the tensor's name
-    from `names`. `isa`: one of `isas()`; all give the same bits. `threads`: default torch's number of threads. Raises
-    SlimxError for a piece outside the bucket before anything is written."""
+    A tensor's checksum is complete when the sums of all its bytes and its seed (`seeds`) have been added, on any rank
+    and in any order. `flags`, [tensors] uint32, receives bits such as NONFINITE, which the caller forwards or refuses
+    (`refuse_nonfinite`); if it is None, such a value raises SlimxError, after the bucket is written, with the tensor's
+    name from `names`. `isa`: one of `isas()`; all produce the same bits. `threads`: None means torch's
+    number of threads. Raises SlimxError before anything is written if a piece is invalid or outside the bucket."""
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
         raise SlimxError(
-            f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 CPU memory",
+            f"the bucket is a {bucket.dtype} tensor on {bucket.device}: pass a contiguous uint8 tensor in CPU memory",
             code="kernel.bucket",
             about="bucket",
         )
@@ -77,7 +81,8 @@ def pack(
     out_flags = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if out_flags.dtype != np.uint32 or out_flags.shape != sums.shape or not out_flags.flags.carray:
         raise SlimxError(
-            f"flags are {out_flags.dtype} {out_flags.shape}: pass a contiguous array of uint32, one per sum",
+            f"flags is an array of {out_flags.dtype} with shape {out_flags.shape}: pass a contiguous array of uint32 "
+            "with the shape of sums",
             code="kernel.flags",
             about="flags",
         )
@@ -98,13 +103,14 @@ def pack(
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:
-    """Raises SlimxError naming the first tensor of `flags` [tensors] that has the bit NONFINITE."""
+    """Raises SlimxError if a tensor's bit NONFINITE is set in `flags`, [tensors] uint32, naming the first such tensor
+    by `names`, or by its index if `names` is None."""
     bad = np.flatnonzero(flags & NONFINITE)
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors); these weights "
-            "cannot be published: check the last optimizer steps",
+            f"{first} contains a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
+            "bucket), so these weights cannot be published: check the last optimizer steps",
             code="kernel.nonfinite",
             about=first,
         )
@@ -112,18 +118,20 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
-    """Returns the table for the rule triton [32640, 2] fp32. Raises SlimxError if it is missing or invalid."""
-    remedy = "copy there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or use the rule ieee"
+    """Returns the table of scales for the rule triton, [32640, 2] fp32, read from `path`. Raises SlimxError if the file
+    is missing or is not that table."""
+    remedy = "copy the triton_scales.npy that `make gpu` writes on a machine with a GPU to it, or use the rule ieee"
     if not path.exists():
         raise SlimxError(
-            f"the rule triton needs the table {path} of a GPU's divisions: {remedy}",
+            f"{path}, the table of scales that the quantization rule triton needs, does not exist: {remedy}",
             code="kernel.no_table",
             about=str(path),
         )
     table = np.load(path, allow_pickle=False)
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
         raise SlimxError(
-            f"{path} is {table.dtype} {table.shape}, not a table of [{_BF16_AMAX}, 2] scales: {remedy}",
+            f"{path} contains {table.dtype} values of shape {table.shape}, but the table of scales is float32 "
+            f"({_BF16_AMAX}, 2): {remedy}",
             code="kernel.table_form",
             about=str(path),
         )
@@ -131,16 +139,18 @@ def triton_scales(path: Path) -> np.ndarray:
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
         raise SlimxError(
-            f"{path} does not hold amax / 448 and its inverse: {remedy}", code="kernel.table", about=str(path)
+            f"{path} contains values other than amax / 448 and its inverse: {remedy}",
+            code="kernel.table",
+            about=str(path),
         )
     return table
 
 
 def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", threads: int | None = None) -> None:
-    """Adds to `sums` the checksums that `pack` would add, without copying: for tensors, or parts of them, in any
-    layout.
+    """Adds the checksums of the source bytes of `pieces` to `sums`, [tensors] uint64, without copying anything.
 
-    Checksums of parts of one tensor on several ranks add up: one of them starts from `seeds`, the others from 0."""
+    Pieces may be whole tensors or parts of them, of any strides. The sums of a tensor's parts on several ranks add up
+    to its checksum if exactly one rank starts from `seeds` and the others start from 0."""
     check_sources(pieces, sums)
     check_sums(pieces)
     status = library().slimx_checksum(pieces.ctypes.data, len(pieces), sums.ctypes.data, _isa(isa), threads_of(threads))
@@ -148,9 +158,9 @@ def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", t
 
 
 def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None = None) -> int:
-    """Returns the 64-bit checksum of the whole tensor `t`: contiguous, or a 2-D view of any strides.
+    """Returns the 64-bit checksum of the whole tensor `t`, which must be contiguous or a 2-D view of any strides.
 
-    For many tensors one `checksum_rects` is faster: a call takes about 30 us of overhead."""
+    For many tensors one call of `checksum_rects` is faster, because every call has about 30 us of overhead."""
     view = t.reshape(-1) if t.is_contiguous() else t
     sums = seeds([t.numel() * t.element_size()])
     record = rectangle(view, tensor=0, pos=0, pos_ld=view.shape[-1] * t.element_size())
@@ -159,14 +169,15 @@ def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None =
 
 
 def isas() -> list[str]:
-    """Returns the instruction sets that this processor supports."""
+    """Returns the instruction sets that this processor supports, as names for the parameter `isa`; always includes
+    "best"."""
     return [name for name, code in _ISAS.items() if library().slimx_has_isa(code)]
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Returns the library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or
-    stale."""
-    remedy = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
+    """Returns the CPU kernel library at `path`, with the argument types of its functions declared. Raises SlimxError if
+    the library is missing, cannot be loaded, or has another ABI version."""
+    remedy = "run `make build` or `pip install --no-build-isolation -e .`; both need a C++ compiler"
     library = load_library(path, what="the kernel library", version="slimx_abi", abi=ABI, remedy=remedy)
     address = ctypes.c_void_p
     count = ctypes.c_int64
@@ -182,23 +193,25 @@ def load(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Returns the library of this installation."""
+    """Returns the CPU kernel library of this installation; loads it on the first call."""
     return load(LIBRARY)
 
 
 def _isa(name: str) -> int:
     if name not in _ISAS:
         raise SlimxError(
-            f"unknown instruction set {name!r}: choose one of {', '.join(_ISAS)}", code="kernel.isa", about=name
+            f"the instruction set {name!r} is unknown: choose one of {', '.join(_ISAS)}", code="kernel.isa", about=name
         )
     return _ISAS[name]
 
 
 def threads_of(threads: int | None) -> int:
-    """Returns `threads`, or torch's number of threads if None."""
+    """Returns `threads`, or torch's number of threads if it is None. Raises SlimxError if it is less than 1."""
     if threads is not None and threads < 1:
         raise SlimxError(
-            f"{threads} threads cannot pack a bucket: pass 1 or more", code="kernel.threads", about=str(threads)
+            f"threads is {threads}, but must be at least 1: pass a larger number, or None for torch's",
+            code="kernel.threads",
+            about=str(threads),
         )
     return threads or torch.get_num_threads()
 
@@ -206,15 +219,15 @@ def threads_of(threads: int | None) -> int:
 def _raise_for(status: int, isa: str) -> None:
     if status == _NO_SUCH_ISA:
         raise SlimxError(
-            f"this processor does not support {isa}: choose one of {', '.join(isas())}",
+            f"this processor does not support the instruction set {isa}: choose one of {', '.join(isas())}",
             code="kernel.isa",
             about=str(isa),
         )
     if status == _NO_MEMORY:
         raise SlimxError(
-            "the reshard kernel ran out of memory for its list of tiles: pack fewer pieces at a time",
+            "the CPU packing kernel could not allocate memory for its list of tiles: pack fewer pieces at a time",
         )
     if status:
         raise SlimxError(
-            f"the reshard kernel returned an unknown status, {status}: rebuild it with `make build`",
+            f"the CPU packing kernel returned the unknown status {status}: rebuild the library with `make build`",
         )

@@ -1,8 +1,9 @@
-"""The reshard kernels of `csrc/` on a GPU: the same records, buckets, checksums and flags as `cpu.py`, bit for bit.
+"""Python interface of the CUDA kernels in `csrc/` that pack buckets: the same records, bytes, checksums and flags as
+`cpu.py`, bit for bit.
 
-A bucket takes one launch on a stream, and only `DevicePlan` (once) and `results` wait for the device, so `pack`
-overlaps with other work and can be captured into a CUDA graph. The module can be imported anywhere; a missing library
-or device is refused on use."""
+A bucket takes one launch on a stream. Only creating a `DevicePlan` (done once) and `results` wait for the device, so
+`pack` overlaps with other work and can be captured into a CUDA graph. The module can be imported on any machine; a
+missing library or device raises SlimxError on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch  # before the library is loaded, as in cpu.py
+import torch  # imported before the kernel library is loaded, as in cpu.py
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
@@ -20,18 +21,18 @@ from slimx.reshard.kernels.record import NONFINITE, check_destinations, check_op
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cuda.so"
 ABI = 401
-"""SLIMX_CUDA_ABI in csrc/interface.cuh."""
+"""Version of the CUDA library's interface that this module calls; must equal SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
-"""Maximum rows of a piece and bytes of a row: the kernel counts them in 32 bits."""
+"""Maximum number of rows of a piece, and of bytes in one of its rows: the kernel counts both in 32 bits."""
 BF16_AMAX = 0x7F80
-"""Number of finite bf16 magnitudes."""
+"""Number of bf16 values that are finite and not negative: rows of the table of scales for the rule triton."""
 
 
 class DevicePlan:
-    """The pieces of one bucket, checked, cut into tiles and stored on a device.
+    """The pieces of one bucket, checked, divided into tiles and stored on a device.
 
-    Created once and used for every publication while the sources keep their addresses. The caller keeps the plan and
-    every source alive until work that uses them has ended on the device."""
+    Created once and used for every publication until a source tensor moves in memory. The caller keeps the plan and
+    every source tensor alive until work that uses them has finished on the device."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class DevicePlan:
         checksum: bool = False,
         blocks_per_sm: int = 0,
     ):
-        """Prepares the pieces on `device`.
+        """Checks `pieces`, [n] of `PIECE`, and copies them to `device`, which must be able to read their addresses.
 
-        `pieces` [n] of `PIECE` have addresses that `device` can read; `names` of the tensors and `bucket` are for
-        errors. `checksum`: for `checksum_rects` instead of `pack`, which ignores `bucket_bytes`. `blocks_per_sm`:
-        thread blocks per SM, default as many as fit; results do not depend on it. Raises SlimxError for invalid pieces
-        before anything is written."""
+        `names`: names of the tensors, one per checksum; `names` and `bucket` (its label) appear in errors.
+        `bucket_bytes`: size of the bucket; ignored if `checksum` is True. `checksum`: True makes a plan for
+        `checksum_rects` instead of `pack`. `blocks_per_sm`: thread blocks per SM; 0 means as many as fit. Results do
+        not depend on it. Raises SlimxError for invalid pieces."""
         self.library = load(LIBRARY)
         self.device = device_of(device)
         self.names = tuple(names)
@@ -65,7 +66,7 @@ class DevicePlan:
             self.raise_for(checked, "checked")
             if index.value < len(pieces):
                 raise SlimxError(
-                    f"piece {index.value} of bucket {bucket} ({self.names[pieces[index.value]['tensor']]}) is at an "
+                    f"piece {index.value} of bucket {bucket}, of {self.names[pieces[index.value]['tensor']]}, is at an "
                     f"address that {self.device} cannot read: pass pieces of tensors on that device",
                     code="kernel.address",
                     about=self.names[pieces[index.value]["tensor"]],
@@ -76,21 +77,24 @@ class DevicePlan:
             self.raise_for(prepared, "prepared")
             self._pieces = torch.from_numpy(pieces.view(np.uint8).copy()).to(self.device)
             self._first = torch.from_numpy(first).to(self.device)
-            torch.cuda.current_stream().synchronize()  # packs on other streams do not wait for the two copies
+            torch.cuda.current_stream().synchronize()  # launches on other streams would not wait for the two copies
         self.count = len(pieces)
 
     @property
     def tiles(self) -> int:
-        """Units of work, which thread blocks process one by one."""
+        """Number of tiles: the units of work that the launch's thread blocks process one after the other."""
         return self._launch.tiles
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of the launch."""
+        """Number of thread blocks in the launch."""
         return self._launch.blocks
 
     def launch(self, bucket: int, sums: torch.Tensor, flags: int, stream: torch.cuda.Stream | None) -> None:
-        """Launches the kernel. `bucket` and `flags` are device addresses, 0 for checksums. For the functions below."""
+        """Launches the kernel on `stream`, or on the current stream if it is None. Called by `pack_at` and
+        `checksum_rects`, which check the arguments.
+
+        `bucket`, `flags`: device addresses; 0 for checksums."""
         with torch.cuda.device(self.device):
             launch_stream = torch.cuda.current_stream() if stream is None else stream
             status = self.library.slimx_cuda_run(
@@ -106,7 +110,8 @@ class DevicePlan:
         self.raise_for(status, "launched")
 
     def raise_for(self, status: int, step: str) -> None:
-        """Raises SlimxError with CUDA's message if `status` is an error."""
+        """Raises SlimxError with CUDA's message if `status`, returned by the call that performed `step`, is an
+        error."""
         if status:
             reason = self.library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
@@ -117,7 +122,7 @@ class DevicePlan:
 
 
 class _Launch(ctypes.Structure):
-    """SlimxCudaLaunch in csrc/reshard.cu."""
+    """SlimxCudaLaunch in csrc/reshard.cu: the size of a plan's launch and the kernel that it runs."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),
@@ -135,12 +140,14 @@ def pack(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Queues one launch on `stream` (default: the current one) that does what `kernel.pack` does.
+    """Queues one launch on `stream` (None: the current stream) that does on the GPU what
+    `slimx.reshard.kernels.cpu.pack` does.
 
-    `bucket`: [bytes] uint8. `sums`: [tensors] int64, the bits of the uint64 checksums, which are added to it: zero it
-    first on the same stream; the host adds the seeds. `flags`: [tensors] int32, in which bits such as NONFINITE are
-    set. All on the plan's device. Raises SlimxError if the launch fails; later failures are reported by `results`."""
-    _check_tensor(plan, "the bucket", bucket, torch.uint8, 0 if plan.checksum else plan.bucket_bytes)
+    All tensors are on the plan's device. `bucket`: [bytes] uint8. `sums`: [tensors] int64, the bits of the uint64
+    checksums. The kernel adds to `sums`, so the caller zeroes it first on the same stream and adds the seeds on the
+    host. `flags`: [tensors] int32, in which bits such as NONFINITE are set. Raises SlimxError if the launch fails;
+    later failures are reported by `results`."""
+    _check_tensor(plan, "the memory", bucket, torch.uint8, 0 if plan.checksum else plan.bucket_bytes)
     pack_at(plan, bucket.data_ptr(), sums, flags, stream)
 
 
@@ -151,11 +158,14 @@ def pack_at(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Packs like `pack` into the `plan.bucket_bytes` bytes at `address`, memory that the plan's device can access; it
-    may belong to another device or process. The caller guarantees its size."""
+    """Queues the launch of `pack`, but writes to the `plan.bucket_bytes` bytes at `address`, which must be a multiple
+    of 16.
+
+    The plan's device must be able to access that memory, which may belong to another device or process. The caller
+    guarantees that it is large enough."""
     if plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} is for checksums: create it without checksum=True to pack it",
+            f"the plan of bucket {plan.bucket} only computes checksums: create it without checksum=True to pack",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -163,7 +173,7 @@ def pack_at(
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
     if address % 16:
         raise SlimxError(
-            f"the memory of bucket {plan.bucket} does not start at a multiple of 16 bytes: align it",
+            f"the memory of bucket {plan.bucket} starts at address {address:#x}: align it to 16 bytes",
             code="kernel.alignment",
             about=plan.bucket,
         )
@@ -171,10 +181,11 @@ def pack_at(
 
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """Queues one launch that adds checksums to `sums` [tensors] int64 as `kernel.checksum_rects` does."""
+    """Queues one launch that adds the checksums of the plan's pieces to `sums`, [tensors] int64, as
+    `slimx.reshard.kernels.cpu.checksum_rects` does on the CPU. `stream`: None means the current stream."""
     if not plan.checksum:
         raise SlimxError(
-            f"the plan of bucket {plan.bucket} is for packing: create it with checksum=True for checksums",
+            f"the plan of bucket {plan.bucket} only packs: create it with checksum=True to compute checksums",
             code="kernel.plan_kind",
             about=plan.bucket,
         )
@@ -183,25 +194,26 @@ def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stre
 
 
 def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = None) -> np.ndarray:
-    """Waits for the current stream and returns the checksums [tensors] uint64, without seeds.
+    """Waits for the current stream and returns `sums`, to which `pack` or `checksum_rects` added, as [tensors] uint64.
+    The seeds are not included.
 
-    Raises SlimxError naming the bucket if the device failed, and naming the first tensor with a value that is not
-    finite."""
+    `flags`: the flags that were passed to `pack`; None for checksums. Raises SlimxError naming the bucket if the device
+    failed, or naming the first tensor that contains a value that is not finite."""
     try:
         checksums = sums.cpu().numpy().view(np.uint64)
         flag_bits = np.zeros(0, np.int32) if flags is None else flags.cpu().numpy()
     except RuntimeError as error:
         raise SlimxError(
-            f"bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}): restart this process; the "
-            "usual cause is a source that was freed or moved since the plan was created",
+            f"the kernel of bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}), often because "
+            "a source tensor was freed or moved after the plan was created: restart this process",
             code="kernel.cuda",
             about=plan.bucket,
         ) from error
     bad = np.flatnonzero(flag_bits & NONFINITE)
     if len(bad):
         raise SlimxError(
-            f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for bf16 "
-            f"({len(bad)} such tensors): check the last optimizer steps",
+            f"{plan.names[bad[0]]} in bucket {plan.bucket} contains a value that is infinite, NaN or too large for "
+            f"bf16 ({len(bad)} such tensors in this bucket): check the last optimizer steps",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],
         )
@@ -209,8 +221,8 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
-    """Returns {s, 1 / s} of the rule triton for every finite bf16 amax [32640, 2] fp32, as `device` divides (see
-    cpu.py)."""
+    """Returns the table of scales for the rule triton, [32640, 2] fp32: scale s = amax / 448 and 1 / s for every finite
+    bf16 amax, as `device` divides. The CPU kernels use a saved copy (`TRITON_SCALES` in cpu.py)."""
     library = load(LIBRARY)
     cuda_device = device_of(device)
     with torch.cuda.device(cuda_device):
@@ -219,7 +231,7 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
         if status:
             reason = library.slimx_cuda_error_string(status).decode()
             raise SlimxError(
-                f"{cuda_device} did not create the table of scales of the rule triton: {reason}",
+                f"{cuda_device} could not compute the table of scales for the quantization rule triton: {reason}",
                 code="kernel.table",
                 about=str(cuda_device),
             )
@@ -227,7 +239,7 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
 
 
 def missing() -> str | None:
-    """Returns the reason why this process cannot pack on a GPU, in one sentence; None if it can."""
+    """Returns the reason why this process cannot pack on a GPU, as one sentence with a remedy; None if it can."""
     try:
         library = load(LIBRARY)
     except SlimxError as error:
@@ -235,17 +247,17 @@ def missing() -> str | None:
     count = ctypes.c_int()
     status = library.slimx_cuda_devices(ctypes.byref(count))
     if status or not count.value:
-        reason = library.slimx_cuda_error_string(status).decode() if status else "it counts 0"
+        reason = library.slimx_cuda_error_string(status).decode() if status else "CUDA counts 0 devices"
         return f"this process has no CUDA device ({reason}): pack on the CPU, or run on a machine with a GPU"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} cannot use the CUDA device: install a CUDA build of torch"
+        return f"torch {torch.__version__} cannot use this machine's CUDA device: install a CUDA build of torch"
     return None
 
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """Returns the library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or
-    stale."""
+    """Returns the CUDA kernel library at `path`, with the argument types of its functions declared. Raises SlimxError
+    if the library is missing, cannot be loaded, or has another ABI version."""
     remedy = "run `make build` with nvcc installed (CUDA 12.8 or later), or pack on the CPU"
     library = load_library(path, what="the CUDA kernel library", version="slimx_cuda_abi", abi=ABI, remedy=remedy)
     address = ctypes.c_void_p
@@ -271,14 +283,15 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def device_of(device: torch.device | int) -> torch.device:
-    """Returns `device` with its index. Raises SlimxError unless this process can pack on it."""
+    """Returns `device` as a CUDA device with an index; an int is the index, and a device without an index becomes the
+    current one. Raises SlimxError if `device` is no CUDA device or this process cannot pack on a GPU."""
     reason = missing()
     if reason:
         raise SlimxError(reason)
     cuda_device = torch.device("cuda", device) if isinstance(device, int) else device
     if cuda_device.type != "cuda":
         raise SlimxError(
-            f"a device plan needs a CUDA device, not {cuda_device}: pack on the CPU with slimx.reshard.kernels.cpu",
+            f"{cuda_device} is not a CUDA device: pass one, or pack on the CPU with slimx.reshard.kernels.cpu",
         )
     return cuda_device if cuda_device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
@@ -296,8 +309,8 @@ def _check(pieces: np.ndarray, bucket_bytes: int, tensors: int, checksum: bool) 
     if len(long):
         p = pieces[long[0]]
         raise SlimxError(
-            f"piece {long[0]} of {len(pieces)} has {p['rows']} x {p['cols']} elements, more than a CUDA kernel allows "
-            "in one row or column (2^31 - 1): split it",
+            f"piece {long[0]} of {len(pieces)} has {p['rows']} rows of {p['cols']} elements, but the CUDA kernel "
+            "allows at most 2^31 - 1 rows and 2^31 - 1 bytes per row: split the piece",
             code="kernel.piece",
             about=str(long[0]),
         )
@@ -307,8 +320,8 @@ def _check_tensor(plan: DevicePlan, name: str, t: torch.Tensor, dtype: torch.dty
     good = t.dtype == dtype and t.device == plan.device and t.is_contiguous() and t.dim() == 1
     if not good or t.numel() < count:
         raise SlimxError(
-            f"{name} of bucket {plan.bucket} is {t.dtype} {list(t.shape)} on {t.device}: pass contiguous {dtype} "
-            f"[{count}] on {plan.device}",
+            f"{name} for bucket {plan.bucket} is a {t.dtype} tensor of shape {list(t.shape)} on {t.device}: pass a "
+            f"contiguous 1-D {dtype} tensor of {count} or more elements on {plan.device}",
             code="kernel.argument",
             about=name,
         )

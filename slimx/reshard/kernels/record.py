@@ -1,7 +1,7 @@
-"""The record that the reshard kernels read, as a numpy dtype, and checks of arrays of records.
+"""The record that the packing kernels read, as a numpy dtype, and checks of arrays of such records.
 
-`csrc/reshard.h` defines it. A record is a rectangle of elements, the operation on it, and its position in its tensor.
-"""
+A record describes a piece: a rectangle of elements, the operation on it, and its position in its tensor and in the
+bucket. It mirrors SlimxPiece in `csrc/reshard.h`."""
 
 from enum import IntEnum
 from itertools import product
@@ -13,26 +13,29 @@ from slimx.errors import SlimxError
 
 
 class OP(IntEnum):
-    """Operation on a piece's elements. "Flags": sets NONFINITE if a written element is infinite or NaN."""
+    """Operation that a kernel performs on a piece's elements.
+
+    "Flags" means that the op sets the tensor's bit NONFINITE if it writes an infinite or NaN value."""
 
     COPY = 0
     """Bytes of any item size; no flags."""
     COPY_CHECKED = 1
-    """bf16 or fp32, the same bytes; flags."""
+    """Copies bf16 or fp32 elements unchanged; flags."""
     FP32_TO_BF16 = 2
-    """Round to nearest even; flags, also values that are too large for bf16."""
+    """Rounds fp32 to the nearest bf16, ties to even; flags, also for values that are too large for bf16."""
     BF16_TO_FP32 = 3
-    """Exact; flags."""
+    """Converts bf16 to fp32 exactly; flags."""
     QUANTIZE_FP8 = 4
-    """bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE; flags, and the whole block becomes NaN."""
+    """Quantizes bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE; flags. A block with an infinite or NaN
+    value becomes NaN as a whole."""
     QUANTIZE_MXFP8 = 5
-    """The same with E8M0 scales (uint8) of 1 x 32 blocks."""
+    """Quantizes bf16 or fp32 like QUANTIZE_FP8, but with E8M0 scales (uint8) of 1 x 32 blocks; flags."""
     DEQUANTIZE_FP8 = 6
-    """e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
+    """Converts e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
     DEQUANTIZE_MXFP8 = 7
-    """The same with E8M0 scales of 1 x 32 blocks."""
+    """Converts e4m3 codes and E8M0 scales of 1 x 32 blocks to bf16 or fp32; flags."""
     QUANTIZE_INT4 = 8
-    """bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; flags."""
+    """Quantizes bf16 or fp32 to INT4 codes, two per byte, and bf16 scales of complete 1 x 32 blocks; flags."""
 
 
 class RULE(IntEnum):
@@ -48,38 +51,38 @@ class RULE(IntEnum):
 
 
 Problem = tuple[str, np.ndarray, str]
-"""Code of an error, the pieces that have the problem, bool [n], and its description."""
+"""Error code, mask of the pieces that have the problem (bool [pieces]), and description of the problem."""
 NONFINITE = 1
-"""Bit of a tensor's flags: an element is infinite or NaN."""
+"""Bit of a tensor's flags that is set if a value written to the tensor is infinite or NaN."""
 
 PIECE = np.dtype(
     [
         ("src", np.uint64),  # address of the first byte to read
         ("src_ld", np.int64),  # bytes from one source row to the next
-        ("src_step", np.int64),  # bytes from one source element to the next: `item`, or more (a transposed source)
+        ("src_step", np.int64),  # bytes from one source element to the next: `item`, or more if it is transposed
         ("dst", np.uint64),  # byte offset in the bucket; checksum_rects ignores it
         ("dst_ld", np.int64),  # bytes from one row to the next in the bucket; checksum_rects ignores it
         ("pos", np.uint64),  # byte offset of the rectangle in the whole destination tensor
-        ("pos_ld", np.int64),  # bytes from one of its rows to the next there
-        ("rows", np.int64),  # elements
-        ("cols", np.int64),  # elements
-        ("scale", np.uint64),  # the first block's scale: byte offset in the bucket (quantize), address (dequantize)
-        ("scale_ld", np.int64),  # bytes there from one row of scales to the next
-        ("scale_pos", np.uint64),  # byte offset of that scale in the whole scale tensor (quantize)
-        ("scale_pos_ld", np.int64),  # bytes from one row of scales to the next there (quantize)
-        ("tensor", np.int32),  # index of the values into `sums` and `flags`
-        ("scale_tensor", np.int32),  # index of the scales into `sums` (quantize), -1 for other ops
-        ("block_rows", np.int32),  # elements of a block, 0 where the op has none
-        ("block_cols", np.int32),  # a piece starts with a block, and only the tensor's edge may cut one
+        ("pos_ld", np.int64),  # bytes from one row to the next in the whole destination tensor
+        ("rows", np.int64),  # source rows
+        ("cols", np.int64),  # source elements per row
+        ("scale", np.uint64),  # first block's scale: byte offset in the bucket (quantize), or address (dequantize)
+        ("scale_ld", np.int64),  # bytes from one row of scales to the next, in the bucket or at the address
+        ("scale_pos", np.uint64),  # byte offset of the first block's scale in the whole scale tensor (quantize)
+        ("scale_pos_ld", np.int64),  # bytes from one row to the next in the whole scale tensor (quantize)
+        ("tensor", np.int32),  # index of the destination tensor in `sums` and `flags`
+        ("scale_tensor", np.int32),  # index of the scale tensor in `sums` (quantize), -1 for other ops
+        ("block_rows", np.int32),  # rows of a quantization block, 0 for ops without blocks
+        ("block_cols", np.int32),  # its columns; a piece starts at a block, and only the tensor's edge may cut one
         ("op", np.uint8),  # OP
         ("rule", np.uint8),  # RULE, NONE for ops that do not quantize
         ("item", np.uint8),  # bytes of one source element
-        ("out", np.uint8),  # bytes of one destination element; of INT4, of two
-        ("reserved", np.uint32),  # 0
+        ("out", np.uint8),  # bytes of one destination element; for INT4, of a byte with two codes
+        ("reserved", np.uint32),  # must be 0
     ],
     align=True,
 )
-assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
+assert PIECE.itemsize == 128, "PIECE must have the size of SlimxPiece in csrc/reshard.h"
 
 QUANTIZES = (OP.QUANTIZE_FP8, OP.QUANTIZE_MXFP8, OP.QUANTIZE_INT4)
 DEQUANTIZES = (OP.DEQUANTIZE_FP8, OP.DEQUANTIZE_MXFP8)
@@ -91,7 +94,8 @@ _FORMS = {
     *product(QUANTIZES, (2, 4), (1,)),
     *product(DEQUANTIZES, (1,), (2, 4)),
 }
-"""(op, bytes of a source element, of a destination element); COPY takes any size."""
+"""Supported combinations (op, bytes of a source element, bytes of a destination element); COPY supports any size as
+well."""
 _RULES = {
     *((op, RULE.NONE) for op in OP if op not in QUANTIZES),
     (OP.QUANTIZE_FP8, RULE.IEEE),
@@ -104,14 +108,15 @@ _RULES = {
 
 
 def element_bytes(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
-    """Returns the bytes per element of `tensor`, which an op reads or writes as one of `dtypes`.
+    """Returns the bytes per element of `tensor`, which must have one of the `dtypes` that an op supports.
 
-    A record has only the size, and the kernels would read fp16 as bf16. Raises SlimxError, naming the tensor `name`,
-    for any other dtype."""
+    The check is needed because a record contains only the element size: the kernels would read fp16 as bf16. `name`:
+    name of the tensor in the SlimxError that any other dtype raises."""
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise SlimxError(
-            f"{name}: the kernels need {allowed}, not {str(tensor.dtype).removeprefix('torch.')}; convert it",
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but the kernels support only {allowed} here: "
+            "convert the tensor",
             code="kernel.dtype",
             about=name,
         )
@@ -128,16 +133,18 @@ def rectangle(
     dst_ld: int | None = None,
     device: str = "cpu",
 ) -> tuple[int, ...]:
-    """Returns one COPY record of a `PIECE` array: `view` [rows, cols] or [cols], of any strides, is part of a tensor.
+    """Returns the fields of one `PIECE` record that copies `view`, [rows, cols] or [cols] of any strides, a part of a
+    tensor.
 
-    `pos`, `dst`: byte offset of its first element in the whole tensor and in the bucket. `pos_ld`, `dst_ld`: bytes per
-    row there; `dst_ld` is `pos_ld` by default. `device`: of the kernel that reads it, "cpu" or "cuda". Does not keep
-    `view` alive."""
+    `tensor`: index of the tensor in `sums`. `pos`, `pos_ld`: byte offset of the view's first element in the whole
+    tensor, and bytes per row there. `dst`, `dst_ld`: the same in the bucket; `dst_ld` defaults to `pos_ld`. `device`:
+    type of the device whose kernel reads the view, "cpu" or "cuda". The record does not keep `view` alive. Raises
+    SlimxError if `view` is on another device or its elements overlap."""
     flat = view.unsqueeze(0) if view.dim() == 1 else view
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
-            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is not a rectangle of "
-            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements do not overlap",
+            f"a view of shape {list(view.shape)} with strides {view.stride()} on {view.device} cannot be a piece: pass "
+            f"a 1-D or 2-D view of {device.upper()} memory whose elements do not overlap",
             code="kernel.view",
             about=str(list(view.shape)),
         )
@@ -150,29 +157,32 @@ def rectangle(
 
 
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Returns the bytes [pieces] of one block scale of each piece, 0 if its op has none."""
+    """Returns the bytes of one block scale of each piece, [pieces]; 0 if the piece's op has no scales."""
     op = pieces["op"]
     mx = np.isin(op, (OP.QUANTIZE_MXFP8, OP.DEQUANTIZE_MXFP8))
     return np.select([op < OP.QUANTIZE_FP8, mx, op == OP.QUANTIZE_INT4], [0, 1, 2], 4)
 
 
 def written_cols(pieces: np.ndarray) -> np.ndarray:
-    """Returns the destination elements [pieces] of `out` bytes per row of each piece; an INT4 element has two
-    columns."""
+    """Returns the number of elements that each piece writes per row, [pieces]; two columns of INT4 are one written
+    element."""
     return np.where(pieces["op"] == OP.QUANTIZE_INT4, pieces["cols"] // 2, pieces["cols"])
 
 
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError unless `pieces` can be read and summed. Addresses cannot be checked."""
+    """Raises SlimxError unless `pieces` is a valid array of `PIECE` whose sources can be read and added to `sums`.
+    Addresses cannot be checked."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
         raise SlimxError(
-            f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE",
+            f"pieces is an array of {pieces.dtype} with shape {pieces.shape}: pass a contiguous 1-D array of "
+            "slimx.reshard.kernels.record.PIECE",
             code="kernel.pieces",
             about="pieces",
         )
     if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
         raise SlimxError(
-            f"sums are {sums.dtype} {sums.shape}: pass a contiguous, writable 1-D array of uint64",
+            f"sums is an array of {sums.dtype} with shape {sums.shape}: pass a contiguous, writable 1-D array of "
+            "uint64",
             code="kernel.sums",
             about="sums",
         )
@@ -183,22 +193,22 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     nonempty = (rows > 0) & (cols > 0)
     _refuse(
         pieces,
-        ("kernel.extent", (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent"),
+        ("kernel.extent", (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has negative rows, columns or row bytes"),
         ("kernel.item", item == 0, "has elements of 0 bytes"),
-        ("kernel.sum", (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums"),
+        ("kernel.sum", (tensor < 0) | (tensor >= len(sums)), f"has a tensor index outside the {len(sums)} sums"),
         ("kernel.source", nonempty & (pieces["src"] == 0), "has no source address"),
         ("kernel.source_overlap", nonempty & (cols > 1) & (pieces["src_step"] < item), "has overlapping elements"),
-        ("kernel.reserved", pieces["reserved"] != 0, "has a reserved field that is not 0"),
+        ("kernel.reserved", pieces["reserved"] != 0, "has a value other than 0 in its reserved field"),
     )
 
 
 def check_sums(pieces: np.ndarray) -> None:
-    """Raises SlimxError if the bytes of a source do not fit the rows of its tensor."""
+    """Raises SlimxError if a row of a piece's source bytes is longer than a row of its tensor (`pos_ld`)."""
     _refuse(pieces, _too_long(pieces, pieces["cols"], pieces["item"]))
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError for an op that does not exist for its element sizes, or that lacks blocks or scales."""
+    """Raises SlimxError if a piece's op, element sizes, rule, block, scales and alignment do not fit together."""
     op = pieces["op"].astype(np.int64)
     rule = pieces["rule"].astype(np.int64)
     item = pieces["item"].astype(np.int64)
@@ -220,16 +230,16 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     unaligned = (op != OP.COPY) & _unaligned(pieces, item, out)
     _refuse(
         pieces,
-        ("kernel.form", ~forms, "has an op that does not exist for its element sizes"),
+        ("kernel.form", ~forms, "has an op that does not support its element sizes"),
         ("kernel.rule", ~rules, "has a rule that its op does not support"),
-        ("kernel.blocks", no_blocks, "has blocks its op cannot use"),
-        ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32"),
-        ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "is INT4 with blocks other than 1 x 32"),
-        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4 with columns not divisible by 32"),
-        ("kernel.scale_sum", no_sum, f"names scales outside the {len(sums)} sums, or has none to write"),
-        ("kernel.triton_item", triton_fp32, "quantizes fp32 by the rule triton, which is defined for bf16"),
-        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address for its scales"),
-        ("kernel.alignment", unaligned, "is not aligned to its elements or scales"),
+        ("kernel.blocks", no_blocks, "has a block shape that its op does not support"),
+        ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "has an MXFP8 block shape other than 1 x 32"),
+        ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "has an INT4 block shape other than 1 x 32"),
+        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4, but its columns are no multiple of 32"),
+        ("kernel.scale_sum", no_sum, f"has a scale tensor outside the {len(sums)} sums, or one its op does not write"),
+        ("kernel.triton_item", triton_fp32, "quantizes fp32 by the rule triton, which is defined only for bf16"),
+        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),
+        ("kernel.alignment", unaligned, "has an address or offset not aligned to its element or scale size"),
     )
 
 
@@ -244,14 +254,15 @@ def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndar
 
 
 def _too_long(pieces: np.ndarray, cols: np.ndarray, size: np.ndarray) -> Problem:
-    """Returns the pieces with more `cols`, of `size` bytes each, than fit between two rows of their tensor; all are
-    [pieces]."""
+    """Returns the problem of pieces whose row of `cols` elements of `size` bytes is longer than a row of their tensor
+    (`pos_ld`). `cols`, `size`: [pieces]."""
     fit = pieces["pos_ld"] // np.maximum(size.astype(np.int64), 1)
-    return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than its tensor's"
+    return "kernel.rows", (pieces["rows"] > 1) & (fit < cols), "has rows longer than those of its tensor"
 
 
 def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
-    """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice to one address."""
+    """Raises SlimxError if a piece would write outside a bucket of `nbytes` bytes, or if two of its rows would
+    overlap."""
     out = pieces["out"].astype(np.int64)
     cols = written_cols(pieces)
     _refuse(pieces, _too_long(pieces, cols, out))
@@ -260,15 +271,18 @@ def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     scale_rows = np.where(quantizes, -(-pieces["rows"] // np.maximum(pieces["block_rows"], 1)), 0)
     scale_cols = np.where(quantizes, -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)), 0)
     long = (scale_rows > 1) & (pieces["scale_pos_ld"] < scale_cols * scale_bytes(pieces))
-    _refuse(pieces, ("kernel.scale_rows", long, "has rows of scales longer than their tensor's"))
+    _refuse(pieces, ("kernel.scale_rows", long, "has rows of scales longer than those of the scale tensor"))
     _check_room(pieces, ("scale", "scale_ld"), scale_rows, scale_cols, scale_bytes(pieces), nbytes)
 
 
 def _check_room(
     pieces: np.ndarray, fields: tuple[str, str], rows: np.ndarray, cols: np.ndarray, size: np.ndarray, nbytes: int
 ) -> None:
-    """Checks that rows fit in the bucket, by division only: a product of two wrong numbers could wrap around into the
-    bucket."""
+    """Raises SlimxError if a piece's `rows` rows of `cols` elements of `size` bytes, all [pieces], do not fit in a
+    bucket of `nbytes` bytes.
+
+    `fields`: names of the record's fields with the first byte's offset and the bytes per row. The check only divides,
+    because a product of two wrong numbers could overflow into a valid offset."""
     first = pieces[fields[0]]
     ld = pieces[fields[1]]
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)
@@ -278,12 +292,13 @@ def _check_room(
     _refuse(
         pieces,
         ("kernel.overlap", (rows > 1) & (cols > 0) & ~too_wide & (ld < width), "has rows that overlap in the bucket"),
-        ("kernel.outside", (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes"),
+        ("kernel.outside", (rows > 0) & (cols > 0) & outside, f"extends beyond the bucket of {nbytes} bytes"),
     )
 
 
 def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
-    """Raises SlimxError naming the first piece with the first of `problems` that any piece has."""
+    """Raises SlimxError if any piece has one of `problems`, naming the first problem that occurs and the first piece
+    with it."""
     for code, bad, problem in problems:
         if bad.any():
             k = int(np.flatnonzero(bad)[0])
@@ -291,7 +306,7 @@ def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
             op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
             raise SlimxError(
                 f"piece {k} of {len(pieces)} {problem} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements "
-                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row): correct its plan",
+                f"of {p['item']} bytes, bucket offset {p['dst']}, {p['dst_ld']} bytes per row): correct the record",
                 code=code,
                 about=str(k),
             )

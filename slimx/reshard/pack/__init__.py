@@ -1,4 +1,5 @@
-"""Executes a plan: gathers pieces from ranks into buckets."""
+"""Executes a plan: packs the trainer ranks' parameters and gathers them in buckets."""
 
 PORTION = 256 * 2**20
-"""Bytes that a rank packs on its GPU at once before they are copied to host memory."""
+"""Size in bytes of the GPU memory through which a rank packs data for host memory: the data is packed and copied in
+portions of this size."""

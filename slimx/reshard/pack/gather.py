@@ -1,7 +1,9 @@
-"""Fills buckets from one rank: ranks of one machine write into shared memory, others send their contribution.
+"""Fills buckets in host memory with the contributions of all trainer ranks.
 
-one machine       each engine rank's part of a bucket is in the memory of a different trainer rank
-several machines  a bucket is in the publisher's memory, which writes it to a file (an export, `disk`)
+one machine       every rank writes into shared memory; each engine rank's part of a bucket is in the memory of a
+                  different trainer rank
+several machines  the bucket is in the memory of trainer rank 0 (the publisher), which writes it to a file (export,
+                  transport `disk`); ranks of other machines send it their contribution
 """
 
 from __future__ import annotations
@@ -21,31 +23,34 @@ from slimx.reshard.transports.memory import MemoryFile, open_memory
 
 
 def local_parts(bucket: int, packer: Packer, holders: int) -> list[int]:
-    """Returns the parts of a bucket that are in the memory of the packer's rank if `holders` ranks take turns.
+    """Returns the indices of the parts of `bucket` that are in the memory of the packer's rank.
 
-    Turns continue from bucket to bucket, so memory and links of all ranks are used equally."""
+    Parts are assigned round-robin to ranks 0 to `holders` - 1, continuing from bucket to bucket, so that memory and
+    links of all these ranks are used equally."""
     return [part for part in range(packer.parts) if (bucket * packer.parts + part) % holders == packer.rank]
 
 
 class Gatherer:
-    """Gathers buckets in host memory. All ranks call `fill` together, in the same order of buckets."""
+    """Gathers buckets in host memory. All trainer ranks call `fill` together, in the same order of buckets."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
-        """Creates a gatherer for the packer's rank.
+        """Creates the gatherer of the packer's rank.
 
-        `remote`: ranks that cannot open the publisher's memory; they send through `group` (of host memory). `holders`:
-        number of ranks, from the publisher on, whose memory holds buckets; more than one only if no rank is remote."""
+        `remote`: ranks that cannot open the publisher's memory and send their contribution through `group`, a process
+        group for host memory (gloo). `holders`: number of ranks, counted from the publisher, whose memory contains
+        parts of buckets; 1 if there are remote ranks."""
         self.packer = packer
         self.remote = sorted(remote)
         self.group = group
         self.holders = holders
         self._files: dict[int, dict[int, MemoryFile]] = {}
-        """Bucket -> part -> file."""
+        """Bucket -> part -> shared memory of this rank."""
         self._mapped: dict[str, tuple[int, torch.Tensor]] = {}
-        """Path of another rank's file -> its inode and memory."""
+        """Path of another rank's shared memory -> its inode, and its mapping in this process."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns the path of each part of `bucket` that is in this rank's memory. Valid until `release(bucket)`."""
+        """Returns part -> path for each part of `bucket` in this rank's memory, which is allocated if necessary. The
+        paths are valid until `release(bucket)`."""
         if bucket not in self._files:
             size = self.packer.form(bucket).size
             parts = local_parts(bucket, self.packer, self.holders)
@@ -53,14 +58,17 @@ class Gatherer:
         return {part: file.path for part, file in self._files[bucket].items()}
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's contribution to `bucket` into the memories at `paths`."""
+        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, and returns its
+        checksums and flags.
+
+        A remote rank sends its contribution to the publisher, which writes it into the bucket."""
         rank = self.packer.rank
         if rank in self.remote:
             run, contribution = self.packer.pack_run(bucket)
             if len(run):
                 dist.send(run, PUBLISHER, group=self.group)
             return contribution
-        # Mappings stay, like the files, until their owner has closed them.
+        # A mapping is kept until the owner has closed its file.
         self._mapped = {path: entry for path, entry in self._mapped.items() if _inode(path) == entry[0]}
         files = self._files.get(bucket, {})
         size = self.packer.form(bucket).size
@@ -74,19 +82,19 @@ class Gatherer:
         return contribution
 
     def release(self, bucket: int | None = None) -> None:
-        """Releases one bucket's memory; receivers that have mapped it keep it for themselves.
+        """Releases the memory of `bucket`; processes that have mapped it keep their mapping.
 
-        None: a publication has ended. Its memory stays for the next one: the first touch of fresh pages costs several
-        times as much as packing into them."""
+        None means that a publication has ended. Memory that is still allocated is kept for the next publication,
+        because touching fresh pages costs several times as much as packing into them."""
         if bucket is not None and bucket in self._files:
             for file in self._files.pop(bucket).values():
                 file.close()
 
     def close(self) -> None:
-        """Does nothing: host memory stays for the next publication."""
+        """Does nothing, because host memory is kept for the next publication."""
 
     def _map(self, path: str, size: int) -> torch.Tensor:
-        """Returns another rank's memory at `path`."""
+        """Returns another rank's shared memory at `path` as uint8 [size]; maps it on first use."""
         if path not in self._mapped:
             memory = open_memory(path, size)
             self._mapped[path] = _inode(path), memory
@@ -99,12 +107,14 @@ class Gatherer:
         if size:
             run = torch.empty(size, dtype=torch.uint8)
             dist.recv(run, other, group=self.group)
-            # The sender's checksums cover these bytes: receivers detect any change to them here.
+            # Not summed again: the sender's checksums cover these bytes, so engines would detect a corrupted copy.
             kernel.pack(spread(pieces, run), memory, np.zeros(1, np.uint64))
 
 
 def _inode(path: str) -> int:
-    """Returns the inode that is open at `path`, 0 if none: descriptors of closed files are reused."""
+    """Returns the inode of the file at `path`, or 0 if there is none.
+
+    It reveals that a path in /proc now refers to another file, because the numbers of closed descriptors are reused."""
     try:
         return os.stat(path).st_ino
     except OSError:

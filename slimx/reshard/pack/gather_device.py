@@ -1,7 +1,8 @@
-"""Fills buckets in GPU memory from one rank, without copies through host memory.
+"""Fills buckets in GPU memory with the contributions of all trainer ranks, without copies through host memory.
 
-Ranks write into each other's memory with their kernel, over NVLink or PCIe; ranks that cannot reach the publisher's GPU
-send through their process group. There are two buckets: one is packed while engines read the other."""
+The packing kernel of a rank writes into the memory of another rank's GPU over NVLink or PCIe. Ranks that cannot reach
+the publisher's GPU send their contribution through the trainers' process group. Memory for two buckets is allocated, so
+that one is packed while engines read the other."""
 
 from __future__ import annotations
 
@@ -23,41 +24,46 @@ SLOTS = 2
 
 
 class DeviceGatherer:
-    """Gathers buckets in GPU memory, as `slimx.reshard.pack.gather.Gatherer` does in host memory. All ranks call `fill`
-    together, in the same order of buckets."""
+    """Gathers buckets in GPU memory; has the interface of `slimx.reshard.pack.gather.Gatherer`, which uses host memory.
+    All trainer ranks call `fill` together, in the same order of buckets."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None, holders: int = 1):
-        """Creates a gatherer for the packer's rank.
+        """Creates the gatherer of the packer's rank.
 
-        `remote`: ranks that cannot reach the memory of the publisher's GPU; they send through `group` (of the trainers'
-        GPUs). `holders`: as in `slimx.reshard.pack.gather.Gatherer`."""
+        `remote`: ranks that cannot reach the memory of the publisher's GPU and send their contribution through `group`,
+        a process group for GPU memory. `holders`: number of ranks, counted from the publisher, whose GPU memory
+        contains parts of buckets; 1 if there are remote ranks."""
         self.packer = packer
         self.remote = sorted(remote)
         self.group = group
         self.holders = holders
         self._free: list[DeviceMemory] = []
         self._memories: dict[int, dict[int, DeviceMemory]] = {}
-        """Bucket -> part -> memory."""
+        """Bucket -> part -> memory of this rank's GPU."""
 
     def open(self, bucket: int) -> dict[int, str]:
-        """Returns the path of each part of `bucket` that is in the memory of this rank's GPU. Valid until
-        `release(bucket)`."""
+        """Returns part -> path for each part of `bucket` in the memory of this rank's GPU, which is allocated if
+        necessary.
+
+        The paths are valid until `release(bucket)`. Raises SlimxError if two other buckets are open."""
         if bucket not in self._memories:
             if len(self._memories) == SLOTS:
                 others = " and ".join(map(str, sorted(self._memories)))
                 raise SlimxError(
-                    f"bucket {bucket} has no memory: buckets {others} occupy it; release one of them first",
+                    f"bucket {bucket} cannot be opened, because buckets {others} occupy all memory: release one of "
+                    "them first",
                     code="pack.no_memory",
                     about=f"bucket {bucket}",
                 )
             parts = local_parts(bucket, self.packer, self.holders)
             self._memories[bucket] = {part: self._take() for part in parts}
             for memory in self._memories[bucket].values():
-                memory.clear()  # of another bucket's bytes: padding is zero, and no rank writes it
+                memory.clear()  # may contain another bucket's bytes; padding must be zero, and no rank writes it
         return {part: memory.path for part, memory in self._memories[bucket].items()}
 
     def fill(self, bucket: int, paths: Sequence[str]) -> Contribution:
-        """Writes this rank's contribution to `bucket` into the memories at `paths`, and waits until it is written."""
+        """Writes this rank's contribution to `bucket` into the parts at `paths`, one path per part, waits until it is
+        written, and returns its checksums and flags. A remote rank sends its contribution to the publisher instead."""
         rank = self.packer.rank
         if rank in self.remote:
             run, contribution = self.packer.pack_device_run(bucket)
@@ -74,21 +80,25 @@ class DeviceGatherer:
         return total(contributions)
 
     def release(self, bucket: int | None = None) -> None:
-        """Frees the memory of `bucket`, or of all, for other buckets: no active engine reads it any more. A late engine
-        that does detects wrong checksums."""
+        """Makes the memory of `bucket`, or of all buckets if it is None, available to other buckets.
+
+        The caller guarantees that no engine of the publication reads the bucket any more. An engine that still does,
+        because it was dropped from the publication, gets bytes that fail verification."""
         released = list(self._memories) if bucket is None else [bucket]
         for index in released:
             if index in self._memories:
                 self._free.extend(self._memories.pop(index).values())
 
     def close(self) -> None:
-        """Returns the memory to the device; the next publication allocates it again. Must not be called during one."""
+        """Frees all GPU memory of the gatherer; the next publication allocates it again. Must not be called during a
+        publication."""
         self.release()
         while self._free:
             self._free.pop().close()
 
     def _take(self) -> DeviceMemory:
-        """Returns memory for any part of any bucket."""
+        """Returns GPU memory that is large enough for any part of any bucket, from the released memory if there is
+        some."""
         if self._free:
             return self._free.pop()
         size = max(self.packer.form(bucket).size for bucket in range(self.packer.plan.count))
@@ -106,7 +116,7 @@ class DeviceGatherer:
         dist.recv(run, other, group=self.group)
         names = [f"the contribution of trainer rank {other}"]
         copies = DevicePlan(spread(pieces, run), bucket_bytes=form.size, names=names, bucket=str(bucket), device=device)
-        # The sender's checksums cover these bytes: receivers detect any change to them here.
+        # These sums are discarded: the sender's checksums cover the bytes, so engines would detect a corrupted copy.
         sums = torch.zeros(1, dtype=torch.int64, device=device)
         flags = torch.zeros(1, dtype=torch.int32, device=device)
         kernel_cuda.pack_at(copies, self._memories[bucket][0].address, sums, flags)

@@ -1,4 +1,4 @@
-"""Packs the bytes of one trainer rank's parameters in the plan's layout, with one kernel call per bucket."""
+"""Packs one trainer rank's parameters into buckets in the plan's layout, with one kernel call per bucket."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from slimx.reshard.plan.copy_plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Contribution of one rank to a bucket."""
+    """Checksums and flags of the bytes that one rank contributed to a bucket."""
 
     sums: np.ndarray
-    """Contribution to each tensor's checksum [tensors] uint64, in the order of `BucketForm.tensors`."""
+    """Sum over this rank's bytes of each tensor, [tensors] uint64, in the order of `BucketForm.tensors`. The sums of
+    all ranks and the seed add up to the tensor's checksum."""
     flags: np.ndarray
-    """Flags of each tensor's values [tensors] uint32 (kernel.NONFINITE)."""
+    """Flags of each tensor, [tensors] uint32: NONFINITE if this rank contributed an infinite or NaN value."""
 
 
 class Packer:
-    """Packs the buckets of `plan` from `parameters`, whose memory must not move."""
+    """Packs the buckets of `plan` from `parameters`, the tensors of one trainer rank by name, which must not move in
+    memory."""
 
     def __init__(
         self,
@@ -43,35 +45,37 @@ class Packer:
         apart: bool = False,
         portion: int = PORTION,
     ):
-        """Creates a packer for `rank`.
+        """Creates the packer of trainer rank `rank`.
 
-        `made`: tensors that replace parameters, computed once for every part of a bucket that contains them. `apart`:
-        each target has a separate memory (`slimx.reshard.pack.pieces.BucketForm`). `portion`: bytes of GPU memory
-        through which a run is copied to host memory."""
+        `made`: tensors that are computed before packing and are read in place of parameters; computed once per part of
+        a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory
+        (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU memory through which data is
+        packed into host memory."""
         self.plan = plan
         self.rank = rank
         self.parameters = parameters
         self.portion = portion
         self._made = DerivedTensors() if made is None else made
         self.parts = plan.targets if apart else 1
-        """Number of memories of a bucket."""
+        """Number of memories that a bucket consists of."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         self._pieces: dict[tuple[int, int], np.ndarray] = {}
-        """(bucket, part) -> records."""
+        """(bucket, part) -> records of this rank's pieces, [pieces] of `PIECE`."""
         self._device_plans: dict[tuple[int, int, bool], DevicePlan] = {}
-        """(bucket, part, True if its pieces are compacted) -> plan."""
+        """(bucket, part, True if its pieces are compacted) -> plan of the launch that packs it."""
         self._portions: dict[tuple[int, int], list[tuple[Portion, DevicePlan]]] = {}
-        """(bucket, part) -> portions and their plans."""
+        """(bucket, part) -> portions in which it is packed into host memory, with the plans of their launches."""
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Device of the parameters: a GPU, or the CPU."""
         return self._device or torch.device("cpu")
 
     def refresh_addresses(self) -> None:
-        """Reads the addresses of the parameters again, which may have changed (`slimx.trainer.device.offload`)."""
+        """Reads the addresses of the parameters again after they may have moved in memory
+        (`slimx.trainer.device.offload`); if any did, discards everything that was prepared for the old addresses."""
         addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         if addresses != self._addresses:
             self._addresses = addresses
@@ -80,14 +84,16 @@ class Packer:
             self._portions.clear()
 
     def pack(self, bucket: int, *memories: torch.Tensor) -> Contribution:
-        """Writes this rank's contribution to `bucket` into its `parts` memories, uint8 [form(bucket).size] each, zero
-        in bytes that no rank writes."""
+        """Writes this rank's contribution to `bucket` into host memory and returns its checksums and flags.
+
+        `memories`: one tensor per part, `parts` in total, each uint8 [form(bucket).size]. Bytes that no rank writes
+        must be zero already."""
         return total([self._pack(bucket, part, memory) for part, memory in enumerate(memories)])
 
     def _pack(self, bucket: int, part: int, memory: torch.Tensor) -> Contribution:
         if self._device is None:
             return self._run(bucket, part, self._records(bucket, part), memory)
-        # Other ranks write into the same memory: the device packs one run, which the host scatters.
+        # Other ranks write into the same memory, so the GPU packs one run, and the CPU copies its pieces into place.
         run, contribution = self.pack_run(bucket, part=part)
         kernel.pack(spread(self._records(bucket, part), run), memory, np.zeros(1, np.uint64))
         return contribution
@@ -95,8 +101,11 @@ class Packer:
     def pack_run(
         self, bucket: int, memory: torch.Tensor | None = None, *, part: int = 0
     ) -> tuple[torch.Tensor, Contribution]:
-        """Returns the bytes for one of a bucket's memories as one run in host memory, uint8 [bytes], for
-        `slimx.reshard.pack.pieces.spread`: at the start of `memory`, if given, which must be large enough."""
+        """Returns this rank's contribution to one part of `bucket` as a run: its pieces one after the other in host
+        memory, uint8 [bytes]. Receivers place them with `slimx.reshard.pack.pieces.spread`.
+
+        `memory`: uint8 host memory, at least as large as the run, at whose start the run is written; None allocates
+        memory."""
         pieces, size = compact(self._records(bucket, part))
         on_gpu = self._device is not None
         run = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) if memory is None else memory[:size]
@@ -105,17 +114,20 @@ class Packer:
         return run, self._run(bucket, part, pieces, run)
 
     def pack_at(self, bucket: int, part: int, address: int) -> Contribution:
-        """Writes one part of the bucket as `pack` does into GPU memory, of this or another rank, at `address`."""
+        """Writes this rank's contribution to one part of `bucket` into GPU memory at `address`, which may belong to
+        another rank's GPU, and waits until it is written."""
         return self._launch(bucket, part, self._records(bucket, part), self.form(bucket).size, address, compacted=False)
 
     def pack_device_run(self, bucket: int, part: int = 0) -> tuple[torch.Tensor, Contribution]:
-        """Does what `pack_run` does, in the memory of this rank's GPU."""
+        """Returns the run of `pack_run` in new memory of this rank's GPU, with its checksums and flags, after it is
+        written."""
         pieces, size = compact(self._records(bucket, part))
         run = torch.empty(size, dtype=torch.uint8, device=self.device)
         return run, self._launch(bucket, part, pieces, size, run.data_ptr(), compacted=True)
 
     def pack_run_at(self, bucket: int, address: int) -> Contribution:
-        """Does what `pack_run` does, in memory of this rank's GPU at `address`, and waits until it is written."""
+        """Writes the run of `pack_run` for part 0 into memory of this rank's GPU at `address`, and waits until it is
+        written."""
         pieces, size = compact(self._records(bucket, 0))
         return self._launch(bucket, 0, pieces, size, address, compacted=True)
 
@@ -127,8 +139,8 @@ class Packer:
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
                 raise SlimxError(
-                    f"parameter {name} has moved in memory since its plan was prepared; change weights in place, or "
-                    "prepare the plan again",
+                    f"parameter {name} has moved in memory since its records were prepared: update weights in place, "
+                    "or call refresh_addresses after moving them",
                     code="pack.moved",
                     about=name,
                 )
@@ -140,7 +152,7 @@ class Packer:
 
     def _run(self, bucket: int, part: int, pieces: np.ndarray, memory: torch.Tensor) -> Contribution:
         contribution = self._nothing(bucket)
-        if len(pieces):  # most of many ranks contribute nothing to a bucket
+        if len(pieces):  # with many ranks, most of them contribute nothing to a given bucket
             self._made.make(bucket, self._moves(bucket, part))
             kernel.pack(pieces, memory, contribution.sums, contribution.flags)
         return contribution
@@ -148,7 +160,10 @@ class Packer:
     def _launch(
         self, bucket: int, part: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool
     ) -> Contribution:
-        """Writes `pieces` into the `size` bytes at `address` with one launch, and waits for its end."""
+        """Writes `pieces` into the `size` bytes of GPU memory at `address` with one launch, and waits until it has
+        finished.
+
+        `compacted`: True if `pieces` were laid out by `compact`; it selects the cached launch plan."""
         if not len(pieces):
             return self._nothing(bucket)
         if (bucket, part, compacted) not in self._device_plans:
@@ -160,8 +175,10 @@ class Packer:
         return replace(self._nothing(bucket), sums=kernel_cuda.results(plan, sums, flags))
 
     def _pack_portions(self, bucket: int, part: int, run: torch.Tensor) -> Contribution:
-        """Writes one part of a bucket to `run` in host memory, through one portion's GPU memory, and waits until it is
-        written."""
+        """Writes this rank's contribution to one part of `bucket` into `run`, in host memory, and waits until it is
+        written.
+
+        It is packed in portions, all in the same GPU memory, and each is copied to its place in `run`."""
         if (bucket, part) not in self._portions:
             steps = []
             for portion in portions(self._records(bucket, part), self.portion):
@@ -174,7 +191,7 @@ class Packer:
         sums, flags = self._counters(bucket)
         size = max(portion.size for portion, _ in steps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for portion, plan in steps:  # in the order of one stream: a portion is copied before the next is packed
+        for portion, plan in steps:  # one stream keeps the order: a portion is copied before the next overwrites it
             kernel_cuda.pack_at(plan, memory.data_ptr(), sums, flags)
             for start, run_start, nbytes in portion.copies:
                 run[run_start : run_start + nbytes].copy_(memory[start : start + nbytes], non_blocking=True)
@@ -185,7 +202,7 @@ class Packer:
         return DevicePlan(pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device)
 
     def _counters(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns zeroed checksums and flags of the bucket's tensors on the GPU."""
+        """Returns zeroed checksums and flags of the bucket's tensors in GPU memory, [tensors] each."""
         count = len(self.form(bucket).tensors)
         sums = torch.zeros(count, dtype=torch.int64, device=self.device)
         flags = torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -197,16 +214,19 @@ class Packer:
 
 
 def total(contributions: Sequence[Contribution]) -> Contribution:
-    """Returns the sum of one or more contributions."""
+    """Returns the sum of one or more contributions to a bucket: checksums are added, flags are combined by bitwise
+    or."""
     sums = np.stack([contribution.sums for contribution in contributions]).sum(axis=0, dtype=np.uint64)
     flags = np.stack([contribution.flags for contribution in contributions])
     return Contribution(sums, np.bitwise_or.reduce(flags))
 
 
 def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Contribution]) -> PackedBucket:
-    """Returns the packed bucket in the memories at `paths`, to which all ranks have contributed.
+    """Returns the description of a complete bucket for the engines: tensors with offsets and checksums, and where it
+    is.
 
-    Raises SlimxError naming a tensor that is not finite."""
+    `paths`: paths of its memories, one per part. `contributions`: those of all ranks. Raises SlimxError naming a tensor
+    that contains an infinite or NaN value."""
     bucket = total(contributions)
     sums = kernel.seeds(form.nbytes) + bucket.sums
     kernel.refuse_nonfinite(bucket.flags, [tensor.name for tensor in form.tensors])

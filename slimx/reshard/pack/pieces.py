@@ -1,4 +1,5 @@
-"""Converts a plan's moves to the kernels' records: addresses in one rank's parameters, offsets in a bucket."""
+"""Converts a plan's moves to the kernels' records of pieces: addresses of one rank's parameters, and offsets in a
+bucket."""
 
 from __future__ import annotations
 
@@ -15,20 +16,24 @@ from slimx.reshard.kernels.record import OP, PIECE, RULE, scale_bytes, written_c
 from slimx.reshard.plan.copy_plan import Bucket, BucketTensor, Plan
 
 PAGE = 4096
-"""Bytes of a page. Each target's region of a bucket starts on one, so that an engine rank can map its region alone."""
+"""Page size in bytes. Each target's region of a bucket starts at a multiple of it, so that an engine rank can map its
+region alone."""
 
 
 class BucketForm:
-    """All targets' regions of one bucket, as columns over its tensors."""
+    """Layout of one bucket in memory: the regions of all targets, with one array element per tensor in each
+    attribute."""
 
     def __init__(self, buckets: list[Bucket], *, apart: bool = False):
-        """Lays out one bucket of each target. `apart`: each region has a separate memory, instead of being consecutive
-        in one."""
+        """Lays out the bucket whose contents for each target are in `buckets`.
+
+        `apart`: True if each region has its own memory; otherwise all are consecutive in one memory."""
         self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
-        """Index of each target's first tensor in the bucket."""
+        """Index in `tensors` of each target's first tensor, and at the end the number of tensors, [targets + 1]."""
         self.bases: list[int] = []
         self.size = 0
-        """Bytes of the memory; with `apart`, of that for the largest region."""
+        """Bytes of the bucket's memory; with `apart`, of each of its memories, which all have the size of the largest
+        region."""
         self.tensors: list[BucketTensor] = []
         offsets: list[int] = []
         for bucket in buckets:
@@ -46,22 +51,23 @@ class BucketForm:
 
 
 class PlannedBuckets:
-    """A plan with the layouts of its buckets, each computed once."""
+    """Memory layouts of a plan's buckets, each computed once."""
 
     def __init__(self, plan: Plan, *, apart: bool = False):
-        """Prepares the layouts of `plan`. `apart`: as in `BucketForm`."""
+        """Prepares to lay out the buckets of `plan`. `apart`: True if each target's region has its own memory
+        (`BucketForm`)."""
         self.plan = plan
         self.apart = apart
         self._forms: dict[int, BucketForm] = {}
 
     def form(self, bucket: int) -> BucketForm:
-        """Returns the layout of `bucket`."""
+        """Returns the memory layout of the bucket with this index."""
         if bucket not in self._forms:
             self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets], apart=self.apart)
         return self._forms[bucket]
 
     def forms(self) -> list[dict[str, str]]:
-        """Returns the tensors that each target receives: name -> "dtype:d0,d1"."""
+        """Returns for each target the tensors that it receives: name -> "dtype:d0,d1"."""
         forms = []
         for target in self.plan.buckets:
             tensors = {}
@@ -75,10 +81,11 @@ class PlannedBuckets:
 def pieces_of(
     plan: Plan, moves: np.ndarray, form: BucketForm, parameters: Mapping[str, torch.Tensor] | None
 ) -> np.ndarray:
-    """Returns records [moves] of `PIECE` that read `parameters` and write into a bucket of `form`.
+    """Returns records, [moves] of `PIECE`, that read one rank's `parameters` and write a bucket laid out as `form`.
 
-    The records contain the parameters' addresses and are valid while the parameters keep their memory. Without
-    parameters (another rank's) source addresses are relative to 0."""
+    The records contain the parameters' addresses and are valid until a parameter moves in memory. If `parameters` is
+    None, because they belong to another rank, source addresses are relative to 0, so only the destinations are
+    usable."""
     out = np.zeros(len(moves), dtype=PIECE)
     if not len(moves):
         return out
@@ -131,9 +138,12 @@ def _quantize(
     chosen: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Fills in the fields of the pieces among `chosen`: op, rule, block, and offset of their scales."""
+    """Sets op, rule, block and the scales' location in those records of `out` that quantize.
+
+    `tensor`: index in `form.tensors` of each move's target tensor, [moves]. `chosen`: True for moves that write codes,
+    bool [moves]."""
     high, wide = quantization.block
-    scales = tensor[chosen] + 1  # a tensor's scales follow it
+    scales = tensor[chosen] + 1  # the tensor of scales follows that of the codes
     width = form.width[scales]
     size = form.item[scales]
     offset = (moves["row"][chosen] // high * width + moves["col"][chosen] // wide) * size
@@ -148,9 +158,9 @@ def _quantize(
 
 
 def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the same pieces, written consecutively with each piece's scales after it, and the total bytes.
+    """Returns copies of the records with new destinations, consecutive in one run, and the size of the run in bytes.
 
-    All start at a multiple of 16 bytes, the widest access of the kernels."""
+    The scales of a piece follow its values. Both start at multiples of 16 bytes, the widest access of the kernels."""
     out = pieces.copy()
     values, scales = _compact_bytes(pieces)
     ends = np.cumsum(values + scales)
@@ -163,19 +173,22 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A part of a run that is packed at once, in a separate memory."""
+    """Part of a run that is packed with one launch, in memory of its own."""
 
     pieces: np.ndarray
-    """Records that write it, from byte 0 of that memory."""
+    """Records that write the portion, from byte 0 of its memory, [pieces] of `PIECE`."""
     size: int
-    """Bytes of the memory."""
+    """Bytes of the portion's memory."""
     copies: tuple[tuple[int, int, int], ...]
-    """(byte in the memory, byte in the run, bytes) of its copies to the run."""
+    """Copies from the portion's memory to the run: (first byte in the memory, first byte in the run, number of
+    bytes)."""
 
 
 def portions(pieces: np.ndarray, limit: int) -> Iterator[Portion]:
-    """Yields portions of at most `limit` bytes of the run of `compact(pieces)`: consecutive whole pieces, or rows of a
-    longer piece. Only a row of blocks that is longer itself makes a longer one."""
+    """Divides the run of `compact(pieces)` and yields its portions, of at most `limit` bytes each.
+
+    A portion contains consecutive whole pieces, or some rows of a piece that is larger than `limit`. It exceeds `limit`
+    only if a single row of quantization blocks does."""
     packed, _ = compact(pieces)
     nbytes = run_bytes(pieces)
     ends = np.cumsum(nbytes)
@@ -196,11 +209,12 @@ def portions(pieces: np.ndarray, limit: int) -> Iterator[Portion]:
 
 
 def _row_portions(piece: np.ndarray, limit: int) -> Iterator[Portion]:
-    """Yields the rows of one piece [1], as `compact` lays it out."""
+    """Yields portions of at most `limit` bytes that together contain the rows of one piece, [1], as laid out by
+    `compact`."""
     width = _row_bytes(piece)[0]
     scale_width = _scale_row_bytes(piece)[0] if piece["scale_tensor"][0] >= 0 else 0
     high = max(1, int(piece["block_rows"][0]))
-    rows = max(1, (limit - 32) // int(high * width + scale_width)) * high  # 32: both are padded to 16 bytes
+    rows = max(1, (limit - 32) // int(high * width + scale_width)) * high  # values and scales: up to 16 bytes padding
     for row in range(0, int(piece["rows"][0]), rows):
         part = piece.copy()
         part["rows"] = min(rows, int(piece["rows"][0]) - row)
@@ -219,21 +233,22 @@ def _row_portions(piece: np.ndarray, limit: int) -> Iterator[Portion]:
 
 
 def run_bytes(pieces: np.ndarray) -> np.ndarray:
-    """Returns the bytes [pieces] of each piece in the run that `compact` lays out."""
+    """Returns the bytes that each piece occupies in the run of `compact`, padding included, [pieces]."""
     values, scales = _compact_bytes(pieces)
     return values + scales
 
 
 def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes [pieces] of the values and of the scales."""
+    """Returns the bytes of each piece's values and of its scales in the run of `compact`, padding included, [pieces]
+    each."""
     values = pieces["rows"] * _row_bytes(pieces)
     scales = _scale_rows(pieces) * _scale_row_bytes(pieces)
     return -(-values // 16) * 16, -(-scales // 16) * 16
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
-    """Returns records that copy the output of `compact(pieces)` from `run`, uint8 [bytes], to the places of
-    `pieces`."""
+    """Returns records that copy every piece from `run`, uint8 [bytes], which was written by the records of
+    `compact(pieces)`, to its destination in `pieces`."""
     packed, _ = compact(pieces)
     out = []
     for dst, ld, rows, row_bytes in (
@@ -268,15 +283,18 @@ def _scale_row_bytes(pieces: np.ndarray) -> np.ndarray:
 
 
 def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | None) -> tuple[int, int, int]:
-    """Returns address, elements per row and bytes per element of a parameter. Raises SlimxError if it is not the one
-    that the plan was compiled for."""
+    """Returns address, elements per row and bytes per element of the plan's parameter `index`; the address is 0 if
+    `parameters` is None.
+
+    Raises SlimxError if the rank has no such parameter, or one of another dtype, shape or layout than the plan
+    expects."""
     planned = plan.parameters[index]
     if parameters is None:
         return 0, matrix(planned.shape)[1], ITEMSIZE[planned.dtype]
     parameter = parameters.get(planned.name)
     if parameter is None:
         raise SlimxError(
-            f"this rank has no parameter {planned.name}, which the plan reads; compile the plan for this layout",
+            f"this rank has no parameter {planned.name}, which the plan reads: compile the plan for this layout",
             code="pack.no_parameter",
             about=planned.name,
         )
@@ -285,8 +303,8 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
     if (dtype, shape) != (planned.dtype, planned.shape) or not parameter.is_contiguous():
         contiguous = "" if parameter.is_contiguous() else ", not contiguous"
         raise SlimxError(
-            f"parameter {planned.name} is {dtype} {list(shape)}{contiguous}; the plan was compiled for "
-            f"{planned.dtype} {list(planned.shape)}",
+            f"parameter {planned.name} is {dtype} {list(shape)}{contiguous}, but the plan was compiled for contiguous "
+            f"{planned.dtype} {list(planned.shape)}: compile it again for this model",
             code="pack.parameter",
             about=planned.name,
         )

@@ -1,1 +1,1 @@
-"""The plan of a publication: which bytes go where, in which precision."""
+"""Plans of publications and exports: which bytes are copied from which rank to which, and in which dtype."""

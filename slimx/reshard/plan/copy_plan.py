@@ -1,8 +1,8 @@
-"""Publication plan: which rectangle of which rank's tensor is copied where, compiled from shapes alone.
+"""Compiles a plan: which rectangle of which trainer rank's tensor is copied where. Only shapes are needed.
 
 A plan relates two layouts of the same checkpoint tensors (`slimx.layout`). The target is the checkpoint itself, in
 Hugging Face names (`slimx.layout.parts`), or the fused tensors of every engine rank, which receives only its bytes.
-Every target element is proven to be written exactly once. The same inputs give the same bytes on every machine."""
+Every target element is checked to be written exactly once. The same inputs give the same plan on every machine."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from slimx.reshard.plan.intersect import Move, moves
 FORMAT = 2
 """Version of the format that `Plan.to_bytes` writes."""
 MOVES = 2**22
-"""Maximum number of moves in a plan: 10 times those of any configuration in configs/moe."""
+"""Maximum number of moves in a plan: 10 times the largest number of any configuration in configs/moe."""
 ALIGNMENT = 64
-"""Bytes of a cache line. Tensors start on one, so that the receiver's views are aligned for every dtype."""
+"""Bytes of a cache line. Each tensor starts at a multiple of it, which aligns the receiver's views for every dtype."""
 
 MOVE = np.dtype(
     [
-        ("source", np.int32),  # rank that holds the elements
+        ("source", np.int32),  # trainer rank that has the elements and sends them
         ("parameter", np.int32),  # index into Plan.parameters
-        ("target", np.int32),  # rank that takes them
+        ("target", np.int32),  # target rank that receives them
         ("bucket", np.int32),
         ("tensor", np.int32),  # index into Plan.buckets[target][bucket].tensors
         ("source_row", np.int32),
         ("source_col", np.int32),
-        ("source_step", np.int32),  # rows from one source row to the next
+        ("source_step", np.int32),  # rows of the parameter from one source row to the next
         ("row", np.int32),
         ("col", np.int32),
         ("row_step", np.int32),
@@ -48,34 +48,34 @@ MOVE = np.dtype(
 
 
 class BucketTensor(msgspec.Struct, frozen=True):
-    """Location of one tensor in its bucket."""
+    """Location of one tensor in its bucket. Tensors of quantized weights come in pairs: codes, then block scales."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the bucket."""
+    """Offset of its first byte from the start of the bucket."""
     nbytes: int
     scale_of: int = -1
-    """Index in the bucket of the codes that these block scales belong to; -1: values."""
+    """Index in the bucket of the codes to which these block scales belong; -1 if the tensor contains no scales."""
     column: bool = False
-    """True if moves treat it as one column regardless of its shape (`Part.column`)."""
+    """True if moves address the tensor as a matrix of one column, whatever its shape (`Part.column`)."""
 
     @property
     def width(self) -> int:
-        """Elements per row in terms of moves."""
+        """Elements per row of the matrix as which moves address the tensor."""
         return 1 if self.column else matrix(self.shape)[1]
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Tensors sent together to one target rank; `size` in bytes."""
+    """Tensors that are sent together to one target rank. `size`: bytes from the first to the end of the last."""
 
     tensors: tuple[BucketTensor, ...]
     size: int
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A tensor of the trainer that moves read from, with its name on the trainer's ranks."""
+    """A tensor of the trainer from which moves read, identified by its name on the trainer ranks."""
 
     name: str
     dtype: str
@@ -83,16 +83,16 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Holders(NamedTuple):
-    """Source ranks that hold the elements of each move."""
+    """Trainer ranks from which each move of a plan could read, because they have the same bytes."""
 
     groups: list[tuple[int, ...]]
-    """Groups of ranks that hold the same bytes."""
+    """Distinct groups of ranks with the same bytes."""
     of: np.ndarray
-    """[moves] index into `groups`."""
+    """Index into `groups` for each move, [moves]."""
 
 
 class Plan:
-    """A compiled plan of copies (`compile_plan`)."""
+    """A compiled plan: the moves from trainer ranks to buckets, and the buckets' tensors (`compile_plan`)."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: ranks with fewer buckets than others have empty ones at the end. `moved` [moves] of
-        `MOVE`, sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no target loads.
+        `buckets[target][bucket]`: the same number for all targets; some may be empty. `moved`, [moves] of `MOVE`:
+        sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no target loads.
         `holders`: ranks that could send each move; None in a plan that was read from bytes."""
         self.precision = precision
         self.parameters = parameters
@@ -121,11 +121,11 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Number of buckets per target."""
+        """Number of buckets, which is the same for every target."""
         return len(self.buckets[0])
 
     def moves_of(self, source: int, bucket: int) -> np.ndarray:
-        """Returns the moves of rank `source` for `bucket`, for all targets."""
+        """Returns the moves that read from rank `source` and write to `bucket`, for all targets, [n] of `MOVE`."""
         start, stop = self._slices.get((bucket, source), (0, 0))
         return self.moved[start:stop]
 
@@ -139,9 +139,9 @@ class Plan:
 
     @cached_property
     def dtypes(self) -> tuple[list[str], np.ndarray]:
-        """Names of dtypes, and for each move [moves] the index of its target tensor's dtype."""
+        """Distinct dtypes of target tensors, and the index into them for each move's target tensor, [moves]."""
         names: dict[str, int] = {}
-        of_target: dict[int, list[list[int]]] = {}  # replicas of an engine share their lists
+        of_target: dict[int, list[list[int]]] = {}  # an engine's replicas may share one list of buckets
         lengths: list[int] = []
         flat: list[int] = []
         for target in self.buckets:
@@ -158,37 +158,36 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        """Maximum number of kernel launches per rank and publication: one per bucket."""
+        """Maximum number of kernel launches per rank and publication: one per bucket to which it contributes."""
         return max(Counter(source for _, source in self._slices).values(), default=0)
 
     def to_bytes(self) -> bytes:
-        """Returns the plan as bytes, which are equal for equal plans."""
+        """Returns the plan encoded as bytes, without `holders`; equal plans give equal bytes."""
         head = (self.precision, self.parameters, self.buckets, self.unread)
         return msgspec.msgpack.encode((FORMAT, msgspec.to_builtins(head), self.moved.tobytes()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Returns the plan that `to_bytes` wrote. Raises SlimxError for anything else."""
+        """Returns the plan that `to_bytes` encoded. Raises SlimxError for any other bytes or another format version."""
         try:
             version, head, moved = msgspec.msgpack.decode(data)
             if version != FORMAT:
-                raise SlimxError(f"plan: written in format {version}, but this slimx reads {FORMAT}; compile it again")
+                raise SlimxError(f"plan: its format is {version}, but slimx reads {FORMAT}: compile it again")
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
             return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise SlimxError(f"plan: these {len(data)} bytes are not a plan ({error}); compile it again") from error
+            raise SlimxError(f"plan: {len(data)} bytes cannot be decoded ({error}): compile the plan again") from error
 
 
 def compile_plan(
     source: Iterable[Part], target: Iterable[Part], *, precision: Precision, bucket_bytes: int, ranks: int = 1
 ) -> Plan:
-    """Returns the moves that fill every tensor of `target` (`ranks` of them) from `source`, in buckets of
-    `bucket_bytes`.
+    """Returns the plan that fills every tensor of `target`, on `ranks` target ranks, from the tensors of `source`.
 
-    If several source ranks hold the same bytes, the least loaded one sends them. A tensor larger than a bucket is sent
-    alone. Raises SlimxError naming a tensor that the source does not hold, one that occurs twice for a rank, or a shard
-    that splits a quantization block."""
+    `bucket_bytes`: maximum size of a bucket per target; a tensor larger than that is alone in its bucket. If several
+    source ranks have the same bytes, the one with the least to send sends them. Raises SlimxError naming a tensor that
+    the source lacks, one that occurs twice for a rank, or a shard that splits a quantization block."""
     return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
 
 
@@ -199,9 +198,9 @@ class _Compiler:
         self.parameters: list[Parameter] = []
         self.parameter_indices: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self.holders: list[tuple[int, tuple[int, ...]]] = []
-        """Source part -> its parameter and the ranks that hold it."""
+        """Source part -> index of its parameter in `parameters`, and the ranks that have it."""
         self.sources: dict[str, tuple[list[Rect], list[int]]] = {}
-        """Checkpoint tensor -> its rectangles in source parts, and those parts."""
+        """Checkpoint tensor -> its rectangles in source parts, and the index in `holders` of each rectangle's part."""
         for part in source:
             if not part.copy:
                 self._add_source(part)
@@ -217,11 +216,11 @@ class _Compiler:
         self.tensors: list[list[list[BucketTensor]]] = [[[]] for _ in range(ranks)]
         self.ends = [0] * ranks
         self.placed: list[set[str]] = [set() for _ in range(ranks)]
-        """Rank -> names of its tensors."""
+        """Target rank -> names of the tensors placed for it so far."""
         self.rows: list[tuple[int, ...]] = []
         self.groups: dict[tuple[int, ...], int] = {}
         self.group_of: list[int] = []
-        """Index into `groups` for each of `rows`."""
+        """For each of `rows`, the moves compiled so far: index in `groups` of the ranks that could send it."""
         self.read: set[str] = set()
 
     def compile(self, target: Iterable[Part]) -> Plan:
@@ -256,7 +255,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"plan: {part.name} needs checkpoint tensor {name}, which the trainer does not hold",
+                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has: correct its table",
                     code="plan.unheld",
                     about=name,
                 )
@@ -267,21 +266,21 @@ class _Compiler:
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         if len(self.rows) + len(copies) * len(part.ranks) > MOVES:
             raise SlimxError(
-                f"plan: {len(self.ends)} target ranks take more than {MOVES} moves, counted up to {part.name}; do not "
-                "split experts: raise rollout.engines.expert, or lower rollout.engines.tensor or trainer.expert_tensor",
+                f"plan: {len(self.ends)} target ranks take more than {MOVES} moves, exceeded at {part.name}: do not "
+                "split experts; raise rollout.engines.expert, or lower rollout.engines.tensor or trainer.expert_tensor",
                 code="plan.moves",
                 about=part.name,
             )
         for rank in part.ranks:
             if rank >= len(self.ends):
                 raise SlimxError(
-                    f"plan: {part.name} is for target rank {rank} of {len(self.ends)}; pass the number of ranks",
+                    f"plan: {part.name} is for target rank {rank}, but `ranks` is {len(self.ends)}: raise `ranks`",
                     code="plan.rank",
                     about=part.name,
                 )
             if part.name in self.placed[rank]:
                 raise SlimxError(
-                    f"plan: {part.name} occurs twice for target rank {rank}; remove one of its table's rows",
+                    f"plan: {part.name} occurs twice for target rank {rank}: remove one of its rows from the table",
                     code="plan.twice",
                     about=part.name,
                 )
@@ -297,16 +296,16 @@ class _Compiler:
                 self.rows.append((sender, parameter, rank, bucket, tensor, *source, *target, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        """Returns the first rank of `ranks` with the lowest load."""
+        """Returns the rank among `ranks` that has the least to send so far; the first one if several have."""
         if len(ranks) == 1:
             return ranks[0]
-        if id(ranks) not in self.indices:  # parts of one kind share the tuple, which `holders` keeps
+        if id(ranks) not in self.indices:  # parts share their tuple of ranks, which `holders` keeps alive
             self.indices[id(ranks)] = np.array(ranks)
         return ranks[int(self.load[self.indices[id(ranks)]].argmin())]
 
     def _check_filled(self, part: Part) -> None:
-        """Checks that each element of the target tensor is in one rectangle. Only padding rows at the end may be in
-        none."""
+        """Raises SlimxError unless each element of the target tensor is in exactly one rectangle. Only padding rows at
+        the end may be in none."""
         key = part.matrix, part.rects
         if key not in self.checked:
             rows, cols = part.matrix
@@ -317,8 +316,8 @@ class _Compiler:
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantized: bool) -> tuple[Move, ...]:
-        """Returns the moves that fill `rect`, with target rows and columns relative to its first. Experts of a stack
-        differ only in position and share the moves."""
+        """Returns the moves that fill `rect`, with target rows and columns relative to its first element. Cached,
+        because the experts of a stack differ only in position."""
         quantization = self.precision.quantization if quantized else None
         high, wide = (1, 1) if quantization is None else quantization.block
         position = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
@@ -332,11 +331,11 @@ class _Compiler:
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect, block_shape: tuple[int, int]) -> None:
-        """Raises SlimxError unless every quantization block of `move` lies in one rectangle of one rank, and is a block
-        of the checkpoint's tensor; otherwise engines of other sizes would get different codes."""
+        """Raises SlimxError unless every quantization block of `move` is a block of the checkpoint's tensor and lies in
+        one rectangle of one rank. Otherwise the codes would depend on the sizes of trainers and engines."""
         if max(move.row_step, rect.step) > 1:
             raise SlimxError(
-                f"plan: {name} is reordered inside its quantization blocks; publish it unquantized",
+                f"plan: rows of {name} are reordered within quantization blocks: publish the model unquantized",
                 code="plan.reordered",
                 about=name,
             )
@@ -347,18 +346,18 @@ class _Compiler:
             (rect.local_row + move.row, row, move.row, move.rows, rect.rows, high),
             (rect.local_col + move.col, col, move.col, move.cols, rect.cols, wide),
         ):
-            # If a rectangle ends inside a block and is not the tensor's last, the next one starts inside it.
+            # A rectangle may end inside a block only at the tensor's edge; elsewhere the next would start inside it.
             if local % block or first % block or (length % block and start + length != total):
                 raise SlimxError(
                     f"plan: a shard of {name}, {move.rows} x {move.cols} at row {row}, column {col}, does not consist "
-                    f"of whole quantization blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
-                    f"and every other shard must be multiples of {block}",
+                    f"of whole quantization blocks of {high} x {wide}: head_dim, the experts' inner size / ETP and "
+                    f"every other shard must be multiples of {block}",
                     code="plan.blocks",
                     about=name,
                 )
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
-        """Returns bucket and index of `part` on `rank`; its scales, if any, follow it."""
+        """Adds `part`, and its scales if quantized, to a bucket of `rank`; returns the bucket and its index there."""
         quantization = self.precision.quantization if part.quantized else None
         if quantization:
             codes, scales = quantization.shapes(part.shape)

@@ -1,4 +1,4 @@
-"""Intersection of two layouts of a checkpoint tensor: the rectangles copied from one rank's tensor to another's."""
+"""Intersects two layouts of a checkpoint tensor: which rectangles are copied from one rank's tensor to another's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from slimx.layout.parts import check_boxes
 
 
 class Move(NamedTuple):
-    """Target element (row + i * row_step, col + j) is source element (source_row + i * source_step, source_col + j)."""
+    """Copy of a rectangle. For i < rows and j < cols, target element (row + i * row_step, col + j) is source element
+    (source_row + i * source_step, source_col + j)."""
 
     source: int
-    """Index of the source rectangle."""
+    """Index of the rectangle in `sources` from which the move reads."""
     source_row: int
     source_col: int
     source_step: int
@@ -28,10 +29,10 @@ class Move(NamedTuple):
 
 
 def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
-    """Returns moves that fill `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly
-    once.
+    """Returns moves that together fill `target` from `sources`, every element exactly once. All are rectangles of the
+    checkpoint tensor `name`.
 
-    Raises SlimxError naming the tensor and the gap if the sources lack some of it or hold some of it twice."""
+    Raises SlimxError naming the tensor and the position if an element is in no source or in several."""
     found = []
     for index, source in enumerate(sources):
         move = _meet(index, source, target)
@@ -46,7 +47,7 @@ def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
         else:
             boxes.extend((row + k * m.row_step, col, 1, m.cols) for k in range(m.rows))
     check_boxes(
-        f"plan: the part of {name} at row {target.row}, column {target.col}",
+        f"plan: the rectangle of {name} at row {target.row}, column {target.col}",
         (target.rows, target.cols),
         np.array(boxes, dtype=np.int64).reshape(-1, 4),
     )
@@ -76,10 +77,12 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
-    """Returns first row, number and step of the checkpoint tensor's rows that both contain."""
+    """Returns first row, number and step of the checkpoint tensor's rows that are in both rectangles; None if there are
+    none."""
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
-            f"plan: rectangles of every {a.step}th and every {b.step}th row cannot be matched",
+            f"plan: rectangles with row steps {a.step} and {b.step} cannot be intersected: one of the steps must be 1, "
+            "or both equal",
         )
     step = max(a.step, b.step)
     if a.step == b.step and (a.row - b.row) % step:

@@ -1,4 +1,4 @@
-"""Plans of a run for publication and export, compiled from the configuration before anything starts."""
+"""Compiles a run's plans for publication and export from its configuration, before any process starts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PublicationPlan:
-    """The plan of every publication of a run."""
+    """Plan by which every publication of a run copies weights from trainer ranks to engines."""
 
     plan: Plan
     encoding: Encoding
     note: str
-    """Reason for this encoding."""
+    """Description of the encoding and the reason why it was chosen, as a phrase for messages and `slimx plan`."""
     adapters: Plan | None = None
-    """Plan of publications of adapters alone, to engines that hold the base (`publish.adapters`); None: each publishes
-    all weights."""
+    """Plan of publications that send only LoRA adapters to engines that already have the base (`publish.adapters`);
+    None if every publication sends all weights."""
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """Returns the plan by which trainers of `sizes` fill the configured engines; None without engines. Raises
-    SlimxError, with the nearest sizes that fit if these split fp8 blocks."""
+    """Returns the plan by which trainers of `sizes` fill the configured engines on `device`, "cpu" or "cuda"; None if
+    the run has no engines.
+
+    Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
+    nearest sizes that do not."""
     if not config.rollout.policy_engines:
         return None
     try:
@@ -51,10 +54,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
                 _planned(near, spec, near_sizes, device)
             except SlimxError:
                 continue
-            raise SlimxError(f"{error}; set {words}, which fits", code=error.code, about=error.about) from error
+            raise SlimxError(f"{error}; for example, set {words}", code=error.code, about=error.about) from error
         raise SlimxError(
-            f"{error}; no single change of engine or trainer sizes fits: publish in {config.numerics.dtype} (leave "
-            "publish.quantize out)",
+            f"{error}; no single change of engine or trainer sizes achieves this, so publish in "
+            f"{config.numerics.dtype} instead (remove publish.quantize)",
             code=error.code,
             about=error.about,
         ) from error
@@ -66,7 +69,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} copies weights from GPU to GPU, but this run uses the CPU "
-            "(cluster.device); set it to memory, nixl or disk",
+            "(cluster.device): set publish.transport to memory, nixl or disk",
             code="publish.transport_on_cpu",
             about="publish.transport",
         )
@@ -74,8 +77,10 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     encoding, note = _encoding(config, spec, device)
     if encoding == "hf" and spec.table.transposed():
         raise SlimxError(
-            f"{note}, but {min(spec.table.transposed())} of {spec.path} stores experts transposed, which can be "
-            "published only in the engines' own layout; set publish.encoding=local and remove what prevents it",
+            f"weights would be published under {note}, but {min(spec.table.transposed())} of {spec.path} stores "
+            "experts "
+            "transposed, which can be published only in the engines' own layout: set publish.encoding=local and "
+            "remove what prevents it",
             code="publish.transposed",
             about="publish.encoding",
         )
@@ -84,7 +89,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         mode = " in exact mode" if config.exact else ""
         raise SlimxError(
             f"publish.quantize={quantize}{mode} requires the engines' own layout, but weights would be published under "
-            f"{note}; remove what prevents it",
+            f"{note}: set publish.encoding=local and remove what prevents it",
             code=f"publish.{'exact' if config.exact else quantize}_encoding",
             about="publish.quantize",
         )
@@ -116,18 +121,20 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     unread = set(plan.unread) - _predicting(spec.table)
     if unread:
         raise SlimxError(
-            f"plan: no engine loads the trainer's {min(unread)} ({len(unread)} such tensors); add its row to the "
+            f"plan: no engine loads the trainer's tensor {min(unread)} ({len(unread)} such tensors): add its row to "
+            "the "
             "family's engine table",
         )
     return PublicationPlan(plan, encoding, note, adapters)
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raises SlimxError for a model or engine argument with which SGLang would not follow `ModelSpec.engine_table`."""
+    """Raises SlimxError if the model or an engine argument makes SGLang use another weight layout than
+    `ModelSpec.engine_table`, or prevents SGLang from serving the model."""
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(
-            f"{spec.path}: SGLang 0.5.23 cannot serve {spec.family.ARCHITECTURE} on the CPU ({spec.no_cpu_engine}); "
-            "train it without engines (algorithm.name=sft), or serve it on GPUs",
+            f"SGLang 0.5.23 cannot serve {spec.path} ({spec.family.ARCHITECTURE}) on the CPU ({spec.no_cpu_engine}): "
+            "train it without engines (algorithm.name=sft), or use GPUs",
             code="publish.no_cpu_engine",
             about=spec.family.ARCHITECTURE,
         )
@@ -135,41 +142,42 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
-                    f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
-                    f"{spec.family.ARCHITECTURE}: with another value SGLang's weight layout cannot be published",
+                    f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r}, because slimx cannot "
+                    f"publish to SGLang's other weight layouts of {spec.family.ARCHITECTURE}",
                     code="publish.engine_argument",
                     about=f"rollout.engines.sglang.{key}",
                 )
         unfused = spec.unfused(cpu=device == "cpu", expert=group.expert)
         if unfused is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
-                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 never "
-                f"fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}; leave it out",
+                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name} has no effect, because "
+                f"SGLang 0.5.23 never fuses the shared expert of {spec.family.ARCHITECTURE} {unfused}: remove it",
                 code="publish.unfused",
                 about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
 
 
 def _check_drafts(config: Config, spec: ModelSpec, encoding: Encoding, note: str) -> None:
-    """Raises SlimxError if engines draft with a multi-token prediction layer that is trained but cannot be
-    published."""
+    """Raises SlimxError if engines draft tokens with a multi-token prediction layer that is trained but cannot be
+    published in this encoding."""
     for group in config.rollout.policy_engines:
         if not config.publishes_draft(group):
             continue
         reason = f"weights are published under {note}" if encoding == "hf" else None
         if not spec.has_draft_table:
-            reason = f"its layout in SGLang's draft model of {spec.family.ARCHITECTURE} is not known"
+            reason = f"slimx does not know its layout in SGLang's draft model of {spec.family.ARCHITECTURE}"
         if reason is not None:
             raise SlimxError(
                 f"{group.where} drafts tokens with the multi-token prediction layer that trainer.megatron."
-                f"mtp_num_layers trains, but it cannot be published: {reason}; leave out one of the two",
+                f"mtp_num_layers trains, but the layer cannot be published, because {reason}: remove "
+                "speculative_algorithm or mtp_num_layers",
                 code="publish.draft",
                 about="rollout.engines.sglang.speculative_algorithm",
             )
 
 
 def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
-    """Returns the plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
+    """Returns the plan that exports the whole model as a Hugging Face checkpoint in the trainer's dtype."""
     return compile_plan(
         MegatronLayout(spec.table, sizes).parts(),
         checkpoint_parts(spec.table),
@@ -179,8 +187,8 @@ def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
 
 
 def _predicting(table: Table) -> set[str]:
-    """Returns the checkpoint tensors of multi-token prediction layers, which no engine holds without speculative
-    decoding."""
+    """Returns the names of the checkpoint tensors of multi-token prediction layers, which engines load only for
+    speculative decoding."""
     names: set[str] = set()
     for entry in table.entries():
         if entry.row.stage == "mtp":
@@ -191,9 +199,9 @@ def _predicting(table: Table) -> set[str]:
 def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, str]:
     encoding = config.publish.encoding
     if encoding == "hf":
-        return "hf", "set by publish.encoding"
-    if config.serves_adapters:  # rules refuse "local"
-        return "hf", "Hugging Face names, because adapters have PEFT's (publish.adapters)"
+        return "hf", "Hugging Face names, because publish.encoding is hf"
+    if config.serves_adapters:  # the configuration's rules have refused "local"
+        return "hf", "Hugging Face names, because adapters are sent with PEFT's names (publish.adapters)"
     reason = _not_local(config, spec)
     if reason is None and device == "cpu":
         reason = _padded_on_cpu(config, spec)
@@ -201,13 +209,13 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
         return "local", "each engine rank receives its own bytes"
     if encoding == "local":
         raise SlimxError(
-            f"publish.encoding is local, but {reason}; set it to auto or hf",
+            f"publish.encoding=local is not possible, because {reason}: set it to auto or hf",
         )
     return "hf", f"Hugging Face names, because {reason}"
 
 
 def _not_local(config: Config, spec: ModelSpec) -> str | None:
-    """Returns the reason why the engines' own layout cannot be written; None if it can."""
+    """Returns the reason why weights cannot be written in the engines' own layout, or None if they can."""
     groups = config.rollout.policy_engines
     layouts = {(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion")), g.drafts) for g in groups}
     if len(layouts) > 1:
@@ -220,14 +228,16 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
 
 
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
-    """Returns the reason why SGLang's CPU path pads weights, else None: it pads heads and inner sizes that do not
-    divide, where GPUs repeat or refuse them."""
+    """Returns the reason why SGLang's CPU path would pad the weights, or None if it would not.
+
+    It pads head counts and inner sizes that the ranks do not divide; on GPUs SGLang repeats such heads or refuses the
+    sizes."""
     engine = engine_sizes(config.rollout.policy_engines[0])
     model = spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
         return (
-            f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "
-            f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
+            f"the model's {model['num_query_groups']} query groups are not divisible by the {engine.attention_tensor} "
+            "ranks of an engine's attention (rollout.engines.tensor / dp_attention), so SGLang pads them on the CPU"
         )
     inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
     shared = model.get("moe_shared_expert_intermediate_size")
@@ -236,11 +246,11 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     if len(spec.moe_layers) < model["num_layers"]:
         inner["a dense MLP"] = model["ffn_hidden_size"]
     for module, columns in inner.items():
-        # SGLang pads them even if it does not split them: with full expert parallelism experts are not split.
+        # SGLang pads them even if it does not split them, as experts with full expert parallelism.
         if columns % (32 * engine.tensor):
             return (
-                f"{columns} columns of {module} are not a multiple of 32 for each of {engine.tensor} ranks, to which "
-                "SGLang pads them on the CPU"
+                f"the {columns} columns of {module} are not divisible by 32 x {engine.tensor} ranks, so SGLang pads "
+                "them on the CPU"
             )
     return None
 
@@ -260,4 +270,5 @@ _UNKNOWN_LAYOUTS = {
     "torchao_config": "the engine quantizes weights after loading",
     "modelopt_quant": "the engine quantizes weights after loading",
 }
-"""Fields of SGLang's ServerArgs that change where or how weights are stored."""
+"""Fields of SGLang's ServerArgs that change where or how weights are stored, and why slimx then does not know their
+layout."""

@@ -1,1 +1,1 @@
-"""Memory that processes of one machine share: the host's and that of its GPUs."""
+"""Host memory and GPU memory that the processes of one machine share to exchange buckets."""

@@ -1,7 +1,7 @@
-"""Memory files that processes of one machine share: all trainer ranks write into one, all engines map it.
+"""Shared host memory of one machine: trainer ranks write a bucket into a memory file, and engines map it.
 
-A memfd has no name in any directory. Other processes open it through /proc, and the kernel frees it when the last
-process that holds it exits for any reason."""
+A memory file (memfd) has no name in any directory. Other processes open it through /proc, and the kernel frees it when
+the last process that has it open exits, for any reason."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ import torch
 from slimx.errors import SlimxError
 
 NAME = "slimx-bucket"
-"""Name of every memory file in /proc."""
+"""Name of every memory file, by which its link in /proc is recognized."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
-"""Path of a bucket's file, or of changes to it, of a version on disk (`slimx.extras.disk.versions`)."""
+"""Path of a file that contains a bucket of a version on disk, or the changes to one (`slimx.extras.disk.versions`)."""
 
 
 class MemoryFile:
-    """Shared memory of this process. Processes that have mapped it keep it after `close`."""
+    """Host memory of this process that other processes can map through `path`; their mappings remain valid after
+    `close`."""
 
     def __init__(self, size: int):
-        """Allocates `size` zeroed bytes."""
+        """Allocates `size` bytes, all zero."""
         self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, size)
         self.size = size
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.bytes = _map(self._file, size)
-        """uint8 [size]."""
+        """The memory as a tensor, uint8 [size]."""
 
     def close(self) -> None:
         self._close()
 
 
 def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
-    """Opens another process's memory file, of this machine and user, or a bucket of a version on disk, as uint8 [size]:
-    writable, or `private`, which shares pages but discards writes.
+    """Maps the first `size` bytes of a bucket and returns them as a tensor, uint8 [size].
 
-    Raises SlimxError for any other `path`, without opening it."""
+    `path`: another process's memory file, of the same machine and user, or a bucket's file of a version on disk; any
+    other path raises SlimxError without being opened. `private`: True makes writes to the tensor invisible to other
+    processes; False writes them to the memory or file."""
     try:
         if not _offered(path):
             raise SlimxError(
-                f"{path} is not a bucket of a run of this user, neither trainer memory nor a file of a version on "
-                "disk; it is not opened",
+                f"{path} is not opened, because it is neither the memory of a trainer of this user nor a bucket's file "
+                "of a version on disk: check the sender",
                 code="bucket.foreign",
                 about=path,
             )
         file = os.open(path, os.O_RDONLY if private else os.O_RDWR)
     except OSError as error:
         raise SlimxError(
-            f"the bucket at {path} cannot be opened ({error.strerror}); its owner must run on the same machine, as the "
-            "same user, and must not have released it",
+            f"the bucket at {path} cannot be opened ({error.strerror}): check that its owner runs on this machine, as "
+            "the same user, and has not released it",
             code="bucket.gone",
             about=path,
         ) from None
@@ -63,7 +65,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         available = os.fstat(file).st_size
         if available < size:
             raise SlimxError(
-                f"the bucket at {path} has {available} bytes, but {size} were announced; publish again",
+                f"the bucket at {path} has {available} bytes, but its description says {size}: publish again",
                 code="bucket.size",
                 about=path,
             )
@@ -73,7 +75,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
 
 
 def _offered(path: str) -> bool:
-    """Returns True if `path` is a memory file of this user with slimx's name, or a bucket's file."""
+    """Returns True if `path` is a memory file of this user with slimx's name, or a bucket's regular file."""
     if DESCRIPTOR.fullmatch(path):
         return os.readlink(path).startswith(f"/memfd:{NAME}") and os.stat(path).st_uid == os.geteuid()
     # A file on a network file system may have any owner.
@@ -83,5 +85,5 @@ def _offered(path: str) -> bool:
 def _map(file: int, size: int, *, shared: bool = True) -> torch.Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # Unlike mmap.mmap this keeps no file open: a large model has thousands of buckets.
+    # Unlike mmap.mmap, this keeps no file open; a large model has thousands of buckets.
     return torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)
