@@ -1,4 +1,4 @@
-"""Parts of tensors on each rank of an SGLang engine, in the engine's fused layout."""
+"""Determines which part of which tensor each rank of an SGLang engine has, in the engine's fused layout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
 
 DRAFT = "draft."
-"""Prefix of the parameters of a server's draft model."""
+"""Prefix that slimx adds to the parameter names of an engine's draft model, the one that proposes tokens in speculative
+decoding."""
 
 
 class Shard(NamedTuple):
-    """One shard of one row, the same in every layer that has it."""
+    """Shard of one row of the engine table, with the numbers of tensors that have it; enough to estimate memory."""
 
     row: Row
     shape: tuple[int, ...]
     ranks: Sequence[int]
-    """Tensor-parallel ranks of a pipeline stage that hold it."""
+    """Tensor-parallel ranks of a pipeline stage that have this shard."""
     layers: tuple[int, ...]
-    """Number of tensors in each pipeline stage: one per layer, or per layer and expert if the row's name has an
-    expert."""
+    """Number of tensors with this shard in each pipeline stage: one per layer, or one per layer and expert if the row's
+    name contains an expert index."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """A family's engine table, split over the ranks of one engine."""
+    """Layout of a family's engine table on the ranks of one engine. Raises SlimxError for sizes that do not fit the
+    model."""
 
     table: Table
     sizes: EngineSizes
@@ -39,41 +41,41 @@ class EngineLayout:
     def __post_init__(self) -> None:
         if self.sizes.pipeline > self.table.layers:
             raise SlimxError(
-                f"an engine has {self.sizes.pipeline} pipeline stages, more than the model's {self.table.layers} "
-                "layers; lower rollout.engines.pipeline",
+                f"rollout.engines.pipeline={self.sizes.pipeline} is more than the model's {self.table.layers} layers: "
+                "lower it",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(
-                f"an engine has expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts, "
-                "but the model has no experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out",
+                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts, "
+                "but the model has no experts: set rollout.engines.expert=1 and remove ep_num_redundant_experts",
                 code="engine_layout.no_experts",
                 about="rollout.engines.expert",
             )
         if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
             raise SlimxError(
-                f"rollout.engines.dp_attention={self.sizes.attention_data}, but SGLang 0.5.23 has no DP-attention for "
-                "this model; set it to 1",
+                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 does "
+                "not support DP-attention for this model: set it to 1",
                 code="engine_layout.dp_attention",
                 about="rollout.engines.dp_attention",
             )
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(
-                f"the expert parallel size {self.sizes.expert} of an engine does not divide its {physical} physical "
-                f"experts ({self.table.experts} and {self.sizes.redundant} redundant); choose a size that does",
+                f"rollout.engines.expert={self.sizes.expert} does not divide an engine's {physical} physical experts "
+                f"({self.table.experts} of the model, {self.sizes.redundant} redundant): choose a divisor",
                 code="engine_layout.experts",
                 about="rollout.engines.expert",
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of the engine with the ranks that hold it."""
+        """Yields every distinct local tensor of the engine, with the ranks that have it."""
         stage_of = self._stage_of()
         geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
             row = entry.row
             stage = self._home(row, entry.layer, stage_of)
             for shard, size, owner, ranks in self._shards(row):
-                key = id(row), shard  # the same on every expert rank, with different experts
+                key = id(row), shard  # expert-parallel ranks have equal shapes and rectangles, of different experts
                 if key not in geometry:
                     geometry[key] = self._geometry(row, shard, size)
                 shape, rects = geometry[key]
@@ -89,7 +91,8 @@ class EngineLayout:
                 )
 
     def shards(self) -> Iterator[Shard]:
-        """Yields every row's shards with the number of layers that have them, which `parts` lists one by one."""
+        """Yields every shard of every row once, with the number of tensors that have it; `parts` yields each of these
+        tensors."""
         table = self.table
         stage_of = self._stage_of()
         for row in table.rows:
@@ -103,7 +106,8 @@ class EngineLayout:
                 yield Shard(row, shapes[shard], ranks, layers)
 
     def _stage_of(self) -> list[int]:
-        """Returns the pipeline stage of every layer. SGLang gives remainder layers to the last stages."""
+        """Returns the index of the pipeline stage of every layer. If the stages do not divide the layers, the last
+        stages have one layer more, as in SGLang."""
         base, remainder = divmod(self.table.layers, self.sizes.pipeline)
         stage_of: list[int] = []
         for stage in range(self.sizes.pipeline):
@@ -116,8 +120,8 @@ class EngineLayout:
         return {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[layer % self.table.layers])
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
-        """Yields (shard, number of shards, expert rank, tensor-parallel ranks that hold it) for every shard of the
-        row."""
+        """Yields every shard of `row` as (index of the shard, number of shards, expert-parallel rank, tensor-parallel
+        ranks that have it). The expert-parallel rank is 0 for rows without experts."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
             size = self.sizes.expert_tensor
@@ -134,7 +138,7 @@ class EngineLayout:
 
     @property
     def _slots(self) -> int:
-        """Physical experts per expert rank."""
+        """Number of physical experts on each expert-parallel rank."""
         return (self.table.experts + self.sizes.redundant) // self.sizes.expert
 
     def _sources(self, entry: Entry, owner: int) -> tuple[str, ...]:
@@ -164,7 +168,7 @@ class EngineLayout:
                 elif row.group == "attention":
                     keys += " or dp_attention"
                 raise SlimxError(
-                    f"engine tensor {row.name}: {error} ({keys})",
+                    f"engine tensor {row.name} cannot be split: {error} ({keys})",
                     code="engine_layout.tensor",
                     about=row.name,
                 ) from None

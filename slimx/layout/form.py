@@ -1,13 +1,12 @@
-"""The form of a policy's weights: how they and any additional parameters are trained, exported, published and served.
+"""Weight forms: how a policy's weights, and parameters added to them such as LoRA adapters, are trained and published.
 
-    WeightForm      of a run       parts of publications; `attach` on a trainer rank, `served` for engines
-    AttachedForm    of a rank      additional parameters, and the tensors that are packed
-    ServedForm      of a server    arguments, hooks and attestation
+    WeightForm      of a run       selects the form and lists the additional tensors that are published
+    AttachedForm    of a rank      has the additional parameters, and provides the tensors that are packed
+    ServedForm      of a server    provides arguments, hooks and the attested state of an engine
 
-These three are the plain form: every weight is trained and published unchanged. Other forms are entry points of the
-group `slimx.weight_forms`: subclasses of `WeightForm`. Drivers and engine actors run without torch, so methods import
-what they need.
-"""
+These three classes are the plain form: every weight is trained and published unchanged. A package adds another form by
+subclasses, registering its `WeightForm` as an entry point of the group `slimx.weight_forms`. Drivers and engine actors
+run without torch, so methods import what they need."""
 
 from __future__ import annotations
 
@@ -31,109 +30,117 @@ if TYPE_CHECKING:
 GROUP = "slimx.weight_forms"
 
 Tensors = Mapping[str, "torch.Tensor"]
-"""Tensors by parameter name."""
+"""Parameter name -> tensor."""
 
 
 class DerivedTensors:
-    """Tensors that a rank derives when it packs a bucket and that replace parameters; none in this form."""
+    """Tensors that a rank computes before it packs a bucket, and packs instead of parameters of the same names.
+
+    In the plain form there are none."""
 
     def places(self, bucket: int) -> Tensors:
-        """Returns the buffers that `make` writes for `bucket`, the same memory in every call."""
+        """Returns the buffers, by parameter name, into which `make` writes for `bucket`; the same memory in every
+        call."""
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the tensors that `moves` of `bucket` read."""
+        """Computes the tensors from which `moves`, a part of `bucket`'s moves, read, and writes them into its
+        buffers."""
 
 
 class AttachedForm:
-    """The weights of one trainer rank in the plain form, without additional parameters."""
+    """Weight form of one trainer rank; the plain form, which has no additional parameters."""
 
     keeps_base: ClassVar[bool] = False
-    """True if updates never change the weights themselves: without the additional parameters they are the reference
-    model."""
+    """True if updates change only the additional parameters, so that the model without them is the reference model."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the additional parameters, by a description for messages."""
+        """Returns the additional parameters; the keys describe them in messages."""
         return {}
 
-    # `plan` is Any because rooms above this one define its class.
+    # `plan` is Any because a package that imports this one defines its class.
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs according to `plan` (`slimx.reshard.plan.copy_plan.Plan`), and those
-        that it derives.
+        """Returns the tensors that `rank` packs by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and those that are
+        computed before packing.
 
-        `name`: "publish", "adapters" or "export"; `weights`: those of the rank."""
+        `name`: "publish", "adapters" or "export", the purpose of the plan. `weights`: the rank's parameters by name."""
         return weights, DerivedTensors()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Makes the model compute with its weights alone."""
+        """Makes the model compute without the additional parameters inside the block."""
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """The plain weight form in an engine's server: the weights alone, without additional parameters."""
+    """Weight form of an engine's server; the plain form, which has no additional parameters."""
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies with a slot in addition to the weights; requests name one if there are several."""
+        """Names of the policies with a slot of additional parameters in this server. If there are several, a request
+        must name one."""
         return ()
 
     def server_arguments(self, device: str) -> Json:
-        """Returns SGLang's arguments for a server on `device`."""
+        """Returns the arguments that this form adds to those of SGLang's server on `device`."""
         return {}
 
     def command_line(self) -> list[str]:
-        """Returns the options of `slimx.engines.server.launch`."""
+        """Returns the command-line options by which `slimx.engines.server.launch` selects this form."""
         return []
 
     def contract(self) -> Json | None:
-        """Returns the state that each rank of the server must attest; None: nothing."""
+        """Returns the state of the additional parameters that each rank of the server must attest; None if there is
+        none."""
         return None
 
     def check_request(self, request: object) -> None:
-        """Raises ValueError for a request that the server cannot answer; SGLang responds with status 400."""
+        """Raises ValueError for a request that the server cannot answer; SGLang then responds with status 400."""
 
     def register(self, registry: object, kinds: object) -> None:
-        """Registers hooks with SGLang's HookRegistry (`kinds`: its HookType)."""
+        """Registers this form's hooks in SGLang's HookRegistry `registry`. `kinds`: SGLang's HookType."""
 
     def attest(self, runner: object) -> Json | None:
-        """Returns the `contract` that a rank with this ModelRunner fulfils."""
+        """Returns the state, comparable with `contract`, of the rank whose SGLang ModelRunner is `runner`; None if
+        there is none."""
         return None
 
 
 class WeightForm:
-    """The plain form in a run."""
+    """Weight form of a run; the plain form, in which the weights are trained and published unchanged."""
 
     OPTION: ClassVar[str | None] = None
-    """Option of a server's command line, with one argument, that selects this form."""
+    """Command-line option of a server that selects this form and takes one argument; None if there is no option."""
 
     @classmethod
     def configured(cls, config: Config) -> WeightForm | None:
-        """Returns the form of a run if its configuration selects this one."""
+        """Returns the form if `config` selects it, else None."""
         return cls()
 
     @classmethod
     def parse(cls, argument: str) -> ServedForm:
-        """Returns the form of a server from the argument of `OPTION`. Raises ValueError."""
+        """Returns the server's form for `argument`, the argument of the option `OPTION`. Raises ValueError if it is
+        invalid."""
         return ServedForm()
 
     def published_parts(self, table: Table, sizes: Sizes) -> tuple[Sequence[Part], Sequence[Part]]:
-        """Returns the parts that trainers of `sizes` publish in addition to the weights of `table`, and those that
-        engines load."""
+        """Returns the additional tensors that trainers of `sizes` publish for a model with this weight table, and the
+        additional tensors that engines load."""
         return (), ()
 
     def attach(self, module: torch.nn.Module, table: Table) -> AttachedForm:
-        """Attaches the form to the first chunk of a rank's model, before it is wrapped for data parallelism."""
+        """Adds the form's parameters to `module`, the first model chunk of a rank, before it is wrapped for data
+        parallelism."""
         return AttachedForm()
 
     def served(self) -> ServedForm:
-        """Returns the form of the policy's servers."""
+        """Returns the weight form of the servers of this policy's engines."""
         return ServedForm()
 
 
 def form_of(config: Config) -> WeightForm:
-    """Returns the form of the weights of a run's policy."""
+    """Returns the weight form that the configuration of a run's policy selects; the plain form if no other applies."""
     for kind in entry_points.load_all(GROUP).values():
         form = kind.configured(config)
         if form is not None:
@@ -142,6 +149,8 @@ def form_of(config: Config) -> WeightForm:
 
 
 def server_form(argv: Sequence[str]) -> ServedForm:
-    """Returns the form on the command line of `slimx.engines.server.launch`. Children of a server have the same
-    `sys.argv`."""
+    """Returns the weight form that the options in `argv` of `slimx.engines.server.launch` select; the plain form if
+    none does.
+
+    A server's child processes have the same `sys.argv`."""
     return entry_points.by_option(GROUP, argv) or ServedForm()

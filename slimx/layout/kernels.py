@@ -1,45 +1,53 @@
-"""Limits of kernels: SGLang's, which use published weights, and those of DeepEP (sgl-deep-ep 0.1.2), which exchange
-tokens.
+"""Limits of two sets of kernels: SGLang's, which compute with published weights, and those of DeepEP (sgl-deep-ep
+0.1.2), which exchange tokens between expert-parallel ranks.
 
-A publication is proven by the bytes that a rank holds, but some kernels of SGLang 0.5.23 compute with other bytes than
-were loaded. On Blackwell (sm100) SGLang requantizes the fp8 weights of linear layers for DeepGEMM and replaces their
-scales, and its default expert kernel, flashinfer_trtllm, swaps gate and up and shuffles rows. A later publication would
-be proven but computed wrongly, so engines on Blackwell must select kernels that keep the checkpoint's layout."""
+A publication verifies the bytes in a rank's parameters, but some kernels of SGLang 0.5.23 compute with other bytes than
+those that were loaded. On Blackwell (sm100) SGLang requantizes the fp8 weights of linear layers for DeepGEMM and
+replaces their scales, and its default expert kernel, flashinfer_trtllm, swaps gate and up and shuffles rows. A later
+publication would pass verification but give wrong results, so engines on Blackwell must select kernels that keep the
+checkpoint's layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Numbers of ranks for which DeepEP has settings (`get_dispatch_config` in `deep_ep/buffers/legacy.py`)."""
+"""Numbers of expert-parallel ranks that DeepEP supports: those for which `get_dispatch_config` in
+`deep_ep/buffers/legacy.py` has settings."""
 DEEP_EP_NODE = 8
-"""Ranks per node in DeepEP, regardless of the number of GPUs (`LEGACY_NUM_MAX_NVL_PEERS`)."""
+"""Number of ranks that DeepEP considers one node, regardless of the actual number of GPUs
+(`LEGACY_NUM_MAX_NVL_PEERS`)."""
 
 EXPERTS = "moe_runner_backend"
 FP8 = "fp8_gemm_runner_backend"
 PLAIN = {EXPERTS: "triton", FP8: "triton"}
-"""Field of ServerArgs -> the value that keeps weights as loaded."""
+"""Field of SGLang's ServerArgs that selects kernels -> the value with which weights stay as they were loaded."""
 BLACKWELL = 10
-"""Major compute capability from which SGLang's defaults differ."""
+"""Lowest major CUDA compute capability at which SGLang selects other default kernels."""
 
 
 def unpublishable(chosen: Mapping[str, object], *, experts: bool, fp8: bool) -> Iterator[tuple[str, str]]:
-    """Yields fields whose value is invalid for an engine on Blackwell, with the required value.
+    """Yields each field of ServerArgs that selects unsuitable kernels for an engine on Blackwell, with the required
+    value.
 
-    `chosen`: values by field, "auto" if unset; `experts`, `fp8`: True if the served model has such weights."""
+    `chosen`: values of the fields; a missing one is "auto". `experts`, `fp8`: True if the model has experts, or fp8
+    weights."""
     for field, needed in ((EXPERTS, experts), (FP8, fp8)):
         if needed and chosen.get(field, "auto") != PLAIN[field]:
             yield field, PLAIN[field]
 
 
 def crosses_nodes(hidden: int) -> bool:
-    """Returns True if DeepEP's internode kernels support rows of `hidden` elements. Their combine kernel asserts that a
-    bf16 row is whole warps of 16 bytes (`hidden_int4 % 32 == 0`)."""
+    """Returns True if DeepEP's internode kernels support a hidden size of `hidden` elements.
+
+    Their combine kernel asserts that a bf16 row consists of whole warps of 16 bytes per thread (`hidden_int4 % 32 ==
+    0`)."""
     return hidden % 256 == 0
 
 
 def deep_ep_lacks(ranks: int, hidden: int) -> str | None:
-    """Returns the reason why DeepEP cannot exchange tokens of `hidden` elements among `ranks`; None if it can."""
+    """Returns the reason why DeepEP cannot exchange tokens of hidden size `hidden` among `ranks` ranks, as a predicate
+    for a message; None if it can."""
     if ranks not in RANKS:
         return f"has no settings for {ranks} ranks, only for {', '.join(map(str, RANKS))}"
     if ranks > DEEP_EP_NODE and not crosses_nodes(hidden):

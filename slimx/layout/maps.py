@@ -1,20 +1,21 @@
-"""The algebra of index maps: which rectangles of which checkpoint tensors make up one tensor of one parallel rank.
+"""Index maps: which rectangles of which checkpoint tensors make up one tensor of one parallel rank.
 
 A map is the only description of a layout. Loading (Hugging Face -> Megatron), export and publication (Megatron ->
-Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is read as a
-matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * M) x N. Stacks of experts and transposed
-tensors of a checkpoint are not maps but names of sources (`slimx.layout.table`).
+Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is treated as a
+matrix: a vector of n elements as n x 1, a stack of E matrices of M x N as (E * M) x N. Stacks of experts and transposed
+tensors of a checkpoint are expressed by the names of sources instead of by maps (`slimx.layout.table`).
 
-    Copy()                       the tensor itself
-    Concat()                     concatenated tensors; a rank holds its shard of each (gate and up of a SwiGLU)
-    Blocks(heads)                the same with shards counted in heads, replicated if there are few (an engine's qkv)
+    Copy()                       one tensor, split in equal parts
+    Concat()                     concatenated tensors; a rank has its shard of each (gate and up of a SwiGLU)
+    Blocks(heads)                concatenated tensors, split by heads; heads are replicated if there are fewer than
+                                 ranks (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
-    Fused(map, rows)             another map's tensors, stored as one concatenated tensor (a checkpoint's fused qkv)
+    Fused(map, rows)             as `map`, whose sources the checkpoint stores as one concatenated tensor (fused qkv)
     Sections(blocks, cuts)       runs of rows of several tensors, sorted into sections (the projections of a delta net)
     Deinterleave()               rows that alternate between two matrices (gate up gate up ...), concatenated
-    Once()                       the tensor on the first rank, zeros on the others (a bias that ranks sum up)
+    Once()                       one tensor on the first rank, zeros on the others (a bias that ranks sum up)
     RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)
-    Pad(multiple)                rows appended up to a multiple (a padded vocabulary); no rectangle fills them
+    Pad(multiple)                one tensor with rows appended up to a multiple (a padded vocabulary)
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ Shape = tuple[int, int]
 
 
 class Rect(NamedTuple):
-    """`rows x cols` elements of a local tensor and their position in checkpoint tensor `source`.
+    """Rectangle of `rows` x `cols` elements that a local tensor shares with a checkpoint tensor.
 
-    Local element (local_row + i, local_col + j) is source element (row + i * step, col + j)."""
+    Local element (local_row + i, local_col + j) is element (row + i * step, col + j) of the checkpoint tensor with
+    index `source`."""
 
     source: int
     row: int
@@ -45,27 +47,30 @@ class Rect(NamedTuple):
 
     @property
     def extent(self) -> Shape:
-        """Rows and columns of the source from the rectangle's first to its last element."""
+        """Rows and columns of the checkpoint tensor from the rectangle's first to its last element, skipped rows
+        included."""
         return (self.rows - 1) * self.step + 1, self.cols
 
 
 class IndexMap(Protocol):
-    """A map from checkpoint tensors to one local tensor."""
+    """Map from one or several checkpoint tensors, its sources, to one tensor of a rank."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        """Returns the shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis`
-        (None: not split).
+        """Returns the shape of rank `rank`'s tensor and the rectangles that fill it.
 
-        `shapes`: of the checkpoint tensors, as matrices."""
+        `shapes`: shapes of the sources, as matrices. `axis`: axis that is split over `size` ranks; None if every rank
+        has the whole tensor."""
         ...
 
 
 def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple[int, int]:
-    """Returns first element and length of rank `rank`'s shard of `length`. Raises SlimxError if `size` does not divide
-    it."""
+    """Returns the first element and the length of rank `rank`'s shard if a dimension of `length` is split over `size`
+    ranks.
+
+    `name`: description of the dimension for the SlimxError that is raised if `size` does not divide `length`."""
     if length % size:
         raise SlimxError(
-            f"{name} of {length} cannot be split over {size} ranks; choose a size that divides {length}",
+            f"{name} of {length} cannot be split over {size} ranks: choose a size that divides {length}",
             code="maps.share",
             about=name,
         )
@@ -74,7 +79,8 @@ def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple
 
 
 def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tuple[int, int]:
-    """Returns the start and length of a rank's shard; 0 and `length` if `axis` is None."""
+    """Returns the first element and the length of a rank's shard, as `share`; 0 and `length` if `axis` is None (not
+    split)."""
     if axis is None:
         return 0, length
     return share(length, rank, size, name)
@@ -83,7 +89,7 @@ def _shard(length: int, axis: int | None, rank: int, size: int, name: str) -> tu
 def _refuse_columns(axis: int | None, name: str) -> None:
     if axis == 1:
         raise SlimxError(
-            f"{name}: concatenated or reordered rows cannot be split along columns; split them along axis 0",
+            f"a layout with {name} cannot be split along columns (axis 1): split it along rows (axis 0)",
             code="maps.columns",
             about=name,
         )
@@ -91,7 +97,7 @@ def _refuse_columns(axis: int | None, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One checkpoint tensor, split in equal contiguous parts."""
+    """Map from one source, split into equal contiguous parts."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
@@ -105,7 +111,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Several vertically concatenated checkpoint tensors; each rank holds its shard of every one."""
+    """Map from several sources, concatenated vertically; each rank has its shard of every source."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         _refuse_columns(axis, "concatenation")
@@ -122,10 +128,11 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Several vertically concatenated checkpoint tensors, the i-th made of `heads[i]` equal heads.
+    """Map from several sources, concatenated vertically and split by heads; source i consists of `heads[i]` equal
+    heads.
 
-    If there are fewer heads than ranks, several ranks hold each head (key and value heads of an engine with more
-    tensor-parallel ranks than groups)."""
+    If there are fewer heads than ranks, several ranks have the same head: key and value heads of an engine with more
+    tensor-parallel ranks than query groups."""
 
     heads: tuple[int, ...]
 
@@ -150,9 +157,11 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class InterleaveQKV:
-    """Query, key and value, interleaved per query group as in Megatron's `linear_qkv`: q..q k v, q..q k v, ...
+    """Map from query, key and value to Megatron's `linear_qkv`, which interleaves them by query group: q..q k v, q..q k
+    v, ...
 
-    `gated`: the query's tensor has a gate after every head (q g q g ...), and so does each group (q..q g..g k v)."""
+    `heads`, `groups`: numbers of attention heads and of query groups. `gated`: True if the query tensor has a gate
+    after every head (q g q g ...); each group then has the gates after the queries (q..q g..g k v)."""
 
     heads: int
     groups: int
@@ -172,12 +181,12 @@ class InterleaveQKV:
         return (local_row, cols), rects
 
     def _runs(self, group: int, per_group: int) -> list[tuple[int, int, int]]:
-        """Returns (source, first row, rows) of every run of rows in a query group."""
+        """Returns (source, first row, number of rows) of every run of consecutive rows in query group `group`."""
         dim = self.head_dim
         heads = range(group * per_group, (group + 1) * per_group)
         if self.gated:
             runs = []
-            for first_row in (0, dim):  # queries, then gates
+            for first_row in (0, dim):  # the queries of all heads, then their gates
                 runs += [(0, 2 * head * dim + first_row, dim) for head in heads]
         else:
             runs = [(0, heads.start * dim, per_group * dim)]
@@ -186,11 +195,11 @@ class InterleaveQKV:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One checkpoint tensor that stores the sources of `map` vertically concatenated."""
+    """Map from one source, in which the checkpoint stores the sources of `map` concatenated vertically."""
 
     map: IndexMap
     rows: tuple[int, ...]
-    """Rows of each source."""
+    """Number of rows of each source of `map`."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((_, cols),) = shapes
@@ -200,7 +209,8 @@ class Fused:
 
 
 class Cut(NamedTuple):
-    """Rows of tensor `source`: `rows` consecutive rows per block, beginning at `row`, one block every `stride` rows."""
+    """Rows of source `source` that make up a section: in each block `rows` consecutive rows, the first block's from
+    `row`, and each further block's `stride` rows later."""
 
     source: int
     row: int
@@ -210,16 +220,17 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Vertically concatenated sections, each made of one run of rows per block; each rank holds its shard of the blocks
-    in every section. Sorts heads that are interleaved in the checkpoint (q k v q k v ...), or kinds that follow each
-    other in one tensor, by kind."""
+    """Map from sources to vertically concatenated sections, each of which has one run of rows per block.
+
+    Each rank has its shard of the blocks in every section. The map sorts by kind what the checkpoint interleaves by
+    head (q k v q k v ...) or stores in sequence in one tensor."""
 
     blocks: int
     cuts: tuple[Cut, ...]
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of every section of the whole tensor."""
+        """Number of rows of each section in the unsplit tensor."""
         return tuple(self.blocks * cut.rows for cut in self.cuts)
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
@@ -243,8 +254,10 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """One tensor whose rows alternate between two matrices: the rows of the first, then those of the second; each rank
-    holds its shard of both."""
+    """Map from one source whose rows alternate between two matrices to the rows of the first matrix, then those of the
+    second.
+
+    Each rank has its shard of both matrices."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         _refuse_columns(axis, "alternating rows")
@@ -258,7 +271,8 @@ class Deinterleave:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """One tensor on the first rank and zeros on the others, for tensors that ranks sum up."""
+    """Map from one source to the whole tensor on the first rank and zeros on the others, for tensors that ranks sum
+    up."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
@@ -267,8 +281,10 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class RotateHalf:
-    """One tensor whose rows are heads of `head_dim`. `rotary` rows of each, from row `offset`, are rotary pairs in the
-    checkpoint (x0 y0 x1 y1 ...) and halves in the local tensor (x0 x1 ... y0 y1 ...)."""
+    """Map from one source whose rows are heads of `head_dim` rows each.
+
+    In each head, the `rotary` rows from row `offset` are rotary pairs in the checkpoint (x0 y0 x1 y1 ...) and halves in
+    the local tensor (x0 x1 ... y0 y1 ...); the others keep their order."""
 
     head_dim: int
     rotary: int
@@ -298,8 +314,8 @@ class RotateHalf:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """One tensor with rows appended, which no rectangle fills, up to a multiple of `multiple` (times the number of
-    ranks if they could not share that equally)."""
+    """Map from one source to a tensor with more rows: the next multiple of `multiple`, which must also be divisible by
+    the number of ranks. No rectangle fills the appended rows."""
 
     multiple: int
 

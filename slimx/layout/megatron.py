@@ -1,4 +1,4 @@
-"""Parts of tensors on each trainer rank, for any parallel sizes of megatron-core."""
+"""Determines which part of which tensor each trainer rank has, for any parallel sizes of megatron-core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slimx.layout.table import Entry, Row, Stage, Table
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """A family's table, split over trainer ranks. Raises SlimxError for sizes that do not fit the model."""
+    """Layout of a family's weight table on the trainer ranks. Raises SlimxError for sizes that do not fit the model."""
 
     table: Table
     sizes: Sizes
@@ -25,8 +25,8 @@ class MegatronLayout:
         table = self.table
         if sizes.virtual > 1 and sizes.pipeline == 1:
             raise SlimxError(
-                f"trainer.virtual_pipeline={sizes.virtual} needs trainer.pipeline > 1 (one stage has nothing to "
-                "interleave); set trainer.virtual_pipeline=1",
+                f"trainer.virtual_pipeline={sizes.virtual} requires trainer.pipeline > 1, because one rank has no "
+                "stages to interleave with: set trainer.virtual_pipeline=1",
                 code="layout.virtual_pipeline",
                 about="trainer.virtual_pipeline",
             )
@@ -35,7 +35,7 @@ class MegatronLayout:
         ):
             raise SlimxError(
                 f"trainer.layers_per_stage={list(sizes.split)} does not distribute {table.layers} layers over "
-                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); use, for example, "
+                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline): set, for example, "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.layers_per_stage",
                 about="trainer.layers_per_stage",
@@ -43,7 +43,7 @@ class MegatronLayout:
         if not sizes.split and table.layers % sizes.stages:
             virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
             raise SlimxError(
-                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
+                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers: choose "
                 f"a divisor, or set the layers of each stage: "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
                 code="layout.pipeline",
@@ -51,35 +51,35 @@ class MegatronLayout:
             )
         if sizes.expert > 1 and not table.experts:
             raise SlimxError(
-                f"trainer.expert {sizes.expert} splits experts, but the model has none; set trainer.expert=1",
+                f"trainer.expert={sizes.expert} splits experts, but the model has none: set trainer.expert=1",
                 code="layout.experts",
                 about="trainer.expert",
             )
         if table.experts % sizes.expert:
             raise SlimxError(
-                f"trainer.expert {sizes.expert} does not divide the model's {table.experts} experts; "
+                f"trainer.expert={sizes.expert} does not divide the model's {table.experts} experts: "
                 f"choose a divisor of {table.experts}",
                 code="layout.experts",
                 about="trainer.expert",
             )
         if sizes.stage % (sizes.expert * sizes.expert_tensor):
             raise SlimxError(
-                f"trainer.expert {sizes.expert} x trainer.expert_tensor {sizes.expert_tensor} does not divide the "
-                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data",
+                f"trainer.expert={sizes.expert} x trainer.expert_tensor={sizes.expert_tensor} does not divide the "
+                f"{sizes.stage} ranks of a pipeline stage: lower trainer.expert or raise trainer.data",
                 code="layout.expert_ranks",
                 about="trainer.expert",
             )
 
     def parts(self) -> Iterator[Part]:
-        """Yields every distinct local tensor of the whole trainer with the ranks that hold it."""
+        """Yields every distinct local tensor of all trainer ranks, with the ranks that have it."""
         yield from self._parts(None)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Returns the parts that `rank` holds, in the order of the checkpoint."""
+        """Returns the local tensors of rank `rank`, in the order of the checkpoint."""
         return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
 
     def _parts(self, only: int | None) -> Iterator[Part]:
-        """Yields the parts of pipeline rank `only`, or of all."""
+        """Yields the local tensors of pipeline rank `only`, or of all pipeline ranks if it is None."""
         sizes = self.sizes
         table = self.table
         layers = sizes.split or (table.layers // sizes.stages,) * sizes.stages
@@ -103,7 +103,7 @@ class MegatronLayout:
                     continue
                 before = table.layers if row.stage == "mtp" else first[stage]
                 local = name.format(layer=entry.layer - before, expert=entry.expert % experts)
-                # The chunks of one rank form a list of modules.
+                # With VPP the model of a rank is a list of modules, one per chunk.
                 local = f"{chunk}.{local}" if sizes.virtual > 1 else local
                 owner = entry.expert // experts if row.per_expert else None
                 for shard, shape, rects in shards.geometry(entry):
@@ -112,8 +112,9 @@ class MegatronLayout:
 
 
 def nearly_equal(layers: int, stages: int) -> list[int]:
-    """Returns the number of layers per stage, differing by one at most. The first and last stage, which also hold
-    embedding and output layer, get no extra layer if possible."""
+    """Returns the number of layers of each stage, which differ by at most one.
+
+    The first and the last stage, which also have the embedding and the output layer, get no extra layer if possible."""
     least, extra = divmod(layers, stages)
     preferred = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
     counts = [least] * stages
@@ -126,7 +127,7 @@ Geometry = tuple[int | None, tuple[int, ...], tuple[Rect, ...]]
 
 
 class _Shards:
-    """Shapes, rectangles and ranks of shards, computed once for all layers and experts."""
+    """Cache of the shapes, rectangles and ranks of shards, which are the same for all layers and experts."""
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
@@ -134,14 +135,18 @@ class _Shards:
         self._ranks: dict[tuple[int, int | None, int | None], tuple[int, ...]] = {}
 
     def geometry(self, entry: Entry) -> list[Geometry]:
-        """Returns index (None: not split), local shape and rectangles of each shard."""
+        """Returns (index, local shape, rectangles) of each shard of the entry's tensor; the index is None if it is not
+        split."""
         key = id(entry.row)
         if key not in self._geometry:
             self._geometry[key] = [self._shard(entry.row, index) for index in self._indices(entry.row)]
         return self._geometry[key]
 
     def ranks(self, pipeline_rank: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
-        """Returns the ranks of `pipeline_rank` that hold `shard`; for experts, those of expert rank `owner`."""
+        """Returns the ranks of `pipeline_rank` that have the shard with index `shard`, or the unsplit tensor if it is
+        None.
+
+        `owner`: expert-parallel rank, for tensors of experts; None for others."""
         key = pipeline_rank, shard, owner
         if key not in self._ranks:
             size = self.sizes.tensor

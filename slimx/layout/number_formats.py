@@ -1,8 +1,8 @@
-"""Number formats of weights: dtypes of trainers and engines, and formats that store a matrix as codes and scales.
+"""Number formats of weights: plain dtypes, and formats that store a matrix as codes and scales (fp8, INT4, ...).
 
-A format is an object of a subclass of `NumberFormat`, and an entry point of the group `slimx.number_formats`, named as
-in config.json (`quantization_config.quant_method`). Methods import what they need, because drivers run without torch.
-"""
+A format is an instance of a subclass of `NumberFormat`, registered as an entry point of the group
+`slimx.number_formats` under its name in config.json (`quantization_config.quant_method`). Methods import what they
+need, because drivers run without torch."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
-"""Name -> shape and possible dtypes, as named in safetensors files."""
+"""Name -> shape, and the dtypes that are allowed, in the notation of safetensors files."""
 ModelDtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
-"""Bytes per element, by the dtypes in which weights are sent."""
+"""Dtype in which weights are sent -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Codes that a publication computes from a matrix, and their scales, one per block."""
+    """Quantization that a publication applies to a matrix: its elements become codes, and each block gets one scale."""
 
     rule: str
-    """Rule that chooses a block's scale (docs/numerics.md)."""
+    """Rule that computes a block's scale (docs/numerics.md)."""
     block: tuple[int, int]
-    """Rows and columns of a block in elements."""
+    """Number of rows and of columns of a block."""
     operation: str
-    """Name in `slimx.reshard.kernels.record.OP`."""
+    """Name of the kernels' op, a member of `slimx.reshard.kernels.record.OP`."""
     code_dtype: str
-    """Dtype of an element of codes."""
+    """Dtype of the tensor of codes."""
     scale_dtype: str
     suffixes: tuple[str, str]
-    """Suffixes of a tensor's name for its codes and its scales."""
+    """Suffixes that are appended to a tensor's name for its codes and for its scales."""
     per_code: int = 1
-    """Matrix columns that one element of codes holds."""
+    """Number of matrix columns that one element of the codes contains: 2 if it contains two INT4 codes."""
 
     def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of codes and scales of a tensor [..., rows, cols]."""
+        """Returns the shapes of the codes and of the scales of a tensor with `shape`, [..., rows, cols]."""
         *stack, rows, cols = shape
         high, wide = self.block
         return (*stack, rows, cols // self.per_code), (*stack, -(-rows // high), -(-cols // wide))
@@ -57,7 +57,9 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the trainer's and the engine's weights, and the quantization of weights that the family quantizes."""
+    """Dtypes of trainer and engine weights, and the quantization of those weights that a family's checkpoints quantize.
+
+    `quantization` is None if a publication sends plain values."""
 
     trainer: ModelDtype
     engine: ModelDtype
@@ -65,121 +67,127 @@ class Precision:
 
 
 class TensorSlice(Protocol):
-    """A tensor in a safetensors file, of which parts can be read."""
+    """A tensor in a safetensors file whose parts can be read separately."""
 
     def get_shape(self) -> list[int]:
-        """Returns its shape."""
+        """Returns the tensor's shape."""
         ...
 
     def get_dtype(self) -> str:
-        """Returns its dtype as safetensors names it."""
+        """Returns the tensor's dtype in the notation of safetensors."""
         ...
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class TensorFiles(Protocol):
-    """The tensors of a checkpoint (`slimx.models.files.reader.CheckpointReader`)."""
+    """Access to the tensors of a checkpoint, implemented by `slimx.models.files.reader.CheckpointReader`."""
 
     path: Path
 
     @property
     def names(self) -> Collection[str]:
-        """Every tensor of the checkpoint."""
+        """Names of all tensors of the checkpoint."""
         ...
 
     @property
     def config(self) -> Json:
-        """The checkpoint's config.json."""
+        """Contents of the checkpoint's config.json."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of tensor `name`."""
+        """Returns the shape of the tensor with this name."""
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor as it is stored."""
+        """Returns the whole tensor with this name, in the dtype in which it is stored."""
         ...
 
     def view(self, name: str) -> TensorSlice:
-        """Returns tensor `name` as its file stores it."""
+        """Returns the tensor with this name for reading in parts."""
         ...
 
 
 class NumberFormat:
-    """Plain values; the base class of formats."""
+    """Base class of number formats; it represents plain values, which are stored as they are."""
 
     RULES: ClassVar[Collection[str]] = ()
-    """Rules by which a publication computes these codes: values of `publish.quantize`."""
+    """Values of `publish.quantize` that make a publication compute codes of this format."""
     GROUP: ClassVar[int] = 1
-    """Divisor of the columns of a matrix."""
+    """Number by which the columns of a quantized matrix must be divisible."""
     CONVERTED: ClassVar[bool] = False
-    """True if trainers cannot start from this format: only conversions read it."""
+    """True if only `slimx convert` reads checkpoints of this format, and trainers cannot load them."""
     LOCAL: ClassVar[bool] = False
-    """True if engines load these codes only in their own layout."""
+    """True if engines load these codes only under their own parameter names and layout (`publish.encoding: local`)."""
     IGNORED: ClassVar[Collection[str]] = ()
-    """Names of parameters that SGLang has in addition to the codes and never reads."""
+    """Names of parameters that SGLang creates for this format in addition to codes and scales, but never reads."""
 
     def other_scheme(self, described: Json) -> str | None:
-        """Returns the first field of a `quantization_config` that describes a different scheme, with its value; None if
-        it describes this format."""
+        """Returns the first field of `described`, a `quantization_config`, that specifies another scheme, with its
+        value; None if this format can read the scheme."""
         return None
 
     # Checkpoints
 
     def holds(self, files: TensorFiles, name: str) -> bool:
-        """Returns True if tensor `name` of a weight table is stored in this format."""
+        """Returns True if `files` stores tensor `name` of a weight table in this format."""
         return False
 
     def tensors(self, files: TensorFiles, name: str, shape: tuple[int, ...], *, transposed: bool) -> StoredTensors:
-        """Returns the tensors that store tensor `name`, whose shape in a weight table is `shape`. `transposed`: it is a
-        stack of transposed matrices."""
+        """Returns the tensors in which this format stores tensor `name`, whose shape in the weight table is `shape`.
+
+        `transposed`: True if `name` is a stack of transposed matrices."""
         raise NotImplementedError
 
     def read(self, files: TensorFiles, source: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Returns the values [rows, cols] of a source of a weight table."""
+        """Returns rows and columns of a source of a weight table as plain values, [rows, cols]."""
         raise NotImplementedError
 
     def refuse(self, path: Path, unknown: Sequence[str]) -> None:
-        """Raises SlimxError if the tensors `unknown` of a checkpoint, which is not for conversion, have this format."""
+        """Raises SlimxError if the tensors `unknown`, which a trainer cannot load, have this format."""
 
     # Publications
 
     def quantization(self, rule: str) -> Quantization | None:
-        """Returns the codes that a publication by `rule` computes from the quantized rows of a table; None without
-        quantization."""
+        """Returns the quantization that a publication with rule `rule` applies to the table's quantized rows; None for
+        plain values."""
         return None
 
     def chosen(self, table: Table) -> Table:
-        """Returns the same table with the rows quantized that engines hold in this format."""
+        """Returns `table` with `quantized` set for exactly the rows that engines store in this format."""
         return table
 
     def nearest(self, config: Config, sizes: Sizes) -> Iterable[tuple[str, Config, Sizes]]:
-        """Returns alternatives for a `config` whose trainers of `sizes` cut blocks, the nearest first: a key's
-        assignment in words, the configuration that has it, and the trainers' sizes."""
+        """Returns similar settings that do not split blocks, for a `config` whose trainers of `sizes` do split them.
+
+        Each is the changed key's assignment as text, the configuration with it, and the trainers' sizes; the most
+        similar is first."""
         return ()
 
     # Engines
 
     def codes_of(self, parameter: str) -> str | None:
-        """Returns the name of the parameter whose scales SGLang holds as `parameter`; None if they are not scales of
+        """Returns the name of the parameter whose scales are in SGLang's `parameter`; None if it contains no scales of
         this format."""
         return None
 
     def scales[Piece](self, pieces: Iterable[Piece], owner: object) -> Iterator[Piece]:
-        """Yields pieces (`slimx.adapters.sglang.weights.layout.ServedPiece`) of a parameter of scales from those of the
-        codes in the module `owner`. Raises SlimxError if a piece cuts a block."""
+        """Yields the pieces (`slimx.adapters.sglang.weights.layout.ServedPiece`) of a parameter of scales.
+
+        `pieces`: those of the codes. `owner`: SGLang's module that has both parameters. Raises SlimxError if a piece
+        splits a quantization block."""
         raise NotImplementedError
 
 
 @functools.cache
 def all_formats() -> Mapping[str, NumberFormat]:
-    """Returns all formats by their names in config.json."""
+    """Returns all number formats; the keys are their names in config.json."""
     return entry_points.load_all(GROUP)
 
 
 def published_format(rule: str | None) -> NumberFormat:
-    """Returns the number format in which `rule`, a value of `publish.quantize`, publishes weights."""
+    """Returns the number format of weights published with `rule`, a value of `publish.quantize`; plain values if it is
+    None."""
     for number_format in all_formats().values():
         if rule in number_format.RULES:
             return number_format

@@ -1,4 +1,5 @@
-"""Parts: the tensors that ranks of any system hold, in terms of checkpoint tensors."""
+"""Local tensors of ranks, described as rectangles of checkpoint tensors, and checks that these cover every element
+once."""
 
 from __future__ import annotations
 
@@ -13,32 +14,32 @@ from slimx.layout.maps import Rect, Shape
 
 
 class Part(NamedTuple):
-    """One local tensor, with the same bytes on all of `ranks`."""
+    """One local tensor, which has the same bytes on all ranks in `ranks`."""
 
     name: str
-    """Name in the rank's module."""
+    """Name of the parameter in the rank's module."""
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     sources: tuple[str, ...]
-    """Checkpoint tensors; `rects[k].source` is an index into them."""
+    """Names of the checkpoint tensors that it contains; `rects[k].source` is an index into them."""
     rects: tuple[Rect, ...]
     dtype: str | None = None
-    """None: the model's dtype."""
+    """Its dtype; None means the model's dtype."""
     quantized: bool = False
-    """True if block quantization applies to it when a publication quantizes."""
+    """True if a publication that quantizes also quantizes this tensor."""
     copy: bool = False
-    """True for a second copy of a tensor: loaded like the original, but never exported or published."""
+    """True for a second copy of a tensor, which is loaded like the original but never exported or published."""
     column: bool = False
-    """True if `rects` treat it as one column regardless of its shape: a stack of vectors, each of which is a column."""
+    """True if `rects` address it as a matrix of one column whatever its shape, as for a stack of vectors."""
 
     @property
     def matrix(self) -> Shape:
-        """Rows and columns in terms of `rects`."""
+        """Shape of the matrix as which `rects` address the tensor."""
         return (math.prod(self.shape), 1) if self.column else matrix(self.shape)
 
 
 def matrix(shape: Sequence[int]) -> Shape:
-    """Returns the two-dimensional shape of a tensor: n x 1 for vectors, (E * M) x N for stacks of matrices."""
+    """Returns the shape of a tensor as a matrix: n x 1 for vectors, (E * M) x N for stacks of E matrices of M x N."""
     if len(shape) == 1:
         return shape[0], 1
     rows = 1
@@ -48,8 +49,11 @@ def matrix(shape: Sequence[int]) -> Shape:
 
 
 def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """Returns the shape of a local tensor that is the matrix `read`, made from `sources` (name and shape). Vectors make
-    a vector; tensors with more than two axes keep the axes after the first."""
+    """Returns the shape of the local tensor that is made from `sources` (names and shapes) and has the matrix shape
+    `read`.
+
+    If all sources are vectors, so is the local tensor. If they have more than two axes, it keeps those after the
+    first."""
     rows, cols = read
     inner = max((shape[1:-1] for _, shape in sources), key=len)
     if all(len(shape) == 1 for _, shape in sources):
@@ -58,8 +62,9 @@ def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> 
 
 
 def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -> None:
-    """Proves that `parts` (copies aside) hold every checkpoint element exactly once. Raises SlimxError naming the
-    tensor."""
+    """Raises SlimxError unless `parts`, except copies, contain every element of every checkpoint tensor exactly once.
+
+    `shapes`: checkpoint tensor -> shape. The message names the tensor."""
     covered: dict[str, list[Rect]] = {name: [] for name in shapes}
     for part in parts:
         if not part.copy:
@@ -67,14 +72,15 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
                 name = part.sources[rect.source]
                 if name not in covered:
                     raise SlimxError(
-                        f"weight table: {part.name} holds a part of {name}, which is not in the checkpoint",
+                        f"weight table: {part.name} uses tensor {name}, which the table's checkpoint does not have: "
+                        "correct its row",
                         code="table.unknown_tensor",
                         about=name,
                     )
                 covered[name].append(rect)
     proven: set[tuple[Shape, tuple[int, ...]]] = set()
     for name, shape in shapes.items():
-        # Layers and experts share the same rectangles, which are proven once. `covered` keeps them alive.
+        # Layers and experts share rectangles, so each set is checked once. `covered` keeps them alive, and ids unique.
         key = matrix(shape), tuple(map(id, covered[name]))
         if key not in proven:
             check_sources(name, matrix(shape), covered[name])
@@ -82,7 +88,8 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
 
 
 def check_sources(name: str, shape: Shape, rects: Iterable[Rect]) -> None:
-    """Proves that `rects` cover every element of checkpoint tensor `name` exactly once."""
+    """Raises SlimxError unless `rects` cover every element of the checkpoint tensor `name`, of matrix shape `shape`,
+    exactly once."""
     boxes = []
     for r in rects:
         if r.step == 1:
@@ -93,19 +100,21 @@ def check_sources(name: str, shape: Shape, rects: Iterable[Rect]) -> None:
 
 
 def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
-    """Proves that `boxes` [n, 4] of (row, col, rows, cols) cover a matrix exactly once.
+    """Raises SlimxError unless `boxes`, [n, 4] of (row, col, rows, cols), cover a matrix of `shape` exactly once.
 
-    Their edges cut the matrix into cells; each cell must be in exactly one box. Raises SlimxError with `name` and the
-    gap."""
+    The edges of the boxes divide the matrix into cells, and each cell must be in exactly one box. The message contains
+    `name` and the position of the first cell that is not."""
     boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
         raise SlimxError(
-            f"{name}: a rectangle exceeds its {shape[0]} x {shape[1]} elements", code="table.beyond", about=name
+            f"{name} has a rectangle outside its {shape[0]} x {shape[1]} elements: correct its map",
+            code="table.beyond",
+            about=name,
         )
     rows = np.unique(np.concatenate([[0, shape[0]], boxes[:, 0], ends[:, 0]]))
     cols = np.unique(np.concatenate([[0, shape[1]], boxes[:, 1], ends[:, 1]]))
-    # Each box adds 1 to its cells by four corners of a two-dimensional difference.
+    # Each box changes the two-dimensional difference array at its four corners; the cumulative sums count boxes.
     count = np.zeros((len(rows), len(cols)), dtype=np.int32)
     top = np.searchsorted(rows, boxes[:, 0])
     bottom = np.searchsorted(rows, ends[:, 0])
@@ -120,4 +129,8 @@ def check_boxes(name: str, shape: Shape, boxes: np.ndarray) -> None:
     ):
         if wrong.any():
             row, col = np.argwhere(wrong)[0]
-            raise SlimxError(f"{name} is {problem} at row {rows[row]}, column {cols[col]}", code=code, about=name)
+            raise SlimxError(
+                f"{name} is {problem} by rectangles at row {rows[row]}, column {cols[col]}: correct its map",
+                code=code,
+                about=name,
+            )

@@ -1,4 +1,4 @@
-"""Globs over parameter names, matched against a family's weight table before a model exists."""
+"""Selects parameters by glob patterns over their names, using a family's weight table before the model exists."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Sources = tuple[str, ...]
 
 
 def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources]:
-    """Returns the parameters of the whole model that any of `patterns` matches, by their `Part.sources`.
+    """Returns the parameters of the whole model that match any of `patterns`, each identified by its `Part.sources`.
 
-    A pattern is a glob (`*`, `?`, `[...]`) over a full name: Megatron's, with layers and experts numbered over the
-    whole model, or Hugging Face's (of a stack of experts: all of them). Raises SlimxError naming `key` for a pattern
-    that matches nothing, with the nearest name, and for one that matches only part of a fused parameter."""
+    A pattern is a glob (`*`, `?`, `[...]`) over a full parameter name, either Megatron's, with layers and experts
+    numbered over the whole model, or Hugging Face's, where a stack of experts has one name for all of them. Raises
+    SlimxError naming the configuration key `key` for a pattern that matches nothing, suggesting the nearest name, and
+    for patterns that match only some of the checkpoint tensors of a fused parameter."""
     if not patterns:
         return frozenset()
     selected: set[Sources] = set()
@@ -34,15 +35,15 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
             selected.add(entry.sources)
         elif matched:
             raise SlimxError(
-                f"{key} matches {matched[0]} but not {missing[0]}, and both are one parameter, "
-                f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none",
+                f"{key} matches {matched[0]} but not {missing[0]}, although both are part of the parameter "
+                f"{megatron_name(table, entry)}: match all of {', '.join(entry.sources)} or none",
                 code="layout.pattern_part",
                 about=key,
             )
     for pattern in patterns:
         if pattern not in used:
             raise SlimxError(
-                f"{key} contains {pattern!r}, which matches no parameter of the model; {_near(table, pattern)}",
+                f"{key} contains the pattern {pattern!r}, which matches no parameter: {_near(table, pattern)}",
                 code="layout.pattern",
                 about=key,
             )
@@ -54,19 +55,20 @@ def _matching(patterns: Sequence[str], name: str) -> set[str]:
 
 
 def names_of(selected: Collection[Sources], parts: Iterable[Part]) -> frozenset[str]:
-    """Returns the names of selected parameters among a rank's `parts`. Copies (a tied output layer) follow their
-    original."""
+    """Returns the names of those parameters among a rank's `parts` that are in `selected`, the result of `select`.
+    Copies, such as a tied output layer, are selected with their original."""
     return frozenset(part.name for part in parts if part.sources in selected)
 
 
 def megatron_name(table: Table, entry: Entry) -> str:
-    """Returns the parameter's name in an unsharded Megatron model. Layers of multi-token prediction count from 0."""
+    """Returns the name of the entry's parameter in a Megatron model on a single rank. Layers of multi-token prediction
+    are numbered from 0."""
     layer = entry.layer - table.layers if entry.row.stage == "mtp" else entry.layer
     return entry.row.name.format(layer=layer, expert=entry.expert)
 
 
 def _near(table: Table, pattern: str) -> str:
-    # Layers and experts repeat the same names: only one of each kind is compared.
+    # Names that differ only in layer or expert are compared once.
     kinds: dict[str, str] = {}
     for entry in table.entries():
         for name in (megatron_name(table, entry), *(stored(source).name for source in entry.sources)):

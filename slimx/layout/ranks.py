@@ -1,5 +1,5 @@
-"""Coordinates of ranks in each parallel dimension, computed by arithmetic alone: trainers in megatron-core's default
-order (tp-cp-ep-dp-pp), engines in SGLang's."""
+"""Coordinates of ranks in each parallel dimension, computed without process groups: trainer ranks in megatron-core's
+default order (tp-cp-ep-dp-pp), engine ranks in SGLang's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Parallel sizes of the trainer. `data` is the number of data-parallel ranks."""
+    """Parallel sizes of the trainer, with the names of section `trainer` of the configuration.
+
+    `data`: number of data-parallel ranks. `expert_tensor`: tensor-parallel size of experts. `context`: context-parallel
+    size."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -23,13 +26,13 @@ class Sizes:
     expert_tensor: int = 1
     context: int = 1
     virtual: int = 1
-    """Model chunks per pipeline rank (VPP): chunk v of pipeline rank p is stage v * pipeline + p."""
+    """Number of model chunks per pipeline rank (VPP); chunk v of pipeline rank p is stage v * pipeline + p."""
     split: tuple[int, ...] = ()
-    """Layers of each stage, `pipeline * virtual` numbers; empty: equal."""
+    """Number of layers of each of the pipeline * virtual stages; empty if all stages have the same number."""
 
     @property
     def stage(self) -> int:
-        """Ranks per pipeline stage."""
+        """Number of ranks per pipeline rank: tensor x context x data."""
         return self.tensor * self.context * self.data
 
     @property
@@ -38,22 +41,25 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """Stages over which the layers are distributed, in the order of the forward pass."""
+        """Number of stages (pipeline x virtual) over which the layers are distributed, in the order of the forward
+        pass."""
         return self.pipeline * self.virtual
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of each packed sequence's length: context parallelism cuts it into zigzag halves."""
+        """Number by which the length of each packed sequence must be divisible: 2 x context, because context
+        parallelism divides it into two zigzag halves per rank; 1 without context parallelism."""
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
-        """Returns the padded length of a sequence of `tokens` tokens."""
+        """Returns the length of a sequence of `tokens` tokens after padding to a multiple of `sequence_multiple`."""
         return -(-tokens // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Coordinates of one rank in the dense layers (`tensor`, `context`, `data`) and in the experts (`expert_*`)."""
+    """Coordinates of one trainer rank in the parallel dimensions of dense layers (`tensor`, `context`, `data`) and of
+    experts (`expert_tensor`, `expert`, `expert_data`)."""
 
     tensor: int
     data: int
@@ -65,8 +71,10 @@ class Coordinates:
 
 
 def fewer(sizes: Sizes) -> Iterator[Sizes]:
-    """Yields `sizes` with fewer data-parallel ranks, the most first, each of which takes whole shards of the same
-    number of former ranks; only those that leave the experts' ranks unchanged."""
+    """Yields sizes with fewer data-parallel ranks than `sizes`, the largest first.
+
+    Only sizes are included in which each data-parallel rank takes over the whole shards of the same number of former
+    ones, and in which a pipeline stage still has whole groups of experts' ranks."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:
@@ -74,7 +82,7 @@ def fewer(sizes: Sizes) -> Iterator[Sizes]:
 
 
 def coordinates(rank: int, sizes: Sizes) -> Coordinates:
-    """Returns the coordinates of global rank `rank`."""
+    """Returns the coordinates of the trainer rank with global index `rank`."""
     stage, inside = divmod(rank, sizes.stage)
     expert_data, rest = divmod(inside, sizes.expert * sizes.expert_tensor)
     return Coordinates(
@@ -89,7 +97,7 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
 
 
 def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
-    """Returns, for each pipeline rank, the global indices (from 0) of its decoder layers, chunk by chunk."""
+    """Returns for each pipeline rank the indices of its decoder layers, from 0 over the whole model, chunk by chunk."""
     counts = sizes.split or (layers // sizes.stages,) * sizes.stages
     first = [0, *accumulate(counts)]
     layers_of_ranks: list[tuple[int, ...]] = []
@@ -102,7 +110,7 @@ def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
 
 
 def sizes_of(config: Trainer) -> Sizes:
-    """Returns the parallel sizes of a trainer configuration."""
+    """Returns the parallel sizes that section `trainer` of the configuration sets."""
     return Sizes(
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -117,25 +125,26 @@ def sizes_of(config: Trainer) -> Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    """Parallel sizes of one SGLang engine: rank = pipeline rank * tensor + tensor rank.
+    """Parallel sizes of one SGLang engine, in which rank = pipeline rank * tensor + tensor rank.
 
-    Attention is split over `tensor / attention_data` ranks (DP-attention replicates it), experts over `expert` groups
-    of `tensor / expert` ranks. Raises SlimxError for sizes that do not divide each other."""
+    Attention is split over `tensor / attention_data` ranks and replicated `attention_data` times (DP-attention).
+    Experts are distributed to `expert` groups of ranks and split over the `tensor / expert` ranks of each. Raises
+    SlimxError for sizes that do not divide `tensor`."""
 
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
     attention_data: int = 1
     redundant: int = 0
-    """Redundant physical experts (expert load balancing); physical expert p is logical expert p mod the number of
-    logical experts."""
+    """Number of physical experts in addition to the model's, for expert load balancing; physical expert p is a copy of
+    logical expert p mod the number of logical experts."""
 
     def __post_init__(self) -> None:
         for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):
             if self.tensor % size:
                 raise SlimxError(
                     f"rollout.engines.{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an "
-                    f"engine; choose a divisor of {self.tensor}",
+                    f"engine: choose a divisor of {self.tensor}",
                     code="engines.divides",
                     about=f"rollout.engines.{name}",
                 )
@@ -146,21 +155,22 @@ class EngineSizes:
 
     @property
     def attention_tensor(self) -> int:
-        """Ranks that share one copy of the attention."""
+        """Number of ranks over which one copy of the attention is split."""
         return self.tensor // self.attention_data
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks over which one expert is split."""
         return self.tensor // self.expert
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Returns the parallel sizes of one engine of the group. Raises SlimxError for invalid or unsupported sizes."""
+    """Returns the parallel sizes of each engine of `group`. Raises SlimxError for invalid or unsupported sizes."""
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
-            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 returns responses only "
-            "from the first stage, and weights of others could not be proven; use tensor and expert parallelism",
+            f"rollout.engines.pipeline={group.pipeline} of engine {group.name} is not supported, because SGLang 0.5.23 "
+            "returns responses only from the first stage, so weights of other stages could not be verified: use "
+            "tensor and expert parallelism",
             code="engines.pipeline",
             about="rollout.engines.pipeline",
         )
@@ -168,7 +178,7 @@ def engine_sizes(group: Engines) -> EngineSizes:
     if type(redundant) is not int or redundant < 0:
         raise SlimxError(
             f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} is not a number of "
-            "experts; set an integer of 0 or more",
+            "experts: set an integer of 0 or more",
             about="rollout.engines.sglang.ep_num_redundant_experts",
         )
     return EngineSizes(

@@ -1,8 +1,8 @@
-"""A family's weight table: one row per kind of local tensor, with the checkpoint tensors that it holds.
+"""Weight tables of model families: one row per kind of local tensor, with the checkpoint tensors that it contains.
 
 Rows are data. `Table.entries` expands them to one entry per tensor of the whole model; `MegatronLayout` and
-`EngineLayout` determine which ranks hold which part of it. Both directions of every conversion are derived from them.
-"""
+`EngineLayout` determine which ranks have which part of it. Loading, export and publication are all derived from the
+rows."""
 
 from __future__ import annotations
 
@@ -24,42 +24,47 @@ Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_MATRICES = 100_000
-"""Maximum number of expert tensors in a table, with which a plan takes 10 s; Qwen3.5-397B-A17B has 61,000, Kimi-K2
-46,000."""
+"""Maximum number of expert tensors in a table. Compiling a plan for that many takes 10 s; Qwen3.5-397B-A17B has 61,000,
+Kimi-K2 46,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Local name, checkpoint tensors, the map between them, split axis and stage.
+    """One kind of local tensor: its name, the checkpoint tensors that it contains, the map between them, and how it is
+    split.
 
-    Names may contain `{layer}` and `{expert}` (indices). A name without `{expert}` over sources with it is one tensor
-    [experts, rows, cols] that stacks the mapped experts."""
+    Names may contain the indices `{layer}` and `{expert}`. If the sources' names contain `{expert}` and the local name
+    does not, the row is one tensor [experts, rows, cols] that stacks the mapped experts."""
 
     name: str
     sources: Sources
-    """Checkpoint names with their full shapes. A source in a stack of all experts ends in `[{expert}]`, and in `.T` if
-    it is transposed there (`slimx.layout.table`); its shape is that of the untransposed matrix."""
+    """Names of the checkpoint tensors, with their full shapes.
+
+    If the checkpoint stacks all experts in one tensor, the name ends in `[{expert}]`, or in `[{expert}].T` if the
+    stacked matrices are transposed (`Stored`); the shape is that of the untransposed matrix."""
     map: IndexMap = Copy()
     axis: int | None = None
-    """Axis split over the ranks of `group`; None: each rank holds the whole tensor."""
+    """Axis that is split over the ranks of `group`; None if each rank has the whole tensor."""
     stage: Stage = "layer"
     group: Group | None = None
-    """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a stage.
-    "undivided": all as well, but under DP-attention each holds the whole tensor. A trainer has one group for experts
-    and one for the rest."""
+    """Ranks of an engine over which the tensor is split. Trainers ignore it.
+
+    None: all ranks of a stage; for experts, those of one expert-parallel group. "attention": ranks that share one copy
+    of the attention. "undivided": all ranks of a stage, but with DP-attention each has the whole tensor."""
     layers: Collection[int] | None = None
-    """Layers that have it; None: all."""
+    """Indices of the layers that have this tensor; None if all have it."""
     dtype: str | None = None
-    """Its dtype if it is not the model's."""
+    """Dtype of the tensor if it differs from the model's dtype, else None."""
     quantized: bool = False
-    """True if the family's fp8 checkpoints hold it in fp8 with block scales."""
+    """True if the family's fp8 checkpoints store the tensor in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
-    """(stage, local name) of ranks that hold a second copy of the tensor, such as a tied output layer."""
+    """(stage, local name) of pipeline stages that have a second copy of the tensor, such as a tied output layer."""
     sections: tuple[str, ...] = ()
-    """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of the tensor, whose map is
-    `Sections`; empty: they store it as one tensor."""
+    """Suffixes of the keys under which Megatron-LM's checkpoints store the sections of a tensor whose map is
+    `Sections`; empty if they store it as one tensor."""
     appended: tuple[Sources, ...] = ()
-    """Sources of further matrices at the end of a stack, on every rank (shared experts fused with the others)."""
+    """Sources of further matrices that every rank has at the end of a stack, such as shared experts fused with the
+    others."""
 
     @property
     def per_expert(self) -> bool:
@@ -70,17 +75,18 @@ class Row:
         return "{expert}" not in self.name and any("{expert}" in name for name, _ in self.sources)
 
     def names(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Returns the names of the sources for a layer and expert."""
+        """Returns the names of the sources for the layer and expert with these indices."""
         layer_index = str(layer)
         expert_index = str(expert)
-        # A list is faster than a generator, and plans call this for every tensor.
+        # A list is faster than a generator, which matters because plans call this for every tensor.
         return tuple(
             [name.replace("{layer}", layer_index).replace("{expert}", expert_index) for name, _ in self.sources]
         )
 
 
 class Entry(NamedTuple):
-    """One tensor of the model: a row with layer (as the checkpoint counts) and expert."""
+    """One tensor of the whole model: a row with the indices of layer and expert. Layers are numbered as in the
+    checkpoint."""
 
     row: Row
     layer: int
@@ -90,21 +96,25 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of a model with its number of layers and experts. Construction proves that every row is invertible."""
+    """Rows of a model, with its numbers of layers and experts.
+
+    Creating a table checks that every row is invertible: that its map uses each source element once."""
 
     rows: tuple[Row, ...]
     layers: int
     experts: int
     mtp_layers: int = 0
-    """Layers of multi-token prediction; the checkpoint numbers them after the others."""
+    """Number of multi-token prediction layers, which the checkpoint numbers after the decoder layers."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensor -> the one whose bytes it repeats. A checkpoint may omit it."""
+    """Checkpoint tensor -> the tensor whose bytes it repeats. A checkpoint may omit it."""
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Checkpoint tensors that the trainer does not hold: exports copy their bytes. A checkpoint may omit them."""
+    """Name -> shape of checkpoint tensors that the trainer does not have; exports copy their bytes. A checkpoint may
+    omit them."""
     _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Shapes of the checkpoint's tensors. These three fields are caches, because a plan reads them repeatedly."""
+    """Checkpoint tensor -> shape. This field, `_entries` and `_sources` are caches, because a plan reads them
+    repeatedly."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -112,8 +122,9 @@ class Table:
             check_row(row, self.experts)
 
     def _check_numbers(self) -> None:
-        """Raises ValueError for sizes that are not whole numbers or exceed those of any model: a config.json may have
-        any values, and entries are enumerated one by one."""
+        """Raises ValueError for sizes that are not integers, or that are larger than in any model.
+
+        A config.json may contain any values, and expanding an excessive number of entries would take too long."""
         _check_integer("layers", self.layers, 0)
         _check_integer("experts", self.experts, 0)
         _check_integer("layers of multi-token prediction", self.mtp_layers, 0)
@@ -124,10 +135,13 @@ class Table:
         expert_rows = [row for row in self.rows if row.per_expert and not row.stacked]
         matrices = self.layers * self.experts * len(expert_rows)
         if matrices > _MOST_MATRICES:
-            raise ValueError(f"{self.layers} layers of {self.experts} experts would be {matrices} tensors")
+            raise ValueError(
+                f"{self.layers} layers with {self.experts} experts would be {matrices} tensors, more than the limit of "
+                f"{_MOST_MATRICES}"
+            )
 
     def entries(self) -> Sequence[Entry]:
-        """Returns every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
+        """Returns every tensor of the whole model in the order of the checkpoint: stage by stage, layer by layer."""
         if not self._entries:
             stages: tuple[Stage, ...] = ("first", "layer", "last", "mtp")
             for stage in stages:
@@ -150,11 +164,13 @@ class Table:
         return range(1)
 
     def layers_of(self, row: Row) -> list[int]:
-        """Returns the layers that have `row`, as `Entry.layer`; 0 for a row outside the layers."""
+        """Returns the indices of the layers that have `row`, as in `Entry.layer`; [0] for a row that belongs to no
+        layer."""
         return [layer for layer in self._layers_of(row.stage) if row.layers is None or layer in row.layers]
 
     def checkpoint_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns name and shape of every checkpoint tensor that the rows hold, in order, with stacks as one tensor."""
+        """Returns name -> shape of every checkpoint tensor that the rows use, in order. A stack of experts is one
+        tensor."""
         if not self._shapes:
             out: dict[str, tuple[int, ...]] = {}
             for source, shape in self.sources().items():
@@ -163,7 +179,8 @@ class Table:
             for name, original in self.aliases.items():
                 if name in out or original not in out:
                     raise SlimxError(
-                        f"weight table: {name} cannot repeat {original}; the original must be in the table",
+                        f"weight table: {name} is an alias of {original}, so only {original} must be in a row: correct "
+                        "rows or aliases",
                         code="table.alias",
                         about=name,
                     )
@@ -171,17 +188,18 @@ class Table:
         return MappingProxyType(self._shapes)
 
     def transposed(self) -> frozenset[str]:
-        """Returns the checkpoint's stacks of transposed matrices."""
+        """Returns the names of the checkpoint tensors that are stacks of transposed matrices."""
         transposed: set[str] = set()
         for entry in self.entries():
-            # Checked first by row: `stored` is slow, and most rows have no stacks.
+            # The row's names are checked first, because `stored` is slow and most rows have no stacks.
             if any(name.endswith(".T") for name, _ in entry.row.sources):
                 tensors = [stored(source) for source in entry.sources]
                 transposed.update(tensor.name for tensor in tensors if tensor.transposed)
         return frozenset(transposed)
 
     def sources(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns name and shape of all sources of the rows, in order. Raises SlimxError if two rows share one."""
+        """Returns name -> shape of all sources of the rows, in order; items of a stack are separate sources. Raises
+        SlimxError if two rows use the same source."""
         if not self._sources:
             out: dict[str, tuple[int, ...]] = {}
             owner: dict[str, Row] = {}
@@ -189,7 +207,7 @@ class Table:
                 for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                     if owner.setdefault(name, entry.row) is not entry.row:
                         raise SlimxError(
-                            f"weight table: {name} belongs to two rows; each checkpoint tensor must have one row",
+                            f"weight table: {name} is a source of two rows: use each checkpoint tensor in one row",
                             code="table.two_rows",
                             about=name,
                         )
@@ -200,21 +218,21 @@ class Table:
 
 def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} would be {value!r}")
+        raise ValueError(f"{name} would be {value!r}, but must be an integer of at least {least}")
 
 
 def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group) -> Row:
-    """Returns the row of an embedding or output layer as SGLang's `VocabParallelEmbedding` holds it: padded to a
-    multiple of 64 rows."""
+    """Returns the row of an embedding or output layer in SGLang's `VocabParallelEmbedding`, which pads it to a multiple
+    of 64 rows."""
     return Row(name, ((name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
 
 
 def check_row(row: Row, experts: int) -> None:
-    """Proves that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
-    element once."""
+    """Raises SlimxError unless the row's map is invertible: it fills the local tensor, padding aside, and uses each
+    checkpoint element exactly once."""
     if row.quantized and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
-            f"weight table: {row.name} is quantized, so it must hold matrices and set no dtype",
+            f"weight table: {row.name} is quantized, but has vectors or sets a dtype: correct its row",
             code="table.quantized",
             about=row.name,
         )
@@ -234,22 +252,23 @@ def check_row(row: Row, experts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Location of a table's source in its checkpoint: as a tensor, or in a stack of all experts.
+    """Location of a table's source in its checkpoint: a whole tensor, or one item of a stack of all experts.
 
-    A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or its transpose, so the
-    rows of a family that stacks its experts look like those of any other. Stacks are split when a checkpoint is read
-    and assembled when one is written. Matrices are also transposed there: the kernels copy rows, and a matrix that is
-    interleaved and transposed has no contiguous rows."""
+    A source named `stack[3]` or `stack[3].T` is item 3 of the checkpoint's tensor `stack`, or the transpose of that
+    item, so the rows of a family that stacks its experts look like those of any other family. Stacks are split when a
+    checkpoint is read and assembled when it is written, and matrices are transposed at the same time: the kernels copy
+    rows, and a matrix that is both interleaved and transposed has no contiguous rows."""
 
     name: str
-    """Name of the checkpoint's tensor."""
+    """Name of the tensor in the checkpoint."""
     index: int | None = None
-    """Index in the stack; None: the tensor is the source itself."""
+    """Index of the item in the stack; None if the source is the whole tensor."""
     transposed: bool = False
-    """True if the stack holds it transposed."""
+    """True if the stack contains the transposed matrix."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Returns the shape of the checkpoint's tensor for a source of shape `source`; a stack has `count` items."""
+        """Returns the shape of the checkpoint's tensor for a source of shape `source`. `count`: number of items of a
+        stack."""
         if self.index is None:
             return tuple(source)
         matrix_shape = reversed(source) if self.transposed else source
@@ -257,7 +276,7 @@ class Stored:
 
 
 def stored(source: str) -> Stored:
-    """Returns where the source named `source` of a table is stored."""
+    """Returns the location that the name `source` of a table's source expresses."""
     match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)
@@ -265,11 +284,12 @@ def stored(source: str) -> Stored:
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
-    """Yields the checkpoint as the target of one rank: every tensor in full, under its Hugging Face name.
+    """Yields the checkpoint as the layout of a single rank: every tensor in full, under its Hugging Face name.
 
-    Stacked tensors are vertically concatenated matrices; transposed ones are not transposed back. `mtp`: with the
-    layers of multi-token prediction, which only a draft model loads. `served`: the table of an engine that loads them,
-    which may have another dtype for a tensor (a router's weight in fp32), or never hold it in fp8."""
+    A stack is a vertical concatenation of its matrices, which are not transposed back. `mtp`: True to include the
+    layers of multi-token prediction, which only a draft model loads. `served`: table of the engine that loads the
+    tensors; it may set another dtype for a tensor, such as fp32 for a router's weight, or exclude it from
+    quantization."""
     served_rows: dict[str, Row] = {}
     if served is not None:
         for entry in served.entries():
