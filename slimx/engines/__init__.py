@@ -1,6 +1,6 @@
-"""Inference engines: SGLang servers, the fleet of them behind a router, and weight transports to them.
+"""Inference engines of a run: SGLang servers, the router in front of them, their recovery, and weight transports.
 
-In: `rollout.engines`, and buckets of weights with their version.
-Out: servers that respond with verified weights and are restarted when lost.
-Read first: `server/engine.py` for one engine, `fleet/membership.py` for all.
+In: section `rollout.engines` of the configuration, and buckets of weights with their version.
+Out: servers that respond with verified weights and are restarted after a failure.
+Read first: `server/engine.py` for one engine, `fleet/membership.py` for all of them.
 """

@@ -1,5 +1,6 @@
-"""Outages, during which no engine serves: requests wait and rollout deadlines are suspended. Also the engines' turn on
-devices that they share with trainers (`schedule.colocate`)."""
+"""Outages: times in which no engine serves, so that requests wait and rollout deadlines are suspended.
+
+Also the phases in which engines may start on devices that they share with trainers (`schedule.colocate`)."""
 
 from __future__ import annotations
 
@@ -11,21 +12,22 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from slimx.runtime.clocks import Clock
 
 LOOK_S = 0.5
-"""Polling interval of an outage from another event loop, in seconds."""
+"""Interval in seconds at which another event loop polls whether an outage has ended."""
 
 
 class Outage:
-    """A record of outages, times in which no engine serves. It belongs to one event loop; the owner of the engines
-    begins and ends them."""
+    """Record of outages, the times in which no engine serves.
+
+    It belongs to one event loop. The owner of the engines reports the start and the end of each outage."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        """Start of the outage by the event loop's clock; None while engines serve."""
+        """Time at which the current outage started, by the event loop's clock; None while engines serve."""
         self._before = 0.0
         self._served = asyncio.Event()
         self._served.set()
         self._clocks: dict[Clock, ExitStack] = {}
-        """Clocks that are stopped during an outage, with the contexts that stop them."""
+        """Clocks that are paused during outages, each with the context that resumes it."""
 
     @property
     def lasts(self) -> bool:
@@ -34,11 +36,11 @@ class Outage:
 
     @property
     def since(self) -> float | None:
-        """Unix time at which the outage began, by the current clock of this node; None while engines serve."""
+        """Unix time at which the current outage started, by this node's clock; None while engines serve."""
         return None if self._began is None else time.time() - (_now() - self._began)
 
     def begin(self) -> None:
-        """Marks the start of an outage. Idempotent."""
+        """Records the start of an outage, unless there is one already, and pauses the clocks."""
         if not self.lasts:
             self._began = _now()
             self._served.clear()
@@ -46,7 +48,7 @@ class Outage:
                 stack.enter_context(clock.paused())
 
     def end(self) -> None:
-        """Marks the end of an outage: an engine serves. Idempotent."""
+        """Records the end of the outage, if there is one, and resumes the clocks."""
         if self.lasts:
             self._before = self.seconds
             self._began = None
@@ -64,12 +66,12 @@ class Outage:
         return self._before + (0.0 if self._began is None else _now() - self._began)
 
     def time(self) -> float:
-        """Returns the time of the event loop's clock minus all outages, in seconds."""
+        """Returns the event loop's time in seconds, minus the duration of all outages."""
         return _now() - self.seconds
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """Stops the running `clock` during outages within this block."""
+        """Pauses the running `clock` during every outage that occurs within this block."""
         with ExitStack() as stack:
             if self.lasts:
                 stack.enter_context(clock.paused())
@@ -81,18 +83,20 @@ class Outage:
 
 
 class Outages:
-    """Outages of several engine groups as one, which lasts while any of them does: a rollout may need all groups."""
+    """Outages of several engine groups, combined because a rollout may need all groups: an outage of any group
+    counts."""
 
     def __init__(self, parts: tuple[Outage, ...]) -> None:
         self._parts = parts
 
     def time(self) -> float:
-        """Returns the time of the event loop's clock minus all outages, in seconds; overlapping outages count twice."""
+        """Returns the event loop's time in seconds, minus the duration of all groups' outages; overlapping ones count
+        twice."""
         return _now() - sum(part.seconds for part in self._parts)
 
     @contextmanager
     def stops(self, clock: Clock) -> Iterator[None]:
-        """Stops the running `clock` during outages within this block."""
+        """Pauses the running `clock` during every outage of any group that occurs within this block."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.stops(clock))
@@ -100,10 +104,10 @@ class Outages:
 
 
 class RemoteOutage:
-    """An outage as seen from other event loops."""
+    """An outage as seen from another event loop than the one that it belongs to, by polling."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
-        """Wraps `outage`. `hopeless` returns True if it will never end; then callers do not wait."""
+        """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""
         self._outage, self._hopeless = outage, hopeless
 
     @property
@@ -116,12 +120,14 @@ class RemoteOutage:
 
 
 AnyOutage = Outage | RemoteOutage
-"""An outage as seen by a request that needs the engines."""
+"""An outage, in the own or another event loop, as a request sees it that waits for engines."""
 
 
 class EnginesTurn:
-    """The times in which engines may start. SGLang sizes its KV cache by free memory, so trainers must have left the
-    devices first. The engines' turn lasts until `end` is called; without shared devices it never is."""
+    """Phases in which engines may start on devices that they share with trainers.
+
+    SGLang sizes its KV cache by free memory, so trainers must have released theirs before. A phase lasts until `end` is
+    called; if no device is shared, `end` is never called and engines may always start."""
 
     def __init__(self) -> None:
         self._theirs = asyncio.Event()
@@ -129,7 +135,7 @@ class EnginesTurn:
         self._theirs.set()
         self._idle.set()
         self._busy = 0
-        """Number of engines that are being started or ended."""
+        """Number of engines that are being started or stopped."""
 
     @property
     def theirs(self) -> bool:
@@ -137,29 +143,31 @@ class EnginesTurn:
         return self._theirs.is_set()
 
     def begin(self) -> None:
-        """Gives the devices to the engines."""
+        """Begins a phase in which engines may start, because trainers have released their memory."""
         self._theirs.set()
 
     async def end(self) -> None:
-        """Prevents further starts and waits until no engine is starting or stopping. Starts and stops have their own
-        deadlines."""
+        """Ends the phase: prevents further starts, and waits until no engine is starting or stopping.
+
+        There is no deadline, because starts and stops have their own."""
         self._theirs.clear()
         await self._idle.wait()
 
     async def come(self) -> None:
-        """Waits for the engines' turn."""
+        """Waits until engines may start."""
         await self._theirs.wait()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Waits for the engines' turn and extends it until the block ends."""
+        """Waits until engines may start, and makes `end` wait until the block, the start of an engine, has ended."""
         await self.come()
         async with self.ending():
             yield
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
-        """Counts an engine that releases its memory inside the block, in any turn."""
+        """Makes `end` wait until the block, which stops an engine, has ended. Allowed outside the engines' phases as
+        well."""
         self._busy += 1
         self._idle.clear()
         try:

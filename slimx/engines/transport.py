@@ -1,13 +1,12 @@
-"""Transports of packed buckets from the trainers to the engines, by `publish.transport`.
+"""Interface of transports, which bring packed buckets from the trainers to the engines, and those for a single node.
 
-Entry points of `slimx.transports`:
+Entry points of `slimx.transports`, by their name in `publish.transport`:
 
-memory    engines map the memory of the trainer ranks: one node
-cuda_ipc  engines copy from the memory of the trainer ranks' GPUs: one node
+memory    engines map the host memory of the trainer ranks
+cuda_ipc  engines copy from the memory of the trainer ranks' GPUs
 
-Extras add others. The part of a transport on trainer ranks is one of their roles (`slimx.roles`), the part at an engine
-an `End`. Importing a transport loads neither torch nor Ray, which a plan runs without.
-"""
+Extras add others. The part of a transport on trainer ranks is one of the ranks' roles (`slimx.roles`), and its receiver
+at an engine is an `End`. Importing a transport loads neither torch nor Ray, because plans are made without them."""
 
 from __future__ import annotations
 
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class Trainers(Protocol):
-    """The trainer ranks (`slimx.orchestration.ranks.trainers.TrainerGroup`), which may be replaced during a run."""
+    """Interface of the trainer ranks (`slimx.orchestration.ranks.trainers.TrainerGroup`), which may be replaced during
+    a run."""
 
     actors: list[Actor]
-    """Actors of the current ranks."""
+    """Ray actors of the current trainer ranks, by rank."""
     plans: Mapping[str, PlannedBuckets]
-    """Transfer plans of the weights; "publish": the plan for one engine."""
+    """Plans of transfers by name, with the layouts of their buckets; "publish" is the plan for one engine."""
 
     async def call(
         self,
@@ -53,49 +53,56 @@ class Trainers(Protocol):
 
 
 class End(Protocol):
-    """A transport's end on one node of an engine, in the process that owns the server there."""
+    """A transport's receiver on one node of an engine, in the process that owns the server there."""
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Prepares for a start of the server. `host`: address of the node; `nodes`: the server's other nodes
-        (`slimx.engines.server.server.Machines`)."""
+        """Prepares for a start of the server.
+
+        `host`: address of this node. `nodes`: the server's other nodes (`slimx.engines.server.server.Machines`), or
+        None."""
 
     def landed(self, packed: PackedBucket) -> AbstractAsyncContextManager[PackedBucket]:
-        """Yields a bucket in memory that the server can open until the block ends."""
+        """Yields a description of the bucket in memory that the server can open until the block ends."""
 
 
 class Transport:
-    """Engines open buckets in the memory of trainer ranks."""
+    """Base class of transports. This one makes engines open buckets in the memory of trainer ranks."""
 
     gathers = True
-    """True if ranks gather their pieces of a bucket in the memory of some of them (`TrainerGroup.pack`)."""
+    """True if trainer ranks gather each bucket in the memory of one or some of them (`TrainerGroup.pack`); False if
+    each sends its own part."""
 
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
-        """Returns True if buckets are in GPU memory in a run on `device`, "cpu" or "cuda"."""
+        """Returns True if buckets are in GPU memory in a run on `device`, "cpu" or "cuda". `colocate`: True if trainers
+        and engines share devices."""
         return publish.on_device
 
     def end(self, publish: Publish) -> Callable[[], End] | None:
-        """Returns the factory of ends at servers, or None if servers open buckets in place."""
+        """Returns the factory of the transport's receivers at engines, or None if engines open buckets without one."""
         return None
 
     def connect(self, config: Config, trainers: Trainers, engines: object, source: Source) -> tuple[Source, Delivery]:
-        """Returns the trainers as the publisher's source and the delivery to `engines`, an `EngineGroup` or None.
-        `source`: source of gathered buckets."""
+        """Connects trainers with engines; returns the source of buckets for the publisher, and the delivery.
+
+        `engines`: an `EngineGroup`, or None in a run without engines. `source`: source that gathers buckets on trainer
+        ranks."""
         return source, MemoryDelivery(trainers)
 
 
 def transport_of(publish: Publish) -> Transport:
-    """Returns the configured transport; memory for `auto`, as in a run without engines."""
+    """Returns the transport that `publish.transport` selects; for "auto", which remains in a run without engines,
+    memory."""
     name = "memory" if publish.transport == "auto" else publish.transport
     return entry_points.load("slimx.transports", name)()
 
 
 class MemoryDelivery(Delivery):
-    """Delivers buckets that engines open in the memory of trainer ranks."""
+    """Delivery of buckets that engines open in the memory of trainer ranks."""
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
         self._owners: Sequence[Actor] = ()
-        """Actors that pack the current publication."""
+        """Actors whose ranks pack the current publication."""
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         self._owners = list(self.trainers.actors)
@@ -106,9 +113,11 @@ class MemoryDelivery(Delivery):
         except SlimxError as error:
             from slimx.cluster.waiting import has_died
 
-            # The engine is not at fault for a bucket whose owner has died.
+            # The engine did not cause the error if the rank whose memory has the bucket has died.
             if self._owners and await has_died(*self._owners):
                 raise TransportLost(
-                    f"a trainer rank died before a bucket was taken: {error}", code="publish.source", about="trainers"
+                    f"a trainer rank died before an engine had copied bucket {bucket}: {error}",
+                    code="publish.source",
+                    about="trainers",
                 ) from error
             raise

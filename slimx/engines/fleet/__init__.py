@@ -1,1 +1,1 @@
-"""Engines of a run: their Ray actors, their membership and their restarts."""
+"""All engines of a run: their Ray actors, which of them serve, and their restarts."""

@@ -1,5 +1,5 @@
-"""Engines of one model behind their router: created, started, put to sleep, stopped and recorded in
-RUN/engines.json."""
+"""Groups of engines that serve one model behind one router: starts and stops them, releases their memory while trainers
+train, and records them in RUN/engines.json."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ from slimx.runtime.ports import free_port
 from slimx.runtime.tasks import all_tried
 
 KEPT = 5
-"""Number of restarts of each part listed in engines.json."""
+"""Number of restarts that engines.json lists for each engine and router."""
 
 
 def keys_of(group: Engines) -> Keys:
-    """Returns the keys of the servers at `group.urls`. Raises SlimxError for an environment variable that is not
-    set."""
+    """Returns the keys of the external servers at `group.urls`, read from the environment variables that the group
+    names. Raises SlimxError if one of these is not set."""
     where = f"rollout.engines group {group.name}"
     api_key = key_in(group.api_key_env, os.environ, where)
     return Keys(api_key, key_in(group.admin_api_key_env, os.environ, where))
 
 
 CALLS = 3
-"""Maximum number of calls to a server, each with a deadline, per change of turn: pause, release, resume."""
+"""Maximum number of consecutive calls to a server when its memory is released or restored, each with a deadline: pause,
+release, resume."""
 
 
 class EngineGroup:
-    """Engines of one model, the router in front of them, and their membership (`members`)."""
+    """Engines that serve one model, the router in front of them, and the record of which of them serve (`members`)."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class EngineGroup:
     ):
         """Creates the engines' actors and the router without starting servers.
 
-        `note` receives a line for every lost or restarted engine, `record` every restart. `router`: name of the router.
-        `groups`: groups of `rollout.engines`; default: those of the policy. `shared`: placements of trainer ranks, one
-        GPU each, that engines share by turns on CUDA; empty: engines have separate GPUs.
-        """
+        `moe`: True if the model has experts. `note`: receives a line of text for every lost or restarted engine.
+        `record`: receives every restart. `router`: name of the router. `groups`: groups of `rollout.engines`; None
+        means those of the policy. `shared`: placements of trainer ranks, one GPU each, whose GPUs the engines use
+        alternately with the trainers; empty if engines have their own GPUs."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config = config
         self.device = device
@@ -79,7 +80,7 @@ class EngineGroup:
         self.start_deadline_s = start_deadline(config, device)
         self._shared = list(shared)
         self.keys = Keys.random()
-        """Keys of the router and of all servers started by slimx."""
+        """Keys of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, index, log_dir) for group in groups for index in range(group.servers)]
         self.router = Router(
             free_port(),
@@ -108,7 +109,7 @@ class EngineGroup:
         if group.urls:
             address = urlsplit(group.urls[index])
             if address.hostname is None or address.port is None:
-                raise ValueError(f"{group.urls[index]} has no host and port")
+                raise ValueError(f"the server URL {group.urls[index]} must have a host and a port")
             spec = replace(spec, host=address.hostname, port=address.port, external=True)
         options = {"num_cpus": 0} if group.urls else first.options(spec.threads * group.ranks / group.nodes)
         log = log_dir / f"engine-{name}.log"
@@ -125,7 +126,8 @@ class EngineGroup:
         return EngineHandle(spec, make, log, deadline, nodes=group.nodes)
 
     def _places(self, group: Engines) -> list[Placement]:
-        """Returns the placements of one server, node by node."""
+        """Returns the placements of one server of `group`, one per node. Takes them from the shared GPUs if there are
+        any."""
         per_node = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
             return [Placement()] * group.nodes
@@ -136,34 +138,38 @@ class EngineGroup:
         return [placement_of(ranks[start : start + per_node], group.name) for start in range(0, group.ranks, per_node)]
 
     async def start(self) -> None:
-        """Starts servers and router concurrently. An engine joins the router only after its first publication."""
+        """Starts servers and router concurrently. An engine is added to the router only after its first publication."""
         limit = self.start_deadline_s
         self.router.start()
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
-        # An external server refuses epochs that are not newer than those of earlier runs.
+        # An external server refuses membership epochs that earlier runs have used.
         for engine in self.engines:
             for rank in engine.attestation:
                 self.members.epoch = max(self.members.epoch, rank["epoch"] + 1)
 
     async def interrupt(self) -> None:
-        """Aborts all requests; each returns its tokens so far. Quarantines an engine that fails to."""
+        """Aborts all running requests; each returns the tokens generated so far. An engine that fails to do so is
+        quarantined."""
         await self._perform(self.members.members(), "interrupt")
 
     async def sleep(self) -> None:
-        """Releases the memory of the engines' weights and KV cache for the trainers' turn. An engine that fails to is
-        quarantined and has ended when this returns; one that is being started is awaited and sleeps too."""
+        """Releases the memory of the engines' weights and KV cache, so that trainers can use the devices.
+
+        An engine that fails to release it is quarantined, and its processes have ended on return. An engine that is
+        being started is awaited and then releases its memory as well."""
         await self.members.turn.end()
         await self._perform(self.members.candidates(), "sleep")
         await self.members.turn.end()
 
     async def wake(self) -> None:
-        """Restores the memory of the engines' weights, without values: a publication must follow. No engine starts
-        until `members.turn` begins."""
+        """Allocates again the memory of the engines' weights, without values, so a publication must follow.
+
+        No lost engine is restarted until `members.turn.begin` is called."""
         await self.members.turn.end()
         await self._perform(self.members.candidates(), "hold_weights")
 
     async def _perform(self, engines: Sequence[EngineHandle], method: str) -> None:
-        """Calls `method` on all `engines` concurrently. Quarantines those that fail."""
+        """Calls `method` on all `engines` concurrently, and quarantines those that raise an error."""
 
         async def tried(engine: EngineHandle) -> None:
             try:
@@ -174,27 +180,28 @@ class EngineGroup:
         await asyncio.gather(*map(tried, engines))
 
     async def stop(self) -> None:
-        """Ends router and servers with their process trees. Tries all of them before it raises the first error."""
+        """Stops the router and all servers with their process trees. An error is raised only after all were tried."""
         await self.members.stop()
         await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
 
 def note_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
-    """Notes at the end of a run the restarts in it with their reasons."""
+    """Reports all restarts of engines and routers in this run, with their reasons, to `note`; called when the run
+    ends."""
     for group in groups:
         for restart in group.members.history():
             note(str(restart))
 
 
 def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
-    """Returns the placement of a server's part on the GPUs of trainer `ranks`, one each. Raises SlimxError if they are
-    on several nodes."""
+    """Returns the placement of one node's part of a server, on the GPUs of the given trainer ranks.
+
+    `name`: name of the group in rollout.engines, for messages. Raises SlimxError if the GPUs are on several nodes."""
     nodes = {place.node for place in ranks}
     if len(nodes) > 1:
         raise SlimxError(
-            f"the GPUs of {len(ranks)} consecutive trainer ranks, shared by a server of rollout.engines group "
-            f"{name}, are on {len(nodes)} nodes; make the server's ranks per node (tensor x pipeline / nodes) divide "
-            "the GPUs of a node",
+            f"a server of rollout.engines group {name} shares the GPUs of {len(ranks)} consecutive trainer ranks, but "
+            f"these are on {len(nodes)} nodes: choose tensor x pipeline / nodes so that it divides the GPUs of a node",
             code="engines.shared_gpus",
             about=name,
         )
@@ -202,8 +209,8 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
 
 
 def follow(groups: Sequence[EngineGroup], path: Path) -> None:
-    """Writes address and standing of every engine of `groups` to RUN/engines.json, now and after every change, for
-    `slimx status`."""
+    """Writes address and standing of every engine and router of `groups` to `path`, RUN/engines.json, now and after
+    every change. `slimx status` reads the file."""
 
     def write() -> None:
         engines = [
@@ -221,7 +228,7 @@ def follow(groups: Sequence[EngineGroup], path: Path) -> None:
 
 
 def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Json:
-    """Returns the entry of an engine in engines.json."""
+    """Returns the entry of an engine in engines.json. `frozen`: True if the engine's weights are not trained."""
     return {
         "name": engine.name,
         "role": engine.spec.role,
@@ -239,6 +246,6 @@ def _router_entry(router: Router, keeper: RouterKeeper) -> Json:
 
 
 def _restarts(restarts: Restarts) -> Json:
-    """Returns the number of a part's restarts and the last of them."""
+    """Returns the number of restarts of an engine or router, and the last KEPT of them, for engines.json."""
     history = [asdict(restart) for restart in restarts.history[-KEPT:]]
     return {"restarts": len(restarts.history), "history": history}

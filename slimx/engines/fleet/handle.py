@@ -1,4 +1,5 @@
-"""Handle of one engine for the training loop and the publisher, valid across all restarts."""
+"""Handle of one engine, by which the training loop and the publisher call it; it remains valid when the engine
+restarts."""
 
 from __future__ import annotations
 
@@ -19,26 +20,28 @@ from slimx.runtime.tasks import race
 
 
 class Standing(StrEnum):
-    """The standing of an engine in the run, independent of its process; the state of its server is
-    `slimx.engines.server.engine.State`."""
+    """Role of an engine in the run, which decides whether it gets requests and publications.
+
+    The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 
     OUT = "out"
-    """Not started, or being restarted: receives no requests and no publications."""
+    """Not started, or being restarted; receives neither requests nor publications."""
     JOINING = "joining"
-    """Its server runs with unpublished weights: receives the next publication, and no requests before it."""
+    """Its server runs, but with weights that were not published; receives the next publication, and requests only after
+    it."""
     MEMBER = "member"
-    """Holds a verified version and is registered with the router."""
+    """Has a verified version and is registered with the router."""
     GONE = "gone"
-    """Permanently lost: its restarts are used up."""
+    """Permanently lost, because its restarts are used up."""
 
     @property
     def runs(self) -> bool:
-        """True while its server runs, whether or not it is in the router."""
+        """True while the engine's server runs, whether or not the router sends requests to it."""
         return self in (Standing.JOINING, Standing.MEMBER)
 
 
 class EngineHandle:
-    """One engine as the loop and the publisher see it, across all its restarts."""
+    """One engine as the training loop and the publisher see it; the same object across all restarts."""
 
     def __init__(
         self,
@@ -51,25 +54,25 @@ class EngineHandle:
     ):
         """Creates the engine's actor.
 
-        `make_actor`: factory of actors of `slimx.engines.server.engine.Engine`. `deadline_s`: deadline of one call, in
-        seconds. `nodes`: number of nodes that the server spans.
-        """
+        `spec`: specification of the server. `make_actor`: factory of actors of `slimx.engines.server.engine.Engine`.
+        `log`: path of the server's log, for messages. `deadline_s`: deadline of one call in seconds. `nodes`: number of
+        nodes that the server spans."""
         self.make_actor = make_actor
         self.log = log
         self.deadline_s = deadline_s
         self.nodes = nodes
         self.spec = spec
-        """Specification of the last start."""
+        """Specification of the server at its last start, with address and ports."""
         self.actor: Actor = make_actor()
-        """None from when it was killed until the next start."""
+        """Ray actor of the engine; None after it was killed, until the next start."""
         self.standing = Standing.OUT
         self.incarnation = 0
         self.attestation: list[Json] = []
-        """Attestation of each rank at the last start; empty if the server attests nothing."""
+        """Report of each rank at the last start (version, sizes, kernels, ...); empty if the server attests nothing."""
         self._reason: SlimxError | None = None
-        """Error by which this incarnation was lost, if any."""
+        """Error because of which the engine was lost since its last start; None if it was not."""
         self._lost = asyncio.Event()
-        """Set when this incarnation is lost: pending calls end."""
+        """Set when the engine is lost, so that pending calls fail at once."""
 
     @property
     def name(self) -> str:
@@ -82,7 +85,8 @@ class EngineHandle:
     # Life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, deadline_s: float) -> None:
-        """Starts a server. JOINING afterwards; on failure its process tree is ended."""
+        """Starts a server within `deadline_s` seconds and sets the standing to JOINING. If that fails, the process tree
+        is killed."""
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
@@ -97,19 +101,21 @@ class EngineHandle:
         self.standing = Standing.JOINING
 
     def mark(self, text: str) -> None:
-        """Writes a separator line with `text` into the engine's log, without waiting."""
+        """Writes a separator line with `text` into the engine's log, without waiting for it."""
         if self.actor is not None:
             self.actor.mark.options(num_returns=0).remote(text)
 
     def lose(self, error: SlimxError) -> None:
-        """Marks the engine lost: pending calls fail with `error`, and late responses are discarded."""
+        """Sets the standing to OUT because of `error`: pending calls fail with it, and late responses are discarded."""
         self.standing = Standing.OUT
         self._reason = self._reason or error
         self._lost.set()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Ends the server with its process tree. If the actor does not respond or fails, it is killed, and the server's
-        guard, which watches the actor, ends the tree."""
+        """Stops the server with its process tree, within `grace_s` seconds or by killing it.
+
+        If the actor does not respond or fails, it is killed as well; the server's guard process, which watches the
+        actor, then kills the tree."""
         self.standing = Standing.OUT
         if self.actor is None:
             return
@@ -121,20 +127,20 @@ class EngineHandle:
             self.actor = None
 
     async def ended(self) -> str | None:
-        """Returns how the server or the actor ended, or None while they run or do not respond."""
+        """Returns a description of how the server or the actor ended; None while they run or do not respond."""
         try:
-            return await self._wait("the look at its process", self._living.ended.remote(), ANSWER_S)
+            return await self._wait("the status of its process", self._living.ended.remote(), ANSWER_S)
         except (ActorDied, ReceiverLost) as error:
             return str(error)
         except SlimxError:
             return None
 
     async def perform(self, verb: str, epoch: int | None, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Calls a verb of a publication (`slimx.reshard.parties.Receiver`) in membership `epoch`, or any method of
-        `slimx.engines.server.engine.Engine` if `epoch` is None.
+        """Makes the engine perform `verb` and returns the result.
 
-        Raises ReceiverLost if the engine or its actor is gone, or does not respond in time.
-        """
+        `verb`: a method of a publication (`slimx.reshard.parties.Receiver`), for the publication that began in
+        membership `epoch`, or any method of `slimx.engines.server.engine.Engine` if `epoch` is None. `deadline_s`: None
+        means the engine's. Raises ReceiverLost if the engine or its actor has died or does not respond in time."""
         deadline_s = deadline_s or self.deadline_s
         reference = self._living.perform.remote(verb, epoch, deadline_s, *arguments)
         return await self._result(verb, reference, deadline_s)
@@ -143,7 +149,7 @@ class EngineHandle:
 
     @property
     def _living(self) -> Actor:
-        """The actor. Raises ReceiverLost if it or its server is lost."""
+        """Ray actor of the engine. Raises ReceiverLost if the engine is lost."""
         self._check_not_lost()
         if self.actor is None:
             raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
@@ -154,10 +160,12 @@ class EngineHandle:
             raise ReceiverLost(str(self._reason), code="engine.lost", about=self.name)
 
     async def _result[T](self, operation: str, reference: Awaitable[T], deadline_s: float) -> T:
-        """Waits for a result, or until the engine is lost. Raises ReceiverLost if it or its actor is gone."""
+        """Awaits the result of a call, described by `operation` in messages, or the loss of the engine.
+
+        Raises ReceiverLost if the engine is lost, its actor has died, or the deadline passes."""
         future, _ = await race(self._wait(operation, reference, deadline_s), self._lost.wait())
         self._check_not_lost()
-        assert future is not None  # the engine is not lost, so the call has ended
+        assert future is not None  # the engine was not lost, so the call must have ended
         try:
             return future.result()
         except (ActorDied, DeadlineError) as error:
@@ -175,6 +183,7 @@ class EngineHandle:
 
 
 def kernels_of(attestation: list[Json]) -> str:
-    """Returns the kernels of a server's first rank as "field value, ...", in the order of the attestation."""
+    """Returns the kernels that a server's first rank attested as "field value, ...", in the order of the
+    attestation."""
     backends = attestation[0].get("backends", {}) if attestation else {}
     return ", ".join(f"{field} {value}" for field, value in backends.items())

@@ -1,13 +1,12 @@
-"""Membership of engines in the run: failures are detected, isolated and repaired while the run goes on.
+"""Tracks which engines of a run serve; detects failed engines, isolates them and restarts them while the run continues.
 
     start --> JOINING --a verified publication--> MEMBER --failed, late, dead--> OUT --restarted--> JOINING
                                                                                   |
                                                                                   +--restarts used up--> GONE
 
-A failed engine leaves the router, its process tree is killed (a half-updated server must not serve anything), and it is
-restarted in the background. It serves again only after a complete, verified publication. While none serves there is an
-outage: requests wait, deadlines are suspended. The run ends only when no engine is left that could come back.
-"""
+A failed engine leaves the router, its process tree is killed (a partly updated server must not serve anything), and it
+is restarted in the background. It serves again only after a complete, verified publication. While none serves there is
+an outage: requests wait, and deadlines are suspended. The run ends only when no engine is left that could restart."""
 
 from __future__ import annotations
 
@@ -31,11 +30,12 @@ from slimx.runtime.tasks import Ticker, cancelled
 
 
 async def _nothing(error: SlimxError) -> None:
-    """Does nothing before the server of a lost engine is ended."""
+    """Does nothing; default of `Membership.before_ending`."""
 
 
 class Membership:
-    """The run's engines, as the publisher (`slimx.reshard.parties.Members`) and the loop need them."""
+    """All engines of a group and their standings, for the publisher (`slimx.reshard.parties.Members`) and the training
+    loop."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Membership:
         record: Callable[[Restart], None] = lambda restart: None,
         pause_s: float = 1.0,
     ):
-        """Creates the records of restarts and the keeper of `router`.
+        """Prepares the counts of restarts and the keeper of `router`; starts nothing.
 
-        `start_deadline_s`: deadline of one start of an engine or of the router, in seconds. `note` receives a line for
-        every event, `record` every restart. `pause_s`: seconds before the second restart in a row of one part.
-        """
+        `health`: section rollout.health. `start_deadline_s`: deadline of one start of an engine or of the router, in
+        seconds. `note`: receives a line of text for every event. `record`: receives every restart. `pause_s`: seconds
+        before the second consecutive restart of an engine or router."""
         self.engines = engines
         self.health = health
         self.start_deadline_s = start_deadline_s
@@ -68,69 +68,70 @@ class Membership:
         self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
         self.keeper = RouterKeeper(self, router, restarts("router"))
         self.turn = EnginesTurn()
-        """Times in which lost engines may be restarted."""
+        """Phases in which lost engines may be restarted on devices that they share with trainers."""
         self.outage = Outage()
-        """Outages of the run: no engine, or no router, serves although some did before."""
+        """Outages of this group: times in which no engine or no router serves, after they have served before."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
-        """Sends a typical request directly to an engine in the router; raises SlimxError if it fails. None: engines are
-        judged by the health check alone."""
+        """Sends a typical request directly to an engine and raises SlimxError if it fails. If None, only the health
+        check decides whether an engine works."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after every restart and whenever an engine's standing may have changed."""
         self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
-        """Called with the name of a lost engine and the error."""
+        """Called with the name of an engine that was lost, and the error."""
         self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
-        """Awaited before the server of an engine that was lost by this error is ended."""
+        """Awaited, with the error because of which an engine was lost, before the engine's server is killed."""
         self.epoch = 0
-        """Rises with every change of candidates or members."""
+        """Membership epoch: a number that increases whenever candidates or members change."""
         self.lost = 0
-        """Number of engines lost in this run."""
+        """Number of times that an engine was lost in this run."""
         self._failure: SlimxError | None = None
-        """Error because of which the run cannot go on."""
+        """Error because of which the run cannot continue; None if it can."""
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Watchers and recoveries, which end with the run."""
+        """Tasks that watch or recover engines; cancelled when the run ends."""
         self._look: asyncio.Task[None] | None = None
-        self._ran = False  # whether an engine of each role has run
-        self._served = False  # whether an engine of each role has served
+        self._ran = False  # True once engines of all roles have run
+        self._served = False  # True once engines of all roles have served
         self._patience: asyncio.Task[None] | None = None
-        """Task that ends the run if no engine comes back."""
+        """Task that ends the run if no engine has been restarted by the outage deadline; None while all roles run."""
 
     # Members ----------------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[EngineHandle]:
-        """Returns the engines that run, in the router or not."""
+        """Returns the engines whose server runs, whether or not the router sends requests to them."""
         return [engine for engine in self.engines if engine.standing.runs]
 
     def joining(self) -> list[EngineHandle]:
-        """Returns the engines that run and wait for a publication."""
+        """Returns the engines whose server runs and that wait for a publication."""
         return [engine for engine in self.engines if engine.standing is Standing.JOINING]
 
     def members(self) -> list[EngineHandle]:
-        """Returns the engines in the router."""
+        """Returns the engines to which the router sends requests."""
         return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
-        """Returns True if `engines` include every role, so that they can serve alone."""
+        """Returns True if `engines` have all roles (regular, prefill, decode) that the group has, so that they can
+        serve alone."""
         return {engine.spec.role for engine in engines} == {engine.spec.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:
-        """Registers `engine`, which holds a verified version, with the router. Raises ReceiverLost if it is
-        lost."""
+        """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if it was lost before
+        it served."""
         incarnation = engine.incarnation
         if engine.standing is Standing.JOINING:
             await self.keeper.add(engine)
-            # An engine lost meanwhile may already be back, with other weights and at another URL.
+            # An engine lost meanwhile may have restarted already, with other weights and at another URL.
             if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
                 self.restarts[engine.name].serves()
                 self.changed()
         if engine.standing is not Standing.MEMBER:
-            message = f"engine {engine.name} was lost before it could serve"
+            message = f"engine {engine.name} was lost before the router could send requests to it"
             raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Takes `engine` out of the router because of `error` and restarts it in the background. Returns when no new
-        request can reach it. Idempotent."""
+        """Removes `engine` from the router because of `error` and restarts it in the background. Does nothing if it was
+        lost before. No new request can reach it on return."""
         if engine not in self.candidates():
             return
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
@@ -144,7 +145,8 @@ class Membership:
         await asyncio.shield(removal)
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
-        """Ends the lost engine and restarts it, up to its limit of restarts."""
+        """Kills the server of a lost engine after its `removal` from the router, and restarts it as often as "
+        "allowed."""
         async with self.turn.ending():
             await removal
             await self.before_ending(error)
@@ -172,7 +174,7 @@ class Membership:
                 limit += f": {history}"
             self.fail(
                 PartLost(
-                    f"no {kind} is left, and all restarts are used up ({limit}); the last one lost: {error}",
+                    f"no {kind} is left, and all restarts are used up ({limit}); the last error was: {error}",
                     code="engines.gone",
                     about=engine.name,
                 )
@@ -186,27 +188,25 @@ class Membership:
         return self._every_role(self.candidates())
 
     async def available(self) -> None:
-        """Waits until an engine of each role runs. Raises SlimxError if none will, DeadlineError if it takes too
-        long."""
+        """Waits until an engine of each role runs. Raises SlimxError if that is impossible, or if it takes too long."""
         await self._until(lambda: self.run)
 
     async def starved(self) -> None:
-        """Waits until no engine serves but one could after a publication. Raises SlimxError if none ever will.
+        """Waits until no engine serves but one could after a publication. Raises SlimxError if the run cannot continue.
 
-        With separate prefill and decode servers, both roles are needed to serve.
-        """
+        With separate prefill and decode servers, serving needs an engine of each role."""
         await self._until(lambda: not self._every_role(self.members()) and self.run)
 
     async def back(self) -> None:
-        """Waits until an engine is ready for a publication. Raises SlimxError if the run cannot go on."""
+        """Waits until an engine is ready for a publication. Raises SlimxError if the run cannot continue."""
         await self._until(lambda: bool(self.joining()))
 
     def failure(self) -> SlimxError | None:
-        """Returns the error because of which the run cannot go on, or None."""
+        """Returns the error because of which the run cannot continue, or None if it can."""
         return self._failure
 
     async def failed(self) -> None:
-        """Waits until the run cannot go on, and raises the error."""
+        """Waits until the run cannot continue, and raises the error."""
         await self._until(lambda: False)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -226,11 +226,11 @@ class Membership:
         self.spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Checks router and engines now, and returns when dead ones are out of the router. Called after lost requests;
-        concurrent calls share one check.
+        """Checks router and engines now, after requests were lost. On return the router sends nothing to engines that
+        have ended.
 
-        If all are alive, an engine may still fail every request: each is probed with a request.
-        """
+        Concurrent calls share one check. If all processes run, an engine may still fail every request, so each is
+        probed with one (`probe`)."""
         if self._look is None or self._look.done():
             self._look = self.spawn(self._look_once())
         await asyncio.shield(self._look)
@@ -243,10 +243,9 @@ class Membership:
             await asyncio.gather(*(self._quarantine_if_useless(engine) for engine in self.members()))
 
     async def _quarantine_if_useless(self, engine: EngineHandle) -> None:
-        """Quarantines an engine that fails two requests although it serves.
+        """Quarantines an engine that fails two probe requests although it should serve.
 
-        An engine that is paused for a publication cannot respond and is not probed.
-        """
+        An engine that is paused for a publication cannot respond and is not probed."""
         if self.probe is None or engine.spec.role != "regular":
             return
         incarnation = engine.incarnation
@@ -267,7 +266,7 @@ class Membership:
             if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
                 return
             if await engine.perform("serves", None):
-                message = f"engine {engine.name} fails requests: {error}; log {engine.log}"
+                message = f"engine {engine.name} failed two probe requests ({error}): see its log {engine.log}"
                 await self.quarantine(engine, ReceiverLost(message, code="engine.useless", about=engine.name))
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
@@ -301,7 +300,8 @@ class Membership:
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns how many engines serve and are out, and how many were lost and restarted in this run."""
+        """Returns the metrics `engines/*`: engines that serve and do not run, losses, restarts, and duration of
+        outages."""
         router_restarts = sum(not restart.error for restart in self.keeper.restarts.history)
         restarts = sum(not restart.error for restart in self.history())
         return {
@@ -314,37 +314,37 @@ class Membership:
         }
 
     def history(self) -> list[Restart]:
-        """Returns all restarts of engines and router, in the order of their start."""
+        """Returns all restarts of engines and router in this run, sorted by their start."""
         parts = [*self.restarts.values(), self.keeper.restarts]
         return sorted(chain.from_iterable(part.history for part in parts), key=lambda restart: restart.at)
 
     def awaited(self) -> Json | None:
-        """Returns the reason why rollouts wait, for `slimx status`: {what, since: Unix time}, or None if they do
-        not."""
+        """Returns the reason why rollouts wait during an outage, for `slimx status`, as {what: text, since: Unix time};
+        None without an outage."""
         if not self.outage.lasts:
             return None
         if not self.keeper.up:
-            cause = "the router, which is restarted"
+            cause = "the router, which is being restarted"
         elif self.run:
             cause = "a publication to a restarted engine"
         else:
             out = ", ".join(engine.name for engine in self.engines if engine.standing is Standing.OUT)
-            cause = f"an engine ({out}), which is restarted"
+            cause = f"an engine ({out}), which is being restarted"
         return {"what": cause, "since": self.outage.since}
 
     async def stop(self) -> None:
-        """Ends watchers and recoveries."""
+        """Cancels all tasks that watch or recover engines."""
         await cancelled(*self._tasks)
 
     async def _lose_patience(self) -> None:
         limit = self.health.outage_deadline
-        await self.turn.come()  # no engine can come back before
+        await self.turn.come()  # until then no engine may be restarted
         await asyncio.sleep(limit)
         names = ", ".join(engine.name for engine in self.engines)
         self.fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Runs `work` in a task that ends with the run."""
+        """Runs `work` in a task that is cancelled when the run ends. An error in it ends the run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -355,18 +355,18 @@ class Membership:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, SlimxError):
             self.fail(error)
-        elif error is not None:  # a bug must reach the loop, not vanish in a task
+        elif error is not None:  # a programming error must end the run instead of being lost in a task
             kind = type(error).__name__
             self.fail(SlimxError(f"{kind}: {error}", code="engines.mistake", about=kind))
 
     def fail(self, error: SlimxError) -> None:
-        """Records that the run cannot go on because of `error`."""
+        """Records `error` as the reason why the run cannot continue, unless one is recorded, and wakes all waiters."""
         if self._failure is None:
             self._failure = error
         self.changed()
 
     def changed(self) -> None:
-        """Updates epoch, outage and waiters after an engine or the router was lost or came back."""
+        """Updates epoch and outage, and wakes waiters, after an engine or the router was lost or came back."""
         self.epoch += 1
         serve = self.keeper.up and self._every_role(self.members())
         self._served = self._served or serve
@@ -387,7 +387,7 @@ class Membership:
 
 
 class Joining:
-    """The engines of a membership without any published version, for a publication to them alone."""
+    """The engines of a membership that have no published version, as `Members` of a publication to them alone."""
 
     def __init__(self, members: Membership):
         self._members = members

@@ -1,8 +1,8 @@
-"""Keeps the router in front of the engines alive: its whole state, the list of members, can be restored.
+"""Keeps the router in front of the engines running.
 
-A router that ends or does not respond is restarted at the same address, and the members are registered again. Clients
-repeat the requests that were in it; requests that find no router wait (slimx/rollout/client/sending.py).
-"""
+A router that ends or does not respond is restarted at the same address, and the engines that serve are registered
+again, which is its whole state. Clients repeat requests that were lost with it, and requests that find no router wait
+(slimx/rollout/client/sending.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0
-"""Deadline of a healthy router's response, in seconds: it computes nothing."""
+"""Seconds in which a healthy router responds to a status call, for which it computes nothing."""
 
 
 class Fleet(Protocol):
-    """The engines of a router, as the keeper needs them."""
+    """The engines behind a router, with the methods that its keeper calls; `Membership` implements it."""
 
     health: Health
     start_deadline_s: float
@@ -36,47 +36,48 @@ class Fleet(Protocol):
         """Updates the outage after the router was lost or came back."""
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
-        """Takes out a member that a responding router cannot add."""
+        """Removes and restarts an engine that a responding router fails to add."""
 
     def fail(self, error: SlimxError) -> None:
-        """Ends the run: the router's restarts are used up."""
+        """Ends the run with `error`, because the router's restarts are used up."""
 
 
 class RouterKeeper:
-    """One router across all its restarts, and the registration of engines with it."""
+    """Restarts one router when it fails, and registers engines with it."""
 
     def __init__(self, membership: Fleet, router: Router, restarts: Restarts):
         self.membership = membership
         self.router = router
         self.restarts = restarts
         self.in_flight: Callable[[], str] = lambda: ""
-        """Returns a description of the pending requests for the note of a loss."""
+        """Returns a description of the pending requests, which is reported when the router is lost."""
         self.up = True
         self._restarting: asyncio.Task[None] | None = None
         restarts.serves()
 
     async def add(self, engine: EngineHandle) -> None:
-        """Registers `engine` for requests. Raises SlimxError if the engine is at fault for a failure."""
+        """Registers `engine` with the router, restarting the router if it fails. Raises SlimxError if the engine is the
+        cause of a failure."""
         await self._try(lambda: self._add(engine))
 
     async def remove(self, url: str) -> None:
-        """Removes the engine at `url`, which is no longer a member: it receives no new requests."""
+        """Removes the engine at `url`, which no longer serves, from the router, so that it receives no new requests."""
         try:
             await self._try(lambda: self.router.remove(url))
         except SlimxError as error:
-            await self.restart(error)  # a restarted router gets the current members only
+            await self.restart(error)  # engines that no longer serve are not registered with the new router
 
     async def look(self) -> bool:
-        """Returns True if the router had ended; it is running again when this returns."""
+        """Restarts the router if it has ended, and returns True in that case, after it runs again."""
         end = self.router.ended()
         if end is None and not self._restarts_now:
             return False
-        await self.restart(SlimxError(end or "it is being started again"))
+        await self.restart(SlimxError(end or "the router is being restarted"))
         return True
 
     async def watch(self) -> None:
-        """Checks the router every `health.interval` seconds. Restarts it if it has ended or failed `health.threshold`
-        checks in a row."""
+        """Checks the router every `health.interval` seconds until cancelled. Restarts it if it has ended or has failed
+        `health.threshold` consecutive checks."""
         failures = 0
         ticker = Ticker(self.membership.health.interval)
         while True:
@@ -94,10 +95,10 @@ class RouterKeeper:
                     failures = 0
 
     async def restart(self, reason: SlimxError) -> None:
-        """Restarts the router and registers the members; concurrent calls share one restart.
+        """Restarts the router because of `reason` and registers the engines that serve; concurrent calls share one
+        restart.
 
-        Raises SlimxError if its restarts are used up.
-        """
+        Raises SlimxError if its restarts are used up."""
         if self._restarting is None or self._restarting.done():
             self._restarting = self.membership.spawn(self._restart(reason))
         await asyncio.shield(self._restarting)
@@ -141,13 +142,14 @@ class RouterKeeper:
         )
 
     async def _register_all(self, deadline_s: float) -> None:
-        """Adds the members that the router does not list."""
+        """Registers those engines that serve but that the router does not list."""
         registered = {worker["url"] for worker in await self.router.workers(deadline_s)}
         missing = [engine for engine in self.membership.members() if engine.url not in registered]
         await asyncio.gather(*(self._add_again(engine) for engine in missing))
 
     async def _add_again(self, engine: EngineHandle) -> None:
-        """Adds a member. Raises SlimxError if the router is at fault for a failure."""
+        """Registers an engine; one that the responding router fails to add is quarantined. Raises SlimxError if the
+        router does not respond."""
         try:
             await self._add(engine)
         except SlimxError as error:
@@ -158,12 +160,13 @@ class RouterKeeper:
         spec = engine.spec
         incarnation = engine.incarnation
         await self.router.add(spec.url, role=spec.role, bootstrap_port=spec.bootstrap_port, keys=spec.keys)
-        # An engine lost meanwhile may already be back, with other weights and at another URL.
+        # An engine lost meanwhile may have restarted already, with other weights and at another URL.
         if not engine.standing.runs or engine.incarnation != incarnation:
             await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs `work`. Repeats it after a restart of the router if the router was at fault for a failure."""
+        """Awaits `work()`, a call of the router, and repeats it after a restart whenever the router caused its
+        failure."""
         while True:
             if self._restarts_now:
                 await self.look()

@@ -1,1 +1,1 @@
-"""One SGLang server or router: its arguments, process, keys and control calls."""
+"""Processes of one SGLang server or of the router: arguments, start and stop, keys and control calls."""

@@ -1,9 +1,8 @@
-"""SGLang's arguments: the fields of its ServerArgs, read from its source, and command lines made from them.
+"""Command-line arguments of SGLang's server, with the fields of its ServerArgs read from its source.
 
-The driver must not import sglang (it takes seconds, and initializes CUDA if present), so the declarations are parsed:
-since 0.5.23 ServerArgs is assembled from the classes in srt/arg_groups/fields, whose fields are annotated `A[type, help
-or Arg(...)]`.
-"""
+The driver must not import sglang, because that takes seconds and initializes CUDA if present. The declarations are
+parsed instead: since 0.5.23 ServerArgs is assembled from the classes in srt/arg_groups/fields, whose fields are
+annotated `A[type, help or Arg(...)]`."""
 
 from __future__ import annotations
 
@@ -21,18 +20,19 @@ from slimx.json_types import Json
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of ServerArgs that has a command line flag."""
+    """One field of SGLang's ServerArgs that has a command-line flag."""
 
     name: str
     flag: str
     type: str
-    """Annotated type as written, e.g. "Optional[int]"."""
+    """Type annotation as it is written in the source, such as "Optional[int]"."""
     whole: bool
-    """True if a list or dict is one JSON argument (with a custom parser) rather than one argument per element."""
+    """True if a list or dict is passed as one JSON argument, which SGLang parses; False if each element is one
+    argument."""
     default: object
 
 
-# SGLang registers these by hand: their declarations have no flag, or the flag does not match the field's name.
+# SGLang adds these flags in code: the declarations have none, or one that does not match the field's name.
 BY_HAND = {
     "disable_cuda_graph": Field("disable_cuda_graph", "--disable-cuda-graph", "bool", False, False),
     "enable_dp_attention": Field("enable_dp_attention", "--enable-dp-attention", "bool", False, False),
@@ -43,16 +43,16 @@ BY_HAND = {
 
 
 ACCEPTED: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
-"""Annotated type -> types of values that it accepts."""
+"""Type annotation -> Python types of the values that are accepted for it."""
 
 
 @functools.cache
 def server_fields() -> dict[str, Field]:
-    """Returns the fields of the installed SGLang's ServerArgs that have a command-line flag, by name."""
+    """Returns name -> field for the fields of the installed SGLang's ServerArgs that have a command-line flag."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise SlimxError(
-            "sglang is not installed in this environment; install the requirements of slimx",
+            "sglang is not installed in this environment: install the requirements of slimx",
         )
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
     fields: dict[str, Field] = {}
@@ -63,39 +63,44 @@ def server_fields() -> dict[str, Field]:
                 fields.update({field.name: field for field in declared if field is not None})
     if len(fields) < 100:
         raise SlimxError(
-            f"found only {len(fields)} argument fields in {folder}; this SGLang declares them elsewhere: "
-            "adapt slimx.engines.server.arguments (written for sglang 0.5.23)",
+            f"{folder} declares only {len(fields)} argument fields, so the installed SGLang declares others elsewhere: "
+            "install sglang 0.5.23, or adapt slimx.engines.server.arguments",
         )
     return fields | BY_HAND
 
 
 def check_server_args(args: Json, where: str = "rollout.engines.sglang") -> None:
-    """Raises SlimxError for an unknown argument of the installed SGLang, or a value of the wrong type."""
+    """Raises SlimxError if `args`, field name -> value, contains a field that the installed SGLang does not have, or a
+    value of the wrong type.
+
+    `where`: the configuration key that contains `args`, for messages."""
     fields = server_fields()
     for name, value in args.items():
         if name not in fields:
             close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else "see python -m sglang.launch_server --help"
+            hint = f"did you mean {close[0]}?" if close else "see `python -m sglang.launch_server --help`"
             raise SlimxError(
-                f"{where}.{name} is not an argument of the installed SGLang; {hint}",
+                f"{where}.{name} is not an argument of the installed SGLang: {hint}",
                 code="sglang.argument",
                 about=f"{where}.{name}",
             )
         kind = fields[name].type.removeprefix("Optional[").removesuffix("]")
         if value is not None and kind in ACCEPTED and type(value) not in ACCEPTED[kind]:
             raise SlimxError(
-                f"{where}.{name} is {value!r}, but SGLang's field is of type {fields[name].type}",
+                f"{where}.{name} is {value!r}, but must be of SGLang's type {fields[name].type}",
                 code="sglang.type",
                 about=f"{where}.{name}",
             )
         if kind == "bool" and value is False and fields[name].default is True:
             raise SlimxError(
-                f"{where}.{name} cannot be disabled: it is on by default and SGLang has no flag to disable it",
+                f"{where}.{name} cannot be disabled, because it is on by default and SGLang has no flag for that: "
+                "remove it",
             )
 
 
 def command_line(args: Json) -> list[str]:
-    """Returns flags for `args` (field name -> value). None and False are left out: they are SGLang's defaults."""
+    """Returns command-line arguments for `args`, field name -> value, after checking them. None and False add nothing,
+    because they are SGLang's defaults."""
     check_server_args(args)
     out: list[str] = []
     for name, value in args.items():
@@ -119,7 +124,8 @@ def _assigns(node: ast.stmt, name: str) -> bool:
 
 
 def _field(node: ast.stmt) -> Field | None:
-    """Returns the field declared by `name: A[type, help or Arg(...)] = default`, or None for any other statement."""
+    """Returns the field that the statement `name: A[type, help or Arg(...)] = default` declares; None for other
+    statements."""
     if not (
         isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)

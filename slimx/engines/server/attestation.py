@@ -1,8 +1,7 @@
-"""Checks the responses of a server's ranks and refuses one that is wrong or differs from the others.
+"""Checks the responses of a server's ranks: raises an error if one is wrong or differs from those of other ranks.
 
-At startup the ranks attest that the server is the one that was started and computes as configured; during a
-publication, which tensors they accept, have staged, have copied and hold.
-"""
+At startup the ranks attest (report for this check) that the server is the one that was started and computes as
+configured. During a publication they report which tensors they accept, have staged, have copied and have verified."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from slimx.runtime.process import SupervisedProcess
 
 
 async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedProcess | None) -> list[Json]:
-    """Returns the attestation of each rank of a server that generates. Raises SlimxError if one does not match `spec`.
+    """Returns the attestation of each rank of a server that already generates. Raises SlimxError if one does not match
+    `spec`.
 
-    `process`: None for an external server.
-    """
+    `wire`: client for calls to the server. `process`: the server's process; None if the server is external."""
     ranks = await _attest(wire, spec.name)
     for rank in ranks:
         check_plugin(rank, spec.name)
@@ -44,42 +43,44 @@ async def attested(wire: ControlClient, spec: EngineSpec, process: SupervisedPro
 
 
 async def _attest(wire: ControlClient, name: str) -> list[Json]:
-    """Returns the attestation of each rank. Raises SlimxError if the plugin does not respond: SGLang swallows plugin
-    failures."""
+    """Returns the attestation of each rank of engine `name`.
+
+    Raises SlimxError if the slimx plugin does not respond, because SGLang does not report that it failed to load a
+    plugin."""
     try:
         return await wire.ask("attest")
     except SlimxError as error:
         if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"{wire.who} at {wire.url} does not attest the slimx plugin; start it with "
-            f"python -m slimx.engines.server.launch in an environment where slimx is installed ({error})",
+            f"the slimx plugin of {wire.who} at {wire.url} does not respond ({error}): start the server with "
+            "`python -m slimx.engines.server.launch` in an environment where slimx is installed",
             code="engine.unattested",
             about=name,
         ) from None
 
 
 def check_plugin(rank: Json, name: str) -> None:
-    """Raises SlimxError if a rank of engine `name` runs another slimx version, or a part of its plugin is not in
-    force."""
+    """Raises SlimxError if a rank of engine `name` runs another version of slimx, or if a part of its slimx plugin
+    failed to take effect."""
     if rank["protocol"] != PROTOCOL or rank["slimx"] != slimx.__version__:
         raise SlimxError(
-            f"engine {name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
-            f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides",
+            f"engine {name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), but the trainers run "
+            f"{slimx.__version__} (protocol {PROTOCOL}): install the same version for both",
         )
     parts = rank["hooks"] | (rank["cpu"] or {})
     failed = [part for part, in_force in parts.items() if not in_force]
     if failed:
         raise SlimxError(
-            f"engine {name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
-            f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')",
+            f"engine {name}: these parts of the slimx plugin did not take effect in process {rank['pid']}: "
+            f"{', '.join(failed)}; find the reason in SGLang's log (search for 'plugin')",
             code="engine.plugin_part",
             about=", ".join(failed),
         )
 
 
 async def check_guarded(wire: ControlClient) -> None:
-    """Raises SlimxError if the server answers without a key, for generation or for control calls."""
+    """Raises SlimxError if the server accepts generation or control calls without a key."""
     for method, path in (("GET", "/model_info"), ("POST", "/weights_checker")):
         status, _ = await request(
             method,
@@ -91,113 +92,118 @@ async def check_guarded(wire: ControlClient) -> None:
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.who} answers {method} {wire.url}{path} with {status} without a "
-                "key; remove the arguments from rollout.engines.sglang that disable keys",
+                f"{wire.who} responds to {method} {wire.url}{path} without a key (status {status}): remove the "
+                "arguments that disable keys from rollout.engines.sglang",
                 code="engine.unguarded",
                 about=path,
             )
 
 
 async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
-    """Raises SlimxError if an external server of the policy runs without arguments that slimx requires."""
+    """Raises SlimxError if an external server runs without an argument that slimx requires, or in another role than
+    `spec`."""
     info = await wire.call("/server_info", method="GET", key=spec.keys.api_key)
     needed = policy_args(spec)
     for name, value in needed.items():
         if value and info.get(name) != value:
             flags = " ".join(command_line(needed))
             raise SlimxError(
-                f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, slimx needs {value!r}; "
-                f"start it with python -m slimx.engines.server.launch -- ... {flags}",
+                f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, but slimx needs {value!r}: "
+                f"start it with `python -m slimx.engines.server.launch -- ... {flags}`",
             )
     role = info.get("disaggregation_mode", "null")
     expected = "null" if spec.role == "regular" else spec.role
     if role != expected:
         raise SlimxError(
-            f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, and its group has the role "
-            f"{spec.role}; change one of them",
+            f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, but rollout.engines.role of its "
+            f"group is {spec.role}: change one of them",
         )
 
 
 def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
-    """Raises SlimxError if a rank computes differently from what the configuration or publications require."""
+    """Raises SlimxError if a rank attests another dtype, numerics mode, size or weight form than `spec` requires."""
     for index, rank in enumerate(ranks):
         for fact in _facts(rank, spec):
             if fact.attested != fact.expected:
                 raise SlimxError(
-                    f"engine {spec.name} rank {index} attests {fact.name} {fact.attested}, the configuration requires "
-                    f"{fact.expected}; {fact.remedy}",
+                    f"engine {spec.name} rank {index} runs with {fact.name} {fact.attested}, but the configuration "
+                    f"requires {fact.expected}: {fact.remedy}",
                     code=f"engine.{fact.name}",
                     about=f"{spec.name} rank {index}",
                 )
 
 
 class Fact(NamedTuple):
-    """A property that a rank attests, with its expected value."""
+    """A property of a rank, with the attested and the expected value."""
 
     name: str
     attested: object
     expected: object
     remedy: str
-    """Advice to the user if the two differ."""
+    """Instruction to the user if the two values differ."""
 
 
 def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
-    """Returns the properties of a rank that must match `spec`."""
+    """Returns the properties of a rank that must match `spec`, with attested and expected values."""
     numerics = spec.numerics.contract(spec.dtype)
     sizes = EngineSizes(**rank["sizes"])
     facts = [
         Fact("dtype", rank["dtype"], spec.dtype, "start it with that --dtype"),
-        Fact("adapters", rank["adapters"], spec.form.contract(), "start it with the options of the engines of slimx"),
-        Fact("numerics", rank["numerics"], numerics, "start it as the run would, or set numerics.mode (None: fast)"),
+        Fact("adapters", rank["adapters"], spec.form.contract(), "start it with the adapter options of this run"),
+        Fact("numerics", rank["numerics"], numerics, "start it in that mode (None: fast), or change numerics.mode"),
         Fact("sizes", sizes, spec.sizes, "correct the sizes of its group in rollout.engines"),
     ]
     if not spec.frozen:
-        remedy = "start it with --publish-draft only if drafts are published"
+        remedy = "start it with --publish-draft if the run publishes draft weights, else without"
         facts.append(Fact("draft", rank["draft"], spec.draft, remedy))
     return facts
 
 
 def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
-    """Raises SlimxError if the kernels that SGLang resolved use another weight layout than the published one."""
+    """Raises SlimxError if SGLang selected kernels that change the layout of published weights."""
     for index, rank in enumerate(ranks):
         if rank["capability"] is None or rank["capability"] < BLACKWELL or spec.numerics.replaces_layers:
             continue
         for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
             raise SlimxError(
-                f"engine {spec.name} rank {index} resolved {field} to {rank['backends'][field]!r}, which changes the "
-                f"layout of published weights; set rollout.engines.sglang.{field}={plain}",
+                f"engine {spec.name} rank {index} selected {field} {rank['backends'][field]!r}, which changes the "
+                f"layout of published weights: set rollout.engines.sglang.{field}={plain}",
                 code="engine.backend",
                 about=field,
             )
 
 
 def _check_process(ranks: list[Json], spec: EngineSpec, process: SupervisedProcess) -> None:
-    """Raises SlimxError if another server responds, which took the port before this one could listen on it.
+    """Raises SlimxError if the responding server is not `process`, because another server took the port first.
 
-    Only ranks on this machine are checked: the others joined at a rendezvous address that is private to the server.
-    """
+    Only ranks on this machine are checked: ranks on other nodes joined at a rendezvous address that is private to the
+    server."""
     family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     nodes = spec.node.count if spec.node else 1
     for rank in ranks[: spec.sizes.world // nodes]:
         if rank["pid"] not in family:
             raise SlimxError(
-                f"engine {spec.name}: process {rank['pid']} answers at {spec.url} and is not the server "
-                f"that was started; another server has the port: start again (log {process.log_path})",
+                f"engine {spec.name}: process {rank['pid']} responds at {spec.url}, but belongs to another server that "
+                f"took the port: start the run again (log {process.log_path})",
             )
 
 
-# Responses to the verbs of a publication ------------------------------------------------------------------------------
+# Responses during a publication ---------------------------------------------------------------------------------------
 
 
 def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[str, str]]:
-    """Returns the inventory of engine `name`: one dict per rank for "local", else one for all."""
+    """Returns every tensor that engine `name` loads, name -> "dtype:d0,d1": one dict per rank for the encoding "local",
+    else one for all ranks.
+
+    `ranks`: their responses to `inventory`. Raises SlimxError if a rank has parameters that cannot be published, or if
+    ranks differ."""
     for index, rank in enumerate(ranks):
         uncovered = rank["uncovered"]
         if uncovered:
             parameter, reason = next(iter(uncovered.items()))
             raise SlimxError(
-                f"engine {name} rank {index} holds {len(uncovered)} parameters that slimx cannot publish, "
-                f"first {parameter}: {reason}; add a row to slimx/adapters/sglang/weights/layout.py",
+                f"engine {name} rank {index} has {len(uncovered)} parameters that slimx cannot publish, the first is "
+                f"{parameter} ({reason}): add a row to slimx/adapters/sglang/weights/layout.py",
                 code="engine.uncovered",
                 about=parameter,
             )
@@ -208,7 +214,7 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         for tensor, form in rank["forms"].items():
             if tensors.setdefault(tensor, form) != form:
                 raise SlimxError(
-                    f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {index}",
+                    f"engine {name}: tensor {tensor} is {form} on rank {index}, but {tensors[tensor]} on earlier ranks",
                     code="engine.ranks_differ",
                     about=tensor,
                 )
@@ -216,24 +222,24 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
 
 
 def check_staged(name: str, ranks: Sequence[Json]) -> None:
-    """Raises SlimxError if a rank lacks a tensor of its model: the last check before copying."""
+    """Raises SlimxError if a rank lacks a staged tensor of its model; the last check before tensors are copied."""
     for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(
-                f"engine {name} rank {index}: {rank['missing']} tensors of the model are not staged, "
-                f"first {rank['first_missing']}; stage every tensor before loading",
+                f"engine {name} rank {index}: {rank['missing']} tensors of the model are not staged, the first is "
+                f"{rank['first_missing']}: stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
             )
 
 
 def check_copied(name: str, ranks: Sequence[Json]) -> None:
-    """Raises SlimxError if copying failed on a rank."""
+    """Raises SlimxError if a rank of engine `name` reports that copying staged tensors into the model failed."""
     for index, rank in enumerate(ranks):
         error = rank["outcome"].get("error")
         if error:
             raise SlimxError(
-                f"engine {name} rank {index}: the copy ended after {rank['outcome']['loaded']} tensors: {error}; "
+                f"engine {name} rank {index}: copying failed after {rank['outcome']['loaded']} tensors ({error}): "
                 "publish again",
                 code="engine.copy",
                 about=name,
@@ -241,21 +247,24 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
 
 
 def verified_by(name: str, ranks: Sequence[Json]) -> Json:
-    """Returns {checked: number of tensors, derived: [names of tensors computed by the model from them]} over all
-    ranks."""
+    """Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from them]} over
+    all ranks of engine `name`.
+
+    Raises SlimxError if a tensor differs from the published one or was never published."""
     counts = [rank["tensors"] for rank in ranks]
     same_for_all = ranks[0]["encoding"] != "local"
     if same_for_all and len(set(counts)) > 1:
         raise SlimxError(
-            f"engine {name}: ranks got {counts} tensors of one publication; publish again",
+            f"engine {name}: ranks received different numbers of tensors, {counts}, in one publication: publish again",
             code="engine.counts",
             about=name,
         )
-    for key, problem in (("differ", "differ from the published ones"), ("missing", "were never published")):
+    for key, problem in (("differ", "differ from the published weights"), ("missing", "were never published")):
         wrong = _names_of_all(ranks, key)
         if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors {problem}, first {wrong[0]}; publish again or restart the engine",
+                f"engine {name}: {len(wrong)} tensors {problem}, the first is {wrong[0]}: publish again or restart the "
+                "engine",
                 code="engine.unverified",
                 about=wrong[0],
             )
@@ -263,5 +272,5 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
 
 
 def _names_of_all(ranks: Sequence[Json], key: str) -> list[str]:
-    """Returns the sorted union of the names that ranks list under `key`."""
+    """Returns the sorted names that any of the ranks lists under `key`."""
     return sorted({name for rank in ranks for name in rank[key]})

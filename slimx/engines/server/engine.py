@@ -1,8 +1,8 @@
-"""One engine: a SGLang server with a state machine that prevents it from serving unverified weights.
+"""One engine: an SGLang server with a state machine that prevents it from serving unverified weights.
 
 STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
                                                          |  ^             ^
-                                                    sleep|  |wake         |wake of weights (their values are gone)
+                                                    sleep|  |wake         |wake of weights (their values are lost)
                                                          v  |             |
                                                         ASLEEP -----------+            any --ended, failed--> DEAD
 """
@@ -31,7 +31,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
-"""Required body of /update_weights_from_tensor, a pickled empty list: the tensors are already staged."""
+"""Body that /update_weights_from_tensor requires although the tensors are already staged: a pickled empty list."""
 
 
 class State(StrEnum):
@@ -39,7 +39,7 @@ class State(StrEnum):
     READY = "READY"
     PAUSED = "PAUSED"
     DIRTY = "DIRTY"
-    """Copying has begun and no verification has passed since: it may serve only after one."""
+    """Copying into the model has begun and was not verified since; the engine must not serve before a verification."""
     ASLEEP = "ASLEEP"
     DEAD = "DEAD"
 
@@ -55,42 +55,42 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 
 class Engine(EngineServer):
-    """A server with a state: a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
+    """A server with a state machine, in a Ray actor that the driver calls through `slimx.engines.fleet.handle`."""
 
     state = State.DEAD
     epoch = -1
-    """Membership epoch of the last publication that was begun."""
+    """Membership epoch of the most recent publication that has begun at this engine; -1 before the first."""
 
     def reset(self, spec: EngineSpec) -> None:
-        """Resets everything that belongs to one start; the next one uses `spec`."""
+        """Clears the state that belongs to one start of the server; the next start uses `spec`."""
         super().reset(spec)
         self.asleep: set[Tag] = set()
-        """Tags of released memory."""
+        """Parts of the server's memory that are released (SGLang's tags)."""
         self.pause_mode: PauseMode = "retract"
         self.versions: dict[str, int] = {}
-        """Version of the verified weights, or adapters, of each published policy."""
+        """Policy -> version of its verified weights or adapters."""
         self.publication: Manifest | None = None
-        """The open publication."""
+        """The publication that has begun and was neither committed nor aborted; None otherwise."""
         self.staging: Staging = "model"
         self.updating = False
-        """True while SGLang's weight update is open: from the first load of a publication to its verification."""
+        """True while SGLang's weight update is open: from the first load of a publication until its verification."""
 
     def move(self, to: State) -> None:
-        """Changes the state. Raises SlimxError for a transition that is not in `TRANSITIONS`."""
+        """Changes the state to `to`. Raises SlimxError if `TRANSITIONS` does not contain this transition."""
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; from here it can become {allowed}",
+                f"engine {self.spec.name} is {self.state} and cannot become {to}: it can become {allowed}",
                 code="engine.transition",
                 about=str(to),
             )
         self.state = to
 
     def require(self, operation: str, *states: State) -> None:
-        """Raises SlimxError unless the engine is in one of the `states` of `operation`."""
+        """Raises SlimxError, naming `operation`, unless the engine is in one of `states`."""
         if self.state not in states:
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state}; {operation} needs {' or '.join(states)}",
+                f"engine {self.spec.name} is {self.state}, but {operation} requires {' or '.join(states)}",
                 code="engine.state",
                 about=operation,
             )
@@ -98,12 +98,15 @@ class Engine(EngineServer):
     # Life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, deadline_s: float) -> tuple[EngineSpec, list[Json]]:
-        """Starts the server. Returns its specification and the attestation of its ranks. Stops it on any failure."""
+        """Starts the server within `deadline_s` seconds; returns its specification, with address, and each rank's
+        attestation.
+
+        If the start fails, the server is stopped."""
         self.move(State.STARTING)
         try:
             await self.lasting(self.launch(deadline_s))
         except ReceiverLost:
-            raise  # it was stopped, and the next start may have begun
+            raise  # the server was stopped meanwhile, and the next start may have begun already
         except BaseException:
             await self.stop()
             raise
@@ -111,7 +114,8 @@ class Engine(EngineServer):
         return self.spec, self.attestation
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Ends the server with its process tree, in any state; DEAD afterwards. An external server keeps running."""
+        """Stops the server with its process tree and sets the state to DEAD. Allowed in any state. An external server
+        keeps running."""
         before = self.state
         self.state = State.DEAD
         for task in self.pending:
@@ -121,11 +125,11 @@ class Engine(EngineServer):
         await self.end_processes(grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
-        """Raises SlimxError if the server has ended or, while READY, does not generate. Keeps the state: the owner
-        counts failures.
+        """Raises SlimxError if the server has ended, or if it is READY but does not generate within `deadline_s`
+        seconds.
 
-        A paused or sleeping server cannot respond to /health_generate (and would report itself unhealthy).
-        """
+        A paused or sleeping server cannot respond to /health_generate (and would report itself unhealthy), so only its
+        process is checked. The state does not change, because the caller counts failures."""
         if self.state is State.READY:
             await self.check_generation(deadline_s)
             return
@@ -134,14 +138,16 @@ class Engine(EngineServer):
             raise SlimxError(end, code="engine.ended", about=self.spec.name)
 
     async def serves(self) -> bool:
-        """Returns True if the server generates: it is not paused, asleep or in the middle of a publication."""
+        """Returns True if the server generates, that is, if it is neither paused nor asleep nor loading weights."""
         return self.state is State.READY
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
     async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
-        """Calls a verb of `slimx.reshard.parties.Receiver` as a step of the publication of membership `epoch`, or any
-        method if `epoch` is None. Raises SlimxError for a step of an outdated publication."""
+        """Calls the method `verb` within `deadline_s` seconds and returns its result.
+
+        `epoch`: membership epoch of the publication of which the call is a step; None for calls outside of
+        publications. Raises SlimxError if the publication is outdated."""
         if epoch is not None:
             self._enter(verb, epoch)
         try:
@@ -153,8 +159,8 @@ class Engine(EngineServer):
     def _enter(self, verb: str, epoch: int) -> None:
         if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
             raise SlimxError(
-                f"engine {self.spec.name}: {verb} of epoch {epoch} is late; a publication of epoch {self.epoch} "
-                "has begun",
+                f"engine {self.spec.name}: {verb} is a step of the publication of epoch {epoch}, but the current "
+                f"publication is that of epoch {self.epoch}",
                 code="engine.late",
                 about=verb,
             )
@@ -164,8 +170,10 @@ class Engine(EngineServer):
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stops generating; does nothing if already stopped. `retract` drops the KV cache of running requests, which is
-        recomputed later; `in_place` keeps it."""
+        """Pauses generation, unless it is paused already.
+
+        `mode`: "retract" drops the KV cache of running requests, which is computed again later; "in_place" keeps it;
+        "abort" ends the requests."""
         if self.state in (State.PAUSED, State.DIRTY, State.ASLEEP):
             return
         self.require("pause", State.READY)
@@ -174,7 +182,7 @@ class Engine(EngineServer):
         self.move(State.PAUSED)
 
     async def resume(self) -> None:
-        """Restores released memory and generates again."""
+        """Resumes generation, after allocating again the memory that was released."""
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
@@ -182,12 +190,14 @@ class Engine(EngineServer):
         self.move(State.READY)
 
     async def interrupt(self) -> None:
-        """Aborts all requests; each returns its tokens so far, with finish reason "abort"."""
+        """Aborts all requests; each returns the tokens generated so far, with finish reason "abort"."""
         await self.call("/abort_request", {"abort_all": True})
 
     async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Releases the memory of `tags`. CUDA graphs are copied to host memory if they can be released. Without a
-        memory saver (on the CPU) nothing is freed."""
+        """Pauses generation and releases the memory of the parts in `tags`.
+
+        CUDA graphs are copied to host memory if SGLang can release them. Without SGLang's memory saver (on the CPU) no
+        memory is freed."""
         await self.pause()
         self.require("sleep", State.PAUSED)
         await self.call("/release_memory_occupation", {"tags": list(tags)})
@@ -195,21 +205,25 @@ class Engine(EngineServer):
         self.move(State.ASLEEP)
 
     async def hold_weights(self) -> None:
-        """Restores the memory of the weights, without their values, for the next publication. A paused or DIRTY engine
-        has it already."""
-        if self.state is State.READY:  # it started after the last publication
+        """Allocates the memory of the weights, without values, for the next publication, and leaves the rest released.
+
+        Does nothing for an engine that is paused or DIRTY, because it has that memory."""
+        if self.state is State.READY:  # the server was started after the last publication
             await self.sleep()
         if self.state is State.ASLEEP:
             await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
-        """Restores memory of all tags or of `tags`. After the weights' memory returns, the engine is DIRTY until a
-        publication is verified."""
+        """Allocates again the released memory of the parts in `tags`, or of all parts if None.
+
+        If the weights are among them, the engine becomes DIRTY, because their values are lost. Raises SlimxError if
+        none of the parts is released."""
         asleep = set(self.asleep) if tags is None else self.asleep & set(tags)
         if not asleep:
             raise SlimxError(
-                f"engine {self.spec.name}: none of {tags or 'its memory'} is released "
-                f"(released: {sorted(self.asleep) or 'none'})",
+                f"engine {self.spec.name} cannot restore {tags or 'its memory'}, because only these parts are "
+                "released: "
+                f"{sorted(self.asleep) or 'none'}",
             )
         await self.call("/resume_memory_occupation", {"tags": sorted(asleep)})
         self.asleep -= asleep
@@ -218,37 +232,39 @@ class Engine(EngineServer):
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
-    # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
+    # Publication (methods of slimx.reshard.parties.Receiver) ----------------------------------------------------------
 
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
-        """Returns names and forms of all tensors that a publication must include: one dict per rank for "local", else
-        one for all."""
+        """Returns the tensors that a publication must contain, name -> "dtype:d0,d1": one dict per rank for the
+        encoding "local", else one for all ranks."""
         return forms_of(self.spec.name, await self.ask("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
-        """Opens a publication; refused while another of the same membership epoch is open. Nothing changes yet.
+        """Begins a publication; refused if another of the same membership epoch has begun. Nothing else changes.
 
-        `staging`: "model" for one load after all buckets are staged, "bucket" for a load after each bucket.
-        """
+        `staging`: "model" if `load` is called once, after all buckets are staged; "bucket" if it is called after each
+        bucket."""
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
         await self.ask("begin", manifest=manifest.to_json(), staging=staging)
         self.publication = manifest
         self.staging = staging
 
     async def transport(self, method: str, *arguments: object) -> object:
-        """Calls a method of the transport's local end."""
+        """Calls `method` of the transport's receiver at this engine and returns the result."""
         return await getattr(self.end, method)(*arguments)
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        """Receives a bucket into memory that the server can open, and stages it."""
+        """Assembles a bucket in memory that the server can open, and stages it."""
         if self.end is None:
-            raise TypeError("the transport has no end at the engine")
+            raise TypeError("the transport has no receiver at the engine, so its buckets can only be staged")
         async with self.end.landed(packed) as landed:
             await self.stage(landed, bucket)
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        """Has each rank map its part of a bucket and verify its bytes. Allowed while serving: the model is not touched.
-        An error (a wrong byte, an unknown tensor) ends the publication."""
+        """Makes each rank map its part of a bucket and verify the checksums of its tensors.
+
+        Allowed while the engine serves, because the model does not change. An error, such as a wrong checksum or an
+        unknown tensor, ends the publication."""
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
             manifest = self._open("stage")
@@ -262,12 +278,13 @@ class Engine(EngineServer):
             )
 
     async def abort(self) -> None:
-        """Aborts the publication. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
+        """Aborts the publication. Before the first copy nothing has changed; after it the engine remains DIRTY."""
         self.publication = None
         await self.ask("abort")
 
     async def load(self) -> None:
-        """Copies all staged tensors in place. DIRTY from before the first copy; an error ends the publication."""
+        """Copies all staged tensors into the model. The engine is DIRTY from before the first copy; an error ends the
+        publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
         if self.staging == "model":
@@ -288,24 +305,23 @@ class Engine(EngineServer):
             check_copied(self.spec.name, await self.ask("status"))
 
     async def _open_update(self) -> None:
-        """Opens SGLang's weight update, which unpacks weights into the layout of loaders; closing it packs them
-        again."""
+        """Opens SGLang's weight update, which converts weights to the layout that model loaders expect; closing it
+        converts them back."""
         body = {"selector": "all" if self.spec.draft else "target"}
         try:
             await self.call("/begin_weight_update", body)
         except SlimxError as error:
             if error.code != "http.refused":
                 raise
-            # A publisher that died left its update open: close that one first.
+            # A publisher that died may have left its update open, so that update is closed first.
             await self.call("/end_weight_update", {})
             await self.call("/begin_weight_update", body)
 
     async def verify(self) -> Json:
-        """Verifies that every rank holds the complete publication. DIRTY becomes PAUSED.
+        """Verifies that every rank has all weights of the publication; a DIRTY engine becomes PAUSED.
 
-        Returns {checked: number of tensors, derived: [names of tensors computed by the model from them]} over all
-        ranks.
-        """
+        Returns {checked: number of verified tensors, derived: [names of tensors that the model computed from them]}
+        over all ranks."""
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
             await self.call("/end_weight_update", {})
@@ -316,11 +332,11 @@ class Engine(EngineServer):
         return verified
 
     async def commit(self, version: int) -> None:
-        """Closes the publication, drops KV caches of older weights and stamps the verified weights. `resume` follows.
+        """Ends the publication: empties the KV cache, whose values older weights computed, and labels new tokens with
+        `version`.
 
-        If paused `in_place`, running requests keep their KV cache (and SGLang would refuse to flush): the caller chose
-        to mix versions.
-        """
+        The engine stays paused until `resume`. If it was paused "in_place", running requests keep their KV cache, so
+        they mix versions; SGLang would refuse to empty it."""
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
         await self.ask("commit", version=version)
@@ -332,15 +348,14 @@ class Engine(EngineServer):
         self.versions = versions
 
     async def stamp(self, version: str) -> None:
-        """Attaches `version`, a text of `slimx.engines.server.http_calls.stamp`, to all tokens sampled from now on.
-
-        Running requests continue."""
+        """Makes SGLang attach the text `version`, in the format of `slimx.engines.server.http_calls.stamp`, to all
+        tokens sampled from now on. Running requests continue."""
         await self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _open(self, operation: str) -> Manifest:
         if self.publication is None:
             raise SlimxError(
-                f"engine {self.spec.name}: {operation} needs an open publication; begin one first",
+                f"engine {self.spec.name}: {operation} requires a publication: begin one first",
                 code="engine.not_open",
                 about=operation,
             )
@@ -348,11 +363,12 @@ class Engine(EngineServer):
 
     @contextlib.asynccontextmanager
     async def _ending_on_error(self) -> AsyncIterator[None]:
-        """Aborts the publication on all ranks if one rank failed, to keep them in step."""
+        """Aborts the publication on all ranks if the block raises an error, because one rank may have failed and the
+        others not."""
         try:
             yield
         except ReceiverLost:
-            raise  # another call would only time out again
+            raise  # the server does not respond, so a call to abort would time out as well
         except SlimxError:
             with contextlib.suppress(SlimxError):
                 await self.abort()

@@ -1,9 +1,8 @@
-"""HTTP calls to servers and routers: each has a deadline, and errors contain the URL, the status and the server's
+"""HTTP calls to servers and routers. Each has a deadline, and errors contain the URL, the status and the server's
 message.
 
-Control calls go directly to a server, because sglang-router does not forward them: to SGLang's endpoints by
-`ControlClient.call`, to the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`) by `ControlClient.ask`.
-"""
+Control calls go directly to a server, because sglang-router does not forward them: `ControlClient.call` calls SGLang's
+endpoints, and `ControlClient.ask` the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`)."""
 
 from __future__ import annotations
 
@@ -18,19 +17,18 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
-"""Dotted path of the server's custom weight loader."""
+"""Dotted path of the function by which SGLang loads staged weights: its custom weight loader."""
 REFUSED = (401, 403)
-"""HTTP status of a call without the right key."""
+"""HTTP statuses of a call whose key is missing or wrong."""
 
 
 async def request(
     method: str, url: str, body: Json | None = None, *, deadline_s: float, headers: Mapping[str, str], who: str
 ) -> tuple[int, Json]:
-    """Returns the status and the body of the response to one request.
+    """Sends one request with the JSON `body` and returns the status and the JSON body of the response.
 
-    Raises DeadlineError if it is late, SlimxError if the server is unreachable; messages contain `who`, the server's
-    name.
-    """
+    `who`: name of the server in messages. Raises DeadlineError if there is no response within `deadline_s` seconds, and
+    SlimxError if the server cannot be reached."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with (
@@ -47,8 +45,9 @@ async def request(
 
 
 def parse_body(body: str | bytes) -> Json:
-    """Parses a JSON object; any other body is returned under "text". Uses msgspec: responses contain numbers for every
-    token."""
+    """Returns the JSON object in a response; any other body is returned as {"text": body}.
+
+    Parses with msgspec, because responses contain numbers for every token."""
     try:
         value = msgspec.json.decode(body)
     except ValueError:  # includes errors of msgspec and of decoding UTF-8
@@ -61,25 +60,26 @@ def parse_body(body: str | bytes) -> Json:
 
 
 def message_of(response: Json) -> str:
-    """Returns the server's message in an error response, from any of its usual fields."""
+    """Returns the server's message in an error response, from whichever of the usual fields contains it."""
     error = response.get("error", response.get("message", response.get("text", "")))
     if isinstance(error, dict):
         error = error.get("message", error)
     return str(error or "no message")[:2000]
 
 
-# SGLang attaches a text to each token, the version of the weights that it was sampled with: "7" if a server serves one
-# policy, or one version for each policy whose adapters it has, "actor=7,judge=6" (docs/policies.md).
+# SGLang attaches to each token a text, the version of the weights from which it was sampled: "7" if a server serves one
+# policy, or "actor=7,judge=6" if it has the adapters of several policies (docs/policies.md).
 
 
 def stamp(versions: Mapping[str, int]) -> str:
-    """Returns the version text for several policies."""
+    """Returns the version text of several policies: "actor=7,judge=6"."""
     return ",".join(f"{policy}={version}" for policy, version in versions.items())
 
 
 def version_in(text: str, policy: str | None) -> str:
-    """Returns the version of `policy` in the version text of several policies, "" if it was not published. If `policy`
-    is None, `text` is the version of a single policy and is returned unchanged."""
+    """Returns the version of `policy` in the version text of several policies; "" if none was published.
+
+    If `policy` is None, `text` is the version of a single policy and is returned unchanged."""
     if policy is None:
         return text
     versions = dict(entry.split("=", 1) for entry in text.split(",") if "=" in entry)
@@ -87,11 +87,15 @@ def version_in(text: str, policy: str | None) -> str:
 
 
 class ControlClient:
-    """Control calls of one server or router. Keeps no connection: calls are rare and come from any event loop."""
+    """Client for control calls to one server or router.
+
+    Each call opens its own connection, because calls are rare and come from any event loop."""
 
     def __init__(self, url: str, who: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
-        """Stores the address. `url`: "http://host:port". `who`: name of the server in messages. `keys`: keys that it
-        requires. `deadline_s`: default deadline of one call, in seconds."""
+        """Stores the address and the keys.
+
+        `url`: "http://host:port". `who`: name of the server in messages. `keys`: keys that the server requires.
+        `deadline_s`: default deadline of one call in seconds."""
         self.url = url.rstrip("/")
         self.who = who
         self.keys = keys
@@ -106,8 +110,10 @@ class ControlClient:
         deadline_s: float | None = None,
         key: str | None = None,
     ) -> Json:
-        """Returns the response of an endpoint, called with the control key or with `key`. Raises SlimxError for an
-        error status, and if SGLang sends `success` as false."""
+        """Returns the JSON response of the endpoint `path`, called with `key`, or with the control key if it is None.
+
+        `deadline_s`: None means the client's. Raises SlimxError for an error status, or if SGLang's response has
+        `success` false."""
         status, response = await request(
             method,
             self.url + path,
@@ -116,11 +122,11 @@ class ControlClient:
             headers=bearer(key or self.keys.control),
             who=self.who,
         )
-        failure = f"{self.who}: {method} {self.url}{path} answered {status}: {message_of(response)}"
+        failure = f"{self.who}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
         if status in REFUSED:
             raise SlimxError(
-                f"{failure}; it requires another key: name the environment variables of its keys in api_key_env and "
-                "admin_api_key_env of its group in rollout.engines",
+                f"{failure}; the server requires another key: set api_key_env and admin_api_key_env of its group in "
+                "rollout.engines to the environment variables that contain its keys",
                 code="engine.key",
                 about=path,
             )
@@ -129,7 +135,8 @@ class ControlClient:
         return response
 
     async def ask(self, verb: str, *, deadline_s: float | None = None, **arguments: object) -> list[Json]:
-        """Returns the responses of all ranks to a verb of the plugin, in rank order."""
+        """Returns the responses of all ranks to the request `verb` to the slimx plugin, in rank order. Raises
+        SlimxError if any rank reports an error."""
         action = f"slimx.{verb}"
         body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(arguments)]}
         response = await self.call("/weights_checker", body, deadline_s=deadline_s)
@@ -144,10 +151,14 @@ class ControlClient:
         return [json.loads(rank["slimx"]) for rank in ranks]
 
     def _by_rank(self, action: str, responses: list[Json]) -> list[Json]:
-        """Returns one response per rank. With DP-attention every scheduler returns the responses of all ranks."""
+        """Returns one response per rank, in rank order; with DP-attention every scheduler sends the responses of all
+        ranks.
+
+        `action`: the request, for messages. Raises SlimxError if ranks are missing or several processes have the same
+        rank."""
         if not responses or any("pid" not in entry["checksums"] for entry in responses):
             raise SlimxError(
-                f"{self.who} at {self.url}: {action} was not answered by the slimx plugin",
+                f"{self.who} at {self.url} has no slimx plugin that responds to {action}",
                 code="engine.no_plugin",
                 about=self.who,
             )
@@ -160,15 +171,15 @@ class ControlClient:
             size = position["size"]
             if ranks.setdefault(rank, response)["pid"] != response["pid"]:
                 raise SlimxError(
-                    f"{self.who}: two processes answer as rank {rank}: they are replicas (dp_size without "
-                    "enable_dp_attention); start one engine per replica",
+                    f"{self.who}: two processes respond as rank {rank}, because they are replicas (dp_size without "
+                    "enable_dp_attention): start one engine per replica",
                     code="engine.replicas",
                     about=self.who,
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
-                f"{self.who}: ranks {sorted(ranks)} of {size} answered {action}; with pp_size above 1 SGLang "
-                "returns the responses of the first stage only: use tensor and expert parallelism",
+                f"{self.who}: only ranks {sorted(ranks)} of {size} responded to {action}; with pp_size above 1 SGLang "
+                "returns only the responses of the first stage: use tensor and expert parallelism",
                 code="engine.ranks_missing",
                 about=self.who,
             )

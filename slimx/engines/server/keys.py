@@ -1,8 +1,7 @@
-"""API keys of a run's servers: random for each run, never on a command line or in an environment.
+"""API keys of a run's servers: random for each run, and never on a command line or in an environment variable.
 
-A process receives them on its standard input, a pipe that no other process can read. They are SGLang's two keys:
-`api_key` for generation, `admin_api_key` for everything that changes the server (weights, pauses, aborts, profiles).
-"""
+A server process receives them on its standard input, a pipe that no other process can read. They are SGLang's two keys:
+`api_key` for generation, `admin_api_key` for everything that changes the server (weights, pauses, aborts, profiles)."""
 
 from __future__ import annotations
 
@@ -18,46 +17,48 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 STDIN = "-"
-"""Name of standard input in place of a file's path."""
+"""Value of the option --keys that means standard input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that one server requires; None: no key."""
+    """The keys that one server requires; None for a key that it does not require."""
 
     api_key: str | None = None
     admin_api_key: str | None = None
 
     @staticmethod
     def random() -> Keys:
-        """Returns two random keys of 256 bits."""
+        """Returns two random keys of 256 bits each."""
         return Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
     @property
     def control(self) -> str | None:
-        """Key of control calls: SGLang accepts `api_key` for them if a server has no other."""
+        """Key of control calls. SGLang accepts `api_key` for them if a server has no `admin_api_key`."""
         return self.admin_api_key or self.api_key
 
     def __repr__(self) -> str:
-        """Returns the names of the keys without their values: records with keys are printed and logged."""
+        """Returns the names of the keys that are set, without values, because objects that contain keys are printed and
+        logged."""
         return f"Keys({', '.join(name for name, key in asdict(self).items() if key is not None)})"
 
     def to_bytes(self) -> bytes:
-        """Returns the keys as JSON for a server's standard input."""
+        """Returns the keys as JSON, to be written to a server's standard input."""
         return json.dumps(asdict(self)).encode()
 
     def flags(self) -> list[str]:
-        """Returns SGLang's arguments, to be parsed within the server's process. Joined by "=": a key may begin with a
-        dash."""
+        """Returns the keys as SGLang's command-line flags, to be parsed within the server's process.
+
+        Flag and value are joined by "=", because a key may start with a dash."""
         keys = {"--api-key": self.api_key, "--admin-api-key": self.admin_api_key}
         return [f"{flag}={key}" for flag, key in keys.items() if key is not None]
 
     @staticmethod
     def read(where: str) -> Keys:
-        """Reads the keys from a file, or from standard input (`-`): JSON of `api_key` and `admin_api_key`.
+        """Returns the keys in the JSON file `where`, or on standard input if it is "-": {"api_key": ...,
+        "admin_api_key": ...}.
 
-        Raises SlimxError if other users may read the file, or its content has another form.
-        """
+        Raises SlimxError if other users may read the file, or if it contains anything else."""
         if where == STDIN:
             text = sys.stdin.read()
         else:
@@ -85,7 +86,10 @@ NO_KEYS = Keys()
 
 
 def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | None:
-    """Returns the key in environment variable `name`, or None without a name. Raises SlimxError if it is not set."""
+    """Returns the key in the environment variable `name`, or None if `name` is None.
+
+    `variables`: the environment. `where`: the configuration's group, for messages. Raises SlimxError if the variable is
+    not set."""
     if name is None:
         return None
     key = variables.get(name)
@@ -99,5 +103,5 @@ def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | 
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Returns the headers of a request with `key`; no headers for None."""
+    """Returns the HTTP headers that authenticate a request with `key`; none if it is None."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -1,8 +1,7 @@
-"""Runs sglang-router in front of the engines as a supervised process and registers the engines that may serve.
+"""Runs sglang-router in front of the engines as a supervised process, and registers the engines that may serve.
 
-An engine stays registered while a publication has it paused, even DIRTY: its requests wait in it and continue after the
-verification. A failed engine is removed before anything else happens to it.
-"""
+An engine stays registered while a publication pauses it, even while it is DIRTY: its requests wait in its queue and
+continue after the verification. A failed engine is removed before anything else is done to it."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ HOST = "127.0.0.1"
 CALL_S = 30.0
 """Deadline of one call to the router, in seconds."""
 JOIN_S = 60.0
-"""Deadline of the router to start sending to an added worker, in seconds."""
+"""Deadline in seconds for the router to start sending requests to a worker that was added."""
 LEAVE_S = 30.0
-"""Deadline of the router to stop sending to a removed worker, in seconds."""
+"""Deadline in seconds for the router to stop sending requests to a worker that was removed."""
 
 
 class Router:
-    """The router process and its list of workers."""
+    """The router's process, and the engines that are registered with it as workers."""
 
     def __init__(
         self,
@@ -44,25 +43,24 @@ class Router:
         """Prepares the process without starting it.
 
         `request_deadline_s`: deadline of one generation request, in seconds. `disaggregated`: True if workers are
-        prefill and decode servers, and each request goes to one of each. `by_key`: True to route requests with the same
-        key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least loaded at the first of them; else
-        requests are routed by shared prefix unless loads are too unequal. `keys`: keys of the workers; requests to the
-        router need their `api_key` as well.
-        """
+        prefill and decode servers, so that each request goes to one of each. `by_key`: True to send all requests with
+        the same key (`slimx.rollout.client.sending.KEY_HEADER`) to one worker, the least loaded one when the first of
+        them arrives; False to route requests by shared prefix unless loads are too unequal. `keys`: keys of the
+        workers; requests to the router need their `api_key` as well. None means new random keys."""
         options = {
             "--host": HOST,
             "--port": port,
             "--prometheus-host": HOST,
-            # Its default port is fixed: two routers on a machine would fail on it.
+            # The default is a fixed port, on which a second router on the machine would fail.
             "--prometheus-port": metrics_port,
             "--policy": "manual" if by_key else "cache_aware",
             "--assignment-mode": "min_load",
             "--request-timeout-secs": int(request_deadline_s) + 1,
-            # No limit: a request beyond it would be refused, not queued.
+            # No limit, because the router would refuse requests beyond it instead of queueing them.
             "--max-concurrent-requests": -1,
             "--log-level": "warn",
         }
-        # Their owner monitors engines, and clients repeat lost requests, because in the router
+        # slimx monitors engines, and its clients repeat lost requests, because in the router
         # - the health check would drop a paused server, which cannot respond;
         # - the circuit breaker counts errors of clients (status 400): a few prompts that are too long would shut out
         #   healthy engines;
@@ -80,7 +78,7 @@ class Router:
         )
         self.url = f"http://{HOST}:{port}"
         self.keys = Keys.random() if keys is None else keys
-        api_key = Keys(self.keys.api_key)  # it generates, and changes nothing
+        api_key = Keys(self.keys.api_key)  # the router forwards only generation, which needs no other key
         self.wire = ControlClient(self.url, "the router", api_key, CALL_S)
         self.process = SupervisedProcess("router", argv, log_path, stdin=api_key.to_bytes())
 
@@ -91,21 +89,21 @@ class Router:
         await in_thread(self.process.stop, grace_s)
 
     def ended(self) -> str | None:
-        """Returns a description of how its process ended, or None while it runs."""
+        """Returns a description of how the router's process ended; None while it runs."""
         return self.process.ended()
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the router responds; it has no workers yet."""
-        await self._until(lambda workers: True, deadline_s, f"the router at {self.url} to answer")
+        """Waits until the router responds. At that time it has no workers."""
+        await self._until(lambda workers: True, deadline_s, f"the router at {self.url} to respond")
 
     async def restart(self, deadline_s: float) -> None:
-        """Kills the process and starts it at the same address, without workers."""
+        """Kills the process and starts it again at the same address, without workers."""
         await self.stop(grace_s=0)
         self.start()
         await self.wait_ready(deadline_s)
 
     async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
-        """Returns the registered workers: {id, url, is_healthy, load, ...}."""
+        """Returns the registered workers: {id, url, is_healthy, load, ...} each."""
         return (await self.wire.call("/workers", method="GET", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
@@ -116,12 +114,11 @@ class Router:
         bootstrap_port: int | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """Registers a worker and waits until the router sends to it (the router's /health is 200 before that).
+        """Registers the engine at `url` as a worker, and waits until the router sends requests to it.
 
-        The router's state for this URL is dropped first: the engine behind it may be a new one. `bootstrap_port`: port
-        of a prefill server that the router passes to decode servers. `keys`: the worker's keys, if not those of the
-        router.
-        """
+        The router's /health is 200 before that, so the list of workers is polled. State for the same URL is removed
+        first, because the engine there may be a new one. `bootstrap_port`: port of a prefill server, which the router
+        passes to decode servers. `keys`: the worker's keys; None means those of the router."""
         await self.remove(url)
         optional = {
             "worker_type": None if role == "regular" else role,
@@ -138,7 +135,7 @@ class Router:
         )
 
     async def remove(self, url: str) -> None:
-        """Sends no new requests to a worker. Removing an unregistered one is not an error."""
+        """Removes the worker at `url`, so that it receives no new requests. Does nothing if it is not registered."""
         for worker in await self.workers():
             if worker["url"] == url:
                 await self.wire.call(f"/workers/{worker['id']}", method="DELETE")
@@ -149,7 +146,10 @@ class Router:
         )
 
     async def _until(self, arrived: Callable[[list[Json]], bool], deadline_s: float, awaited: str) -> None:
-        """Polls the router's workers until `arrived(workers)` is true."""
+        """Polls the router's list of workers until `arrived(workers)` is True.
+
+        `awaited`: description of that condition for the DeadlineError that is raised after `deadline_s` seconds. Raises
+        SlimxError if the router ends."""
         start = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() - start < deadline_s:
             end = self.ended()

@@ -1,8 +1,7 @@
 """Process entry of the router: `python -m slimx.engines.server.router_launch --keys - -- ARGUMENTS` of sglang-router.
 
 The upstream launcher takes the key on the command line, where every user of the machine can read it, and imports SGLang
-with torch for a load balancer in Python that is not used here.
-"""
+and torch for a load balancer in Python that slimx does not use."""
 
 from __future__ import annotations
 
@@ -18,11 +17,12 @@ if __name__ == "__main__":
         prog="python -m slimx.engines.server.router_launch", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--keys", required=True, metavar="FILE", help="JSON file with the api_key that requests need; -: standard input"
+        "--keys",
+        required=True,
+        metavar="FILE",
+        help="JSON file with the api_key that requests must have; - means standard input",
     )
-    parser.add_argument(
-        "router", nargs=argparse.REMAINDER, help="-- followed by arguments of sglang_router.launch_router"
-    )
+    parser.add_argument("router", nargs=argparse.REMAINDER, help="-- and then arguments of sglang_router.launch_router")
     options = parser.parse_args()
     router_parser = argparse.ArgumentParser(prog="sglang-router")
     RouterArgs.add_cli_args(router_parser)

@@ -1,4 +1,6 @@
-"""The server of an engine: its processes, their liveness, and calls to it. The engine adds the state."""
+"""The server of an engine: starts and stops its processes, checks whether they run, and calls it.
+
+`slimx.engines.server.engine.Engine` adds the state machine."""
 
 from __future__ import annotations
 
@@ -26,53 +28,55 @@ from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.tasks import AnyFuture, cancelled, first_of
 
 ANSWER_S = 5.0
-"""Deadline of a status call to a healthy server, in seconds."""
+"""Seconds in which a healthy server responds to a status call."""
 ENDING_S = 3.0
-"""Seconds from a server's first refused connection to the end of its process."""
+"""Maximum seconds from a server's first refused connection until its process has ended."""
 LEAVE_S = 5.0
-"""Deadline of each call that takes over or leaves an external server, in seconds."""
+"""Deadline in seconds of each call to an external server when a run starts or stops using it."""
 LOOK_S = 2.0
-"""Interval of checks of a server's other nodes while it starts, in seconds."""
+"""Interval in seconds at which the other nodes of a multi-node server are checked while it starts."""
 STOP_S = 30.0
-"""Deadline for the end of a server's process tree, in seconds."""
+"""Deadline in seconds for the end of a server's process tree."""
 PORT = "engine.port"
-"""Error code if a server's HTTP port was taken between its choice and its use."""
+"""Error code raised if another program took a server's HTTP port after it was chosen and before the server used it."""
 PORTS = 3
-"""Number of ports that a start tries if other programs take them."""
+"""Maximum number of ports that one start tries if other programs take them."""
 PORT_TAKEN = "error while attempting to bind on address"
-"""Message of uvicorn in the server's log."""
+"""Text that uvicorn writes to the server's log if the port is taken."""
 
 
 MACHINES = "slimx.machines"
-"""Entry points: classes of `Machines`."""
+"""Group of entry points whose objects are classes that implement `Machines`."""
 
 
 class Machines(Protocol):
-    """The nodes of a multi-node server except the first, on which this process runs."""
+    """The nodes of a multi-node server other than the first, on which this process runs."""
 
     count: int
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts their processes. Returns the share of the first node, at `host`."""
+        """Starts the server's processes on these nodes. Returns the share of the first node, whose address is
+        `host`."""
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns how the first of them ended, or None while all run or do not respond."""
+        """Returns a description of how the first process that ended did so; None while all run or do not respond."""
         ...
 
     async def transport(self, method: str, messages: Sequence[object] | None = None) -> list[Any]:
-        """Calls `method` of the transport's end on every node, each with its item of `messages`. Returns the
-        results."""
+        """Calls `method` of the transport's receiver on every node and returns the results.
+
+        `messages`: one argument per node; None for calls without an argument."""
         ...
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
-        """Ends their processes. Does not raise."""
+        """Ends the processes on these nodes, within `grace_s` seconds or by killing them; never raises."""
         ...
 
 
 class EngineServer:
-    """A server across all its starts, in a process on its (first) node, which starts, monitors and ends it. An external
-    server is only used, and left unchanged."""
+    """A server across all its starts. The object is in a process on the server's first node, which starts, monitors and
+    ends it; an external server is only called, and keeps running."""
 
     def __init__(
         self,
@@ -84,13 +88,12 @@ class EngineServer:
         places: Sequence[Placement] = (),
         make_end: Callable[[], End] | None = None,
     ) -> None:
-        """Stores the configuration of all starts.
+        """Stores what all starts have in common.
 
-        `spec`: without the values that differ between starts. `deadline_s`: deadline of one call to the server, in
-        seconds. `network`: network of its address (`slimx.runtime.ports.local_address`). `places`: placements of a
-        multi-node server except the first. `make_end`: factory of the transport's ends, for a transport that has one on
-        each node.
-        """
+        `spec`: specification without ports and address. `deadline_s`: deadline of one call to the server in seconds.
+        `network`: network of the server's address (`slimx.runtime.ports.local_address`). `places`: placements of a
+        multi-node server's nodes other than the first. `make_end`: factory of the transport's receiver on a node; None
+        if the transport has none."""
         self.planned = spec
         self.log_path = log_path
         self.deadline_s = deadline_s
@@ -100,29 +103,29 @@ class EngineServer:
         self.make_end = make_end
         self.end = None if make_end is None else make_end()
         self._claims: list[socket.socket] = []
-        """Sockets that reserve the ports of the last start."""
+        """Sockets that reserve the ports of the current start."""
         self.pending: set[AnyFuture] = set()
-        """Calls that are cancelled when this start ends."""
+        """Calls that are cancelled when the server is stopped."""
         self.reset(spec)
 
     def reset(self, spec: EngineSpec) -> None:
-        """Resets everything that belongs to one start; the next one uses `spec`."""
+        """Clears the state that belongs to one start of the server; the next start uses `spec`."""
         self.spec = spec
         self.wire = ControlClient(spec.url, f"engine {spec.name}", spec.keys, self.deadline_s)
         self.process: SupervisedProcess | None = None
-        """None for an external server."""
+        """The server's process on this node; None for an external server."""
         self.nodes: Machines | None = None
-        """The other nodes of a multi-node server."""
+        """The other nodes of a multi-node server; None for a server on one node."""
         self.attestation: list[Json] = []
         self._listens = False
-        """True after its first response."""
+        """True after the server has responded for the first time."""
 
     async def launch(self, deadline_s: float) -> None:
-        """Starts a server and waits until it attests the plugin.
+        """Starts a server and waits until it generates and attests the slimx plugin.
 
-        Each start uses a new port: messages to an earlier server cannot reach the new one. Another program may take
-        that port while the server imports its modules: up to `PORTS` ports are tried.
-        """
+        Each start uses a new port, so that messages to an earlier server cannot reach the new one. If another program
+        takes the port while the server imports its modules, the start is repeated with another one, up to `PORTS` times
+        in total."""
         for left in reversed(range(PORTS)):
             try:
                 return await self._launch(deadline_s)
@@ -151,7 +154,8 @@ class EngineServer:
         await self.wait_ready(deadline_s)
 
     def _placed(self) -> EngineSpec:
-        """Returns the specification of the next start, with new ports."""
+        """Returns the specification of the next start, with address and new ports; an external server's is
+        unchanged."""
         if self.planned.external:
             return self.planned
         before = self._claims
@@ -166,10 +170,10 @@ class EngineServer:
         return replace(self.planned, port=port, host=self.host, bootstrap_port=bootstrap_port)
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the server generates and attests the plugin. Raises SlimxError if one of its processes ends.
+        """Waits until the server generates and attests the slimx plugin. Raises SlimxError if one of its processes ends
+        before.
 
-        An external server of a frozen model need not attest anything: nothing is published to it.
-        """
+        An external server of a frozen model need not attest anything, because nothing is published to it."""
         await self.release(paused=True)
         waits = [self._wait_until_it_generates(deadline_s)]
         if self.nodes is not None:
@@ -179,7 +183,7 @@ class EngineServer:
         if not (self.spec.external and self.spec.frozen):
             self.attestation = await attested(self.wire, self.spec, self.process)
         if not self.spec.external:
-            # Objects of the startup are excluded from garbage collections: on the CPU each cache flush is a full one.
+            # Excludes startup objects from garbage collection, because on the CPU each cache flush runs a full one.
             await self.wire.call("/freeze_gc")
 
     async def _wait_until_it_generates(self, deadline_s: float) -> None:
@@ -192,14 +196,16 @@ class EngineServer:
             raise DeadlineError(awaited, deadline_s, f"log {self.log_path}") from None
 
     async def _generates(self) -> bool:
-        """Checks once. Raises SlimxError with the last lines of its log if the server has died."""
+        """Returns True if the server generates now. Raises SlimxError with the last lines of its log if it has
+        ended."""
         end = None if self.process is None else self.process.ended()
         if end is not None:
-            raise SlimxError(f"before it was ready {end}", code="engine.died", about=self.spec.name)
+            raise SlimxError(f"the server ended before it was ready: {end}", code="engine.died", about=self.spec.name)
         if self.process is not None and PORT_TAKEN in self.process.tail():
             # SGLang's process keeps running if its HTTP server could not start.
             raise SlimxError(
-                f"engine {self.spec.name} cannot listen at {self.spec.url}: the port is taken; end the program there",
+                f"engine {self.spec.name} cannot listen at {self.spec.url}, because another program uses the port: end "
+                "that program",
                 code=PORT,
                 about=self.spec.url,
             )
@@ -210,7 +216,8 @@ class EngineServer:
         return True
 
     async def check_generation(self, deadline_s: float) -> None:
-        """Raises SlimxError unless it generates (SGLang needs 1 s to respond). A paused server never responds."""
+        """Raises SlimxError unless the server generates a token within `deadline_s` seconds; SGLang needs 1 s. A paused
+        server does not respond."""
         await self.wire.call("/health_generate", method="GET", deadline_s=deadline_s)
 
     async def _wait_for_lost_node(self, nodes: Machines) -> None:
@@ -219,26 +226,25 @@ class EngineServer:
         raise SlimxError(end)
 
     async def ended(self) -> str | None:
-        """Returns how the server ended, or None while its processes run and accept connections (once
-        it has listened).
+        """Returns a description of how the server ended; None while its processes run and, after startup, accept
+        connections.
 
-        A server that has lost its scheduler refuses connections before its process tree is gone: it must not count as
-        healthy for a client that has just lost a request.
-        """
+        A server that has lost its scheduler refuses connections before its process tree has ended; a client that has
+        just lost a request must not consider it healthy."""
         spec = self.spec
         deadline = time.monotonic() + ENDING_S
         while self.process is None or (end := self.process.ended()) is None:
             if not self._listens or await _takes_connections(spec.host, spec.port):
                 return None if self.nodes is None else await self.nodes.ended(ANSWER_S)
             if time.monotonic() > deadline:
-                condition = "which is external," if spec.external else "although running,"
-                return f"engine {spec.name}, {condition} refuses connections at {spec.url}; log {self.log_path}"
+                condition = "an external server," if spec.external else "whose process still runs,"
+                return f"engine {spec.name}, {condition} refuses connections at {spec.url}: see its log {self.log_path}"
             await asyncio.sleep(0.1)
         return end
 
     async def lasting[T](self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises ReceiverLost if this start of the server ends first: the work must not
-        reach the next one."""
+        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before, because the work
+        must not reach the server of the next start."""
         task = asyncio.ensure_future(work)
         self.pending.add(task)
         try:
@@ -251,12 +257,13 @@ class EngineServer:
         return task.result()
 
     async def call(self, path: str, body: Json | None = None) -> Json:
-        """Returns the response of an endpoint of SGLang. Raises ReceiverLost if the server is gone or silent,
-        SlimxError if it refuses."""
+        """Returns the JSON response of SGLang's endpoint `path`. Raises ReceiverLost if the server has ended or does
+        not respond, and SlimxError if it refuses."""
         return await self._answer(self.wire.call(path, body))
 
     async def ask(self, verb: str, **arguments: object) -> list[Json]:
-        """Returns the responses of all ranks to a verb of the plugin. Raises like `call`."""
+        """Returns the responses of all ranks to the request `verb` to the slimx plugin. Raises the same errors as
+        `call`."""
         return await self._answer(self.wire.ask(verb, deadline_s=None, **arguments))
 
     async def _answer[T](self, call: Awaitable[T]) -> T:
@@ -268,7 +275,7 @@ class EngineServer:
             async with asyncio.timeout(ANSWER_S):
                 await self.wire.ask("status")
         except (SlimxError, TimeoutError):
-            # A server that has lost its scheduler drops connections for a second before it ends.
+            # A server that has lost its scheduler drops connections for up to a second before its process ends.
             until = time.monotonic() + ENDING_S
             while (end := await self.ended()) is None and time.monotonic() < until:
                 await asyncio.sleep(0.1)
@@ -283,9 +290,9 @@ class EngineServer:
             print(marked(f"engine {self.spec.name}, {text}"), file=log)
 
     async def end_processes(self, grace_s: float) -> None:
-        """Ends the server with its process tree on all its nodes."""
+        """Ends the server's process trees on all its nodes, within `grace_s` seconds or by killing them."""
         if self.spec.device == "cpu":
-            # SGLang checks only every 5 s for a stop, and has nothing to release but memory.
+            # It is killed, because SGLang notices a stop only every 5 s and has nothing to release except memory.
             grace_s = 0.0
         stopping = []
         if self.process is not None:
@@ -295,8 +302,11 @@ class EngineServer:
         await asyncio.gather(*stopping)
 
     async def release(self, *, paused: bool) -> None:
-        """Aborts the open publication of an external server and, if it is `paused` with complete weights, resumes
-        generation: both when a run takes it over and when it leaves it. Ignores a server that does not respond."""
+        """Prepares an external server for the next user, when a run starts or stops using it; ignores one that does not
+        respond.
+
+        Aborts the publication that has begun there. `paused`: True to resume generation as well; only allowed if its
+        weights are complete."""
         if not self.spec.external or self.spec.frozen:
             return
         with contextlib.suppress(SlimxError):
@@ -307,7 +317,8 @@ class EngineServer:
 
 
 async def _takes_connections(host: str, port: int) -> bool:
-    """Returns False only if a connection is refused: a slow or stopped server still accepts one."""
+    """Returns False if a connection is refused, and True otherwise, because even a slow or suspended server accepts
+    one."""
     try:
         async with asyncio.timeout(1):
             _, writer = await asyncio.open_connection(host, port)

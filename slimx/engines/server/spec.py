@@ -1,4 +1,4 @@
-"""Specification of one engine server, as SGLang's arguments and the environment of the process."""
+"""Specification of one engine's server, and the SGLang arguments and environment variables of its process."""
 
 from __future__ import annotations
 
@@ -28,60 +28,60 @@ class NodeShare:
     """One node's part of a server that spans several nodes."""
 
     rank: int
-    """Rank of the node; node 0 serves requests."""
+    """Index of the node; node 0 serves requests."""
     count: int
     meeting: str
-    """host:port on node 0 at which the ranks rendezvous."""
+    """host:port on node 0 at which the ranks of all nodes rendezvous."""
     peers: tuple[str, ...]
-    """Addresses of all nodes of the server: connections from others are dropped."""
+    """Addresses of all nodes of the server; connections from other addresses are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Specification of one server."""
+    """Specification of one SGLang server, from which arguments and environment of its process follow."""
 
     name: str
     model_path: str
-    """Hugging Face directory."""
+    """Directory of the model in Hugging Face format."""
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
     port: int = 0
-    """0: chosen at startup."""
+    """HTTP port; 0 until it is chosen at startup."""
     host: str = "127.0.0.1"
     threads: int = 1
-    """CPU threads of the server (on the CPU only)."""
+    """Number of CPU threads per rank, for servers on the CPU."""
     max_total_tokens: int | None = None
-    """Size of the KV cache in tokens; None: SGLang decides."""
+    """Size of the KV cache in tokens; None lets SGLang choose it."""
     numerics: NumericsMode = NumericsMode()
-    """Numerics mode of the policy's engines."""
+    """Numerics mode of the server."""
     sizes: EngineSizes = EngineSizes()
-    """Parallel sizes of the server's ranks."""
+    """Parallel sizes of the server."""
     seed: int = 1
     routed_experts: bool = True
-    """True if the server can return the experts of each token (MoE models)."""
+    """True if the server can return the experts to which each token was routed (MoE models only)."""
     sglang: Json = field(default_factory=dict)
-    """Further fields of SGLang's ServerArgs."""
+    """The user's fields of SGLang's ServerArgs (`rollout.engines.sglang`): name -> value."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
-    """Port of a prefill server from which decode servers fetch the KV cache."""
+    """Port of a prefill server from which decode servers fetch the KV cache; None for other servers."""
     frozen: bool = False
-    """True if no weights are published to it."""
+    """True if the model's weights never change, so nothing is published to the server."""
     draft: bool = False
-    """True if publications include the weights of its draft model."""
+    """True if publications include the weights of the server's draft model."""
     form: ServedForm = ServedForm()
-    """Form of the published weights."""
+    """Weight form of the served model: plain weights, or adapters as well."""
     precompile: bool = False
     """True to compile DeepGEMM's kernels before serving (CUDA only)."""
     sleeps: bool = False
-    """True to release its memory while trainers train."""
+    """True if the server releases its memory while trainers use the device."""
     external: bool = False
-    """True if it was started outside of the run."""
+    """True if the server was started outside of the run, which then neither configures nor stops it."""
     node: NodeShare | None = None
-    """This node's part of a server that spans several nodes; None: the server is on one node."""
+    """This node's part of a server that spans several nodes; None for a server on one node."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
-    """Keys that requests to the server need."""
+    """Keys that requests to the server must have."""
     gpus: tuple[str, ...] | None = None
-    """GPUs of the server, by index or UUID; None: those of the process that starts it."""
+    """GPUs of the server, by index or UUID; None means all that are visible to the process that starts it."""
 
     @property
     def url(self) -> str:
@@ -89,7 +89,9 @@ class EngineSpec:
 
 
 def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: bool) -> EngineSpec:
-    """Returns the configured specification of server `name` of `group`, without address, ports and GPUs."""
+    """Returns the specification of the server `name` of `group`, as configured. Address, ports and GPUs are set later.
+
+    `moe`: True if the model has experts."""
     return EngineSpec(
         name=name,
         model_path=group.model or config.model.path,
@@ -112,8 +114,10 @@ def engine_spec(config: Config, group: Engines, name: str, *, device: str, moe: 
 
 
 def server_args(spec: EngineSpec) -> Json:
-    """Returns SGLang's arguments for `spec`: those set by slimx, those of the user, and defaults that the user may
-    override."""
+    """Returns SGLang's arguments for the server, field of ServerArgs -> value: those that slimx sets, those of the
+    user, and defaults that the user may override.
+
+    Raises SlimxError for an argument of the user that is invalid or that slimx sets."""
     ours: Json = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
@@ -132,20 +136,20 @@ def server_args(spec: EngineSpec) -> Json:
     if spec.sizes.attention_data > 1:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     if spec.sleeps and spec.device == "cuda":
-        ours |= {"enable_memory_saver": True}  # without it a release frees nothing
+        ours |= {"enable_memory_saver": True}  # without it, releasing memory would free nothing
     if spec.role != "regular":
         ours |= {"disaggregation_mode": spec.role}
     if spec.bootstrap_port is not None:
         ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
     if spec.node is not None:
         ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
-    # Streamed events contain only new tokens; else each event would repeat all log-probs.
+    # With incremental output, streamed events contain only new tokens instead of repeating all log-probs.
     defaults: Json = {"log_level": "warning", "incremental_streaming_output": True}
     if not spec.sglang.get("enforce_shared_experts_fusion"):
-        # SGLang would decide at runtime, on GPUs and for some models only; the publication plan must be known before.
+        # SGLang would decide at runtime, on GPUs and for some models only, but the publication plan is made before.
         defaults["disable_shared_experts_fusion"] = True
     if not spec.frozen and spec.device == "cuda" and spec.dtype == "bfloat16":
-        # SGLang would round the cache of sparse attention to fp8 on Blackwell; trainers do not.
+        # On Blackwell SGLang would round the KV cache of sparse attention to fp8, which trainers do not.
         defaults["kv_cache_dtype"] = "bf16"
     if spec.device == "cpu" or spec.sleeps:
         # An idle or paused server would otherwise busy-poll on a core that trainers need.
@@ -154,7 +158,7 @@ def server_args(spec: EngineSpec) -> Json:
         ours |= {"disable_cuda_graph": True}
         # Nothing is compiled or captured on the CPU; generation is checked before the first publication.
         defaults["skip_server_warmup"] = True
-        # Number of recurrent states (delta nets) in memory: else they take nearly half of the node's memory.
+        # Limits the recurrent states of delta nets, which would otherwise take nearly half of the node's memory.
         defaults["max_mamba_cache_size"] = 256
     ours |= spec.numerics.server_arguments(spec.device)
     check_server_args(spec.sglang)
@@ -162,7 +166,8 @@ def server_args(spec: EngineSpec) -> Json:
     taken = sorted(ours.keys() & spec.sglang.keys())
     if taken:
         raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; remove it",
+            f"rollout.engines.sglang.{taken[0]} cannot be set for engine {spec.name}, because slimx sets it to "
+            f"{ours[taken[0]]!r}: remove it",
             code="sglang.taken",
             about=f"rollout.engines.sglang.{taken[0]}",
         )
@@ -170,32 +175,32 @@ def server_args(spec: EngineSpec) -> Json:
 
 
 def check_keyless(args: Json) -> None:
-    """Raises SlimxError for arguments that would expose a key to other users of the machine, or disable keys."""
+    """Raises SlimxError if an argument of the user would show a key to other users of the machine, or make SGLang
+    ignore keys."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:
             raise SlimxError(
                 f"rollout.engines.sglang.{name} would be on the server's command line, which every user of the "
-                "machine can read; remove it: slimx gives each run's servers random keys",
+                "machine can read: remove it, because slimx generates random keys for each run's servers",
                 code="engine.key_on_command_line",
                 about=name,
             )
     if args.get("tokenizer_worker_num") not in (None, 1):
         raise SlimxError(
-            "rollout.engines.sglang.tokenizer_worker_num is above 1, with which SGLang checks no keys and any process "
-            "could replace the weights; set it to 1",
+            f"rollout.engines.sglang.tokenizer_worker_num is {args['tokenizer_worker_num']}, but with more than 1 "
+            "SGLang checks no keys, so that any process could replace the weights: set it to 1",
             code="engine.unguarded",
             about="tokenizer_worker_num",
         )
 
 
 def policy_args(spec: EngineSpec) -> Json:
-    """Returns the arguments that a server needs for publications and for rollouts that can be trained on.
+    """Returns SGLang's arguments that publications and trainable rollouts require.
 
-    With deterministic inference SGLang samples by the request's seed and computes each token identically in any batch:
-    SGLang's CPU path takes seeds only then. With SGLang's kernels on a GPU it would disable the tuned kernels and the
-    custom all-reduce: the plugin passes the seeds instead (slimx.adapters.sglang.hooks) to the one sampler that takes
-    them.
-    """
+    With deterministic inference SGLang samples by the request's seed and computes each token identically in any batch.
+    Its CPU path takes seeds only in this mode. On a GPU, with SGLang's own kernels, that mode would disable the tuned
+    kernels and the custom all-reduce; there the plugin (slimx.adapters.sglang.hooks) passes the seeds to the only
+    sampler that takes them."""
     arguments: Json = {"custom_weight_loader": [RECEIVER], "enable_return_routed_experts": spec.routed_experts}
     if spec.numerics.replaces_layers or spec.device == "cpu":
         arguments["enable_deterministic_inference"] = True
@@ -205,7 +210,7 @@ def policy_args(spec: EngineSpec) -> Json:
 
 
 def server_argv(spec: EngineSpec) -> list[str]:
-    """Returns the command that runs the server with this environment's Python."""
+    """Returns the command that runs the server with this environment's Python interpreter."""
     options = [*spec.numerics.command_line(), *spec.form.command_line()]
     if spec.draft:
         options.append("--publish-draft")
@@ -214,34 +219,34 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Returns additional environment variables of the server process. Models are local: the Hugging Face hub is
-    offline."""
-    # A server's temporary files are deleted with it (slimx.runtime.process); torch's compile cache is kept.
+    """Returns environment variables that are added to those of the server's process."""
+    # A server's temporary files are deleted with it (slimx.runtime.process), but torch's compile cache is kept.
     environment = {
-        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_OFFLINE": "1",  # models are in local directories
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{private_directory()}/torchinductor"),
     }
     if spec.dtype == "float32":
-        environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are stored in bf16
+        environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # SGLang stores inputs of convolutions in bf16 by default
     if is_loopback(spec.host):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address of the host name
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # gloo listens at the address of the host name by default
     if spec.node is not None:
-        # SGLang unpickles messages from its sockets; with these variables it drops connections from other hosts.
+        # SGLang unpickles messages from its sockets. With these variables it drops connections from other hosts.
         environment["SGLANG_ZMQ_ALLOWED_PEERS"] = ",".join(dict.fromkeys(spec.node.peers))
         environment["SGLANG_ZMQ_SOURCE_IP"] = spec.host
     if spec.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     if spec.sleeps:
-        # SGLang would fail if a rank's GPU has a tenth less free memory than another's, which is usual with sleeping
-        # trainers; `slimx plan` has checked the memory.
+        # SGLang would fail if a rank's GPU has a tenth less free memory than another's, which is usual if GPUs are
+        # shared with trainers; `slimx plan` has checked the memory.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if spec.device == "cuda":
         environment |= {name: value for name, value in cuda_defaults(spec).items() if name not in os.environ}
         if spec.sleeps:
-            # Else CUDA graphs stay on the GPU while trainers train. With it, captured all-reduces copy their input.
+            # Without it, CUDA graphs would stay on the GPU while trainers train. With it, captured all-reduces copy
+            # their input.
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"
         if not spec.frozen:
-            # Else rows of experts are permuted after loading, and the verification of a publication would fail.
+            # By default SGLang permutes rows of experts after loading, which would make the verification fail.
             environment["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if spec.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -253,17 +258,18 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
 
 
 def _cores(spec: EngineSpec) -> list[str]:
-    """Returns the CPU cores of each rank as a comma-separated list, dealt round-robin."""
+    """Returns the CPU cores of each rank, as a comma-separated list; cores are assigned in order, starting over if
+    needed."""
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     return [",".join(map(str, itertools.islice(cores, spec.threads))) for _ in range(spec.sizes.world)]
 
 
 def cuda_defaults(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables of a server on GPUs that the user's environment may override."""
+    """Returns environment variables of a server on GPUs, which are used unless the user's environment sets them."""
     variables: dict[str, str] = {}
     if not spec.precompile:
-        # Before a server of fp8 weights is ready, SGLang would compile kernels for every number of tokens up to 16384:
-        # 10 to 20 minutes by its own estimate (srt/layers/deep_gemm_wrapper/compile_utils.py).
+        # Before a server with fp8 weights is ready, SGLang would compile kernels for every number of tokens up to
+        # 16384, which takes 10 to 20 minutes by its own estimate (srt/layers/deep_gemm_wrapper/compile_utils.py).
         variables |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
     if spec.sglang.get("moe_a2a_backend") == "deepep":
         variables |= NVSHMEM
