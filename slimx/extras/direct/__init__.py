@@ -1,6 +1,10 @@
-"""Direct transport: every trainer rank writes the bytes that an engine needs from it into memory on the engine's
-machine, over NIXL."""
+"""Direct transport (`publish.transport: nixl`): every trainer rank writes the bytes that an engine needs from it
+directly into memory on the engine's machine, over NVIDIA's NIXL.
+
+Terms. A *transfer* is the sending of one publication, numbered from 1. A *receiver* is the memory of an engine on one
+machine, or of one of its GPUs, into which trainer ranks write. A *run* is the bytes that one trainer rank packs of one
+bucket for one engine rank."""
 
 SLOTS = 2
-"""Number of buckets for which each end registers memory: a sender packs one while the other is in flight, a receiver
-verifies one while the other arrives."""
+"""Number of buckets for which senders and receivers have memory each: a sender packs one bucket while another is in
+flight, and a receiver verifies one while another arrives."""

@@ -1,17 +1,17 @@
-"""Dealing: which trainer rank sends which bytes to which rank of every engine, with balanced load.
+"""Decides which trainer rank sends which bytes to which rank of every engine, so that the load is balanced.
 
-A compiled plan has, for one engine, the moves and the ranks that hold their bytes (`Plan.holders`). Dealing chooses
-senders for all engines together, in two steps:
+A compiled plan contains, for one engine, the moves and the ranks that have their bytes (`Plan.holders`, the holders).
+This module chooses senders for all engines together, in two steps:
 
-    share   bytes held by the same ranks are one amount. Amounts are distributed over their holders until the busiest
-            rank sends the fewest bytes that the layouts allow.
-    cut     the moves of one amount and bucket form a line that is cut by these shares (McNaughton, "Scheduling with
-            deadlines and loss functions", 1959); a large move that crosses a cut is divided by rows. The line of the
-            next bucket starts at a different offset, so that undivided moves rotate over the holders.
+    share   All bytes with the same holders form one amount. Amounts are distributed over their holders until the
+            busiest rank sends the fewest bytes that the layouts allow.
+    cut     The moves of one amount and bucket are placed on a line, which is cut in proportion to these shares
+            (McNaughton, "Scheduling with deadlines and loss functions", 1959). A large move that crosses a cut is
+            divided by rows. The line of the next bucket starts at a different offset, so that undivided moves rotate
+            over the holders.
 
-Engines are consecutive on the line: replicas of an engine receive the same bytes from different ranks. The bytes that a
-rank receives depend only on the layouts and are not dealt.
-"""
+The moves to different engines follow each other on the line, so replicas of an engine receive the same bytes from
+different ranks. How many bytes a rank receives depends only on the layouts."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from slimx.extras.direct.wire import move_bytes, quantized_moves
 from slimx.reshard.plan.copy_plan import Holders, Plan
 
 GRAIN = 2**18
-"""Minimum bytes of a part of a divided move."""
+"""Minimum bytes of each part into which a move is divided."""
 CLOSE = 1e-3
-"""Relative change of a rank's bytes below which a sweep over all amounts ends the sharing."""
+"""Convergence criterion of `share`: largest change of a rank's bytes in one sweep, relative to the busiest rank's
+bytes."""
 SWEEPS = 200
-"""Maximum number of sweeps."""
+"""Maximum number of sweeps over all amounts in `share`."""
 BYTES = 165
-"""Maximum bytes of host memory per move of one engine, measured in test_dealing.py."""
+"""Maximum bytes of host memory that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Fraction of its length by which the line of a bucket is rotated against the previous one; its multiples are evenly
-distributed."""
+"""Fraction of its length by which the line of each bucket is rotated against that of the previous one. It is the
+fractional part of the golden ratio, whose multiples are evenly distributed modulo 1."""
 
 
 def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
-    """Returns `plan`, one engine's, extended to `engines` replicas: rank r of engine e is target e * plan.targets + r.
+    """Returns `plan`, which is for one engine, extended to `engines` replicas, with a sender chosen for every move.
 
-    `grain`: minimum bytes of a part of a divided move. The same inputs give the same plan."""
+    Rank r of engine e is target e * plan.targets + r. `grain`: minimum bytes of each part of a divided move. The same
+    inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
-            "dealing: this plan was read from bytes and has no holders; compile it again",
+            "dealing: the plan was read from bytes, which do not include its holders: compile it again",
             code="dealing.holders",
             about="plan",
         )
@@ -52,8 +54,11 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     free = psutil.virtual_memory().available
     if needed > free:
         raise SlimxError(
-            f"dealing: {len(plan.moved)} moves to {engines} engines need {needed / 2**30:.0f} GiB of host memory, and "
-            f"{free / 2**30:.0f} GiB are free; lower rollout.engines.count, or use a machine with more memory",
+            f"dealing: distributing {len(plan.moved)} moves to {engines} engines needs {needed / 2**30:.0f} GiB of "
+            "host "
+            f"memory, but only {free / 2**30:.0f} GiB are free: lower rollout.engines.count, or use a machine with "
+            "more "
+            "memory",
             code="dealing.memory",
             about="rollout.engines.count",
         )
@@ -66,11 +71,11 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
 
 
 def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
-    """Returns (number of copies of `plan`, one engine's, that engines of `receivers` receivers each load together;
-    first target of each receiver in a plan dealt for that number, and the end).
+    """Returns the number of replicas of `plan` to pass to `deal`, and the first target of each receiver in the result.
 
-    An engine's receivers share the targets of its ranks; a single target for all ranks (Hugging Face names) is sent to
-    each of them."""
+    `receivers`: number of receivers of each engine. The list of first targets ends with the total number of targets.
+    The receivers of an engine share the targets of its ranks; if there is a single target for all ranks (Hugging Face
+    names), it is sent to each receiver."""
     if plan.targets == 1:
         return sum(receivers), list(range(sum(receivers) + 1))
     edges = []
@@ -80,20 +85,21 @@ def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def only(plan: Plan, target: int) -> Plan:
-    """Returns the part of a dealt plan that fills one target, as its target 0."""
+    """Returns the part of a plan that fills one target, which becomes target 0 of the returned plan."""
     moved = plan.moved[plan.moved["target"] == target].copy()
     moved["target"] = 0
     return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
 
 
 def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Returns, for each amount [holders], the fraction that each of its holders sends; fractions sum to 1.
+    """Returns for each amount the fraction that each of its holders sends; the fractions of an amount sum to 1.
 
-    Amounts are distributed in turn, each over its holders on top of the load of the others, until nothing changes. This
-    minimizes the sum of squares over ranks, and with it the bytes of the busiest rank."""
+    `amounts`: bytes of each amount, [len(holders)]. Each amount in turn is distributed again over its holders, on top
+    of the load from other amounts, until the load converges. This minimizes the sum of squares over ranks, and thereby
+    the bytes of the busiest rank."""
     load = np.zeros(1 + max((ranks[-1] for ranks in holders), default=0))
     poured = [np.zeros(len(ranks)) for ranks in holders]
-    # Amounts with the fewest holders first, because they have the least choice.
+    # Amounts with the fewest holders come first, because they have the least choice.
     order = sorted(range(len(holders)), key=lambda index: (len(holders[index]), holders[index]))
     for _ in range(SWEEPS):
         before = load.copy()
@@ -114,11 +120,11 @@ def share(amounts: np.ndarray, holders: Sequence[tuple[int, ...]]) -> list[np.nd
 
 
 def _pour(load: np.ndarray, amount: float) -> np.ndarray:
-    """Returns the part of `amount` that each rank gets if all are filled to one level, except those with a higher
-    `load`."""
+    """Returns the part of `amount` that each rank gets when it is distributed so that the total loads become as equal
+    as possible. `load`: bytes that the ranks send already; ranks above the common level get nothing."""
     low = np.sort(load)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
-    # The level of the k least loaded ranks is valid if it does not reach the next one.
+    # Filling the k least loaded ranks to a common level is right if that level is below the load of rank k + 1.
     count = np.flatnonzero(np.append(low[1:], np.inf) >= level)[0]
     return np.maximum(level[count] - load, 0.0)
 
@@ -126,23 +132,26 @@ def _pour(load: np.ndarray, amount: float) -> np.ndarray:
 def _cut(
     plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
 ) -> np.ndarray:
-    """Returns the moves [more moves] of all engines, each with its sender."""
+    """Returns the moves to all engines, [moves] of `MOVE`, with their senders; divided moves become several.
+
+    `nbytes`: bytes of each move of `plan`. `shares`: result of `share`. `grain`: minimum bytes of a part of a divided
+    move."""
     moved = np.tile(plan.moved, engines)
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
     moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]
-    # Rows of a block are not divided: its scale is computed on the rank that has the block.
+    # Rows of a quantization block stay together, because the rank that packs the block computes its scale.
     high = plan.precision.quantization.block[0] if plan.precision.quantization else 1
     unit = np.where(quantized_moves(plan), high, 1)
     least = -(-grain * plan.moved["rows"].astype(np.int64) // np.maximum(nbytes, 1))
     least = -(-np.maximum(least, 1) // unit) * unit
     divided: list[tuple[int, int, int, int]] = []
-    """Index of a move, and first row, rows and sender of a part of it."""
+    """(index of a move, first row, number of rows, sender) of each part of a divided move."""
     undivided = np.ones(len(moved), dtype=bool)
     for group, bucket, group_moves in _lines(plan, holders, np.array([len(parts) > 1 for parts in shares])):
         line = (group_moves + np.arange(engines)[:, None] * len(plan.moved)).ravel()
         size = np.tile(nbytes[group_moves], engines)
         ranks = np.array(holders.groups[group])
-        # Cuts over two turns, so that the line need not be wrapped at its end.
+        # The cuts are repeated once, because a rotated line extends past 1.
         cuts = np.concatenate([shares[group].cumsum(), 1.0 + shares[group].cumsum()])
         cuts[len(ranks) - 1] = 1.0
         cuts[-1] = np.inf
@@ -171,7 +180,8 @@ def _cut(
 
 
 def _lines(plan: Plan, holders: Holders, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields the moves of one engine, by index, for each group of holders that is `chosen` [groups] and each bucket."""
+    """Yields (group of holders, bucket, indices of their moves in `plan`) for each group that is True in `chosen`,
+    [groups], and each bucket."""
     group = holders.of
     order = np.flatnonzero(chosen[group])
     order = order[np.lexsort((order, plan.moved["bucket"][order], group[order]))]
@@ -182,9 +192,11 @@ def _lines(plan: Plan, holders: Holders, chosen: np.ndarray) -> Iterator[tuple[i
 
 
 def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first: int) -> list[tuple[int, int, int]]:
-    """Returns (first row, rows, holder) of the parts of a move that is cut at these `fractions` of its length, in
-    multiples of `unit` and `least` rows or more; holder `first` has the first part, and each next holder the next one.
-    """
+    """Returns (first row, number of rows, holder) of each part of a move with `rows` rows that is cut at `fractions` of
+    its length.
+
+    Parts start at multiples of `unit` rows and have at least `least` rows. Holders are counted along the line: the
+    first part belongs to holder `first`, the part after each cut to the next one."""
     edges = [0]
     senders = [first]
     for holder, fraction in enumerate(fractions, first + 1):
@@ -192,7 +204,7 @@ def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first
         if row - edges[-1] >= least and rows - row >= least:
             edges.append(row)
             senders.append(holder)
-        elif row - edges[-1] <= rows - row:  # too little for the holder before this cut
+        elif row - edges[-1] <= rows - row:  # the part before this cut is too small for its holder
             senders[-1] = holder
     parts = []
     for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True):

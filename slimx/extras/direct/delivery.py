@@ -3,10 +3,9 @@
     DirectSource.gather(b)     every rank packs its part of bucket b, and starts writing it to all engines
     DirectDelivery.bring(b)    an engine waits for the ranks' bytes, assembles the bucket, and stages it
 
-Bucket b + 1 is packed and sent while b is verified. The transfers of each rank are dealt once
-(`slimx.extras.direct.dealing`). A lost engine receives nothing more, which does not affect the others. If bytes of a
-rank are missing at several engines, the rank is at fault, and no engine is lost.
-"""
+Bucket b + 1 is packed and sent while b is verified. `slimx.extras.direct.dealing` assigns the bytes to ranks once. A
+lost engine receives nothing more, which does not affect the others. If bytes of a rank are missing at several engines,
+the rank or its link is considered the cause, and no engine is lost."""
 
 from __future__ import annotations
 
@@ -37,17 +36,18 @@ if TYPE_CHECKING:
     from slimx.extras.direct.ends.sent_bucket import SentBucket
 
 PATIENCE = 0.8
-"""Fraction of a step's deadline in which a bucket must arrive: missing bytes are reported before the deadline."""
+"""Fraction of a step's deadline within which a bucket must arrive, so that missing bytes are reported before the
+deadline."""
 MEETING = -1
-"""Used in place of a bucket's index when trainer ranks connect to engines' memory."""
+"""Index that stands for the connection of trainer ranks to engines, where otherwise a bucket's index is expected."""
 UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unreached")
-"""Codes of failures that an engine, a trainer rank or their link may have caused."""
+"""Error codes of failures that can be caused by an engine, by a trainer rank, or by the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
-"""Fraction of a step's deadline for one check of which side failed; there are two checks."""
+"""Fraction of a step's deadline for each of two checks that determine the cause of a failure."""
 
 
 class RankSenders:
-    """Trainer ranks of a run, as the delivery calls them."""
+    """Calls of the delivery to all trainer ranks of a run."""
 
     def __init__(self, trainers: Trainers):
         self.trainers = trainers
@@ -58,43 +58,43 @@ class RankSenders:
 
     @property
     def published(self) -> Plan:
-        """Plan by which the current ranks send weights to one engine."""
+        """Plan by which the current trainer ranks send weights to one engine."""
         return self.trainers.plans["publish"].plan
 
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
-        """Sends all ranks a dealt plan.
+        """Sends all ranks the plan `dealt`, in which `slimx.extras.direct.dealing` has chosen the senders.
 
-        `edges[i]`: first target of receiver i. `item`: element size in bytes for deltas, 0 for full weights. `on_gpus`:
-        True if bytes are sent from GPU memory."""
+        `edges[i]`: first target of receiver i. `item`: element size in bytes for deltas, or 0 for full weights.
+        `on_gpus`: True if bytes are sent from GPU memory."""
         (stored,) = await self.trainers.stored([dealt.to_bytes()])
-        what = "the plan of direct transfers"
+        what = "the preparation of direct transfers"
         await self.trainers.call("direct.prepare", what, plan=stored, edges=edges, item=item, on_gpu=on_gpus)
 
     async def connect(self, engine: int, offer: Offer) -> None:
-        """Connects every rank to the memory of `engine`."""
+        """Connects every rank to the memory that receiver `engine` offers."""
         offers = [(offer.of(rank).to_bytes(),) for rank in range(len(self.actors))]
         name = f"the connection to engine {offer.engine}"
         await self.trainers.call("direct.connect", name, per_rank=offers, engine=engine)
 
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
-        """Makes every rank pack its part of a bucket and start writing it to `engines`, each with the transfer whose
-        bytes the engine holds (`slimx.extras.direct.ends.sender.DirectSender.send`)."""
+        """Makes every rank pack its part of a bucket and start writing it, and returns each rank's result. `engines`:
+        receiver -> index of the transfer whose bytes it has (`slimx.extras.direct.ends.sender.DirectSender.send`)."""
         name = f"the packing of bucket {bucket} (publish)"
         return await self.trainers.call("direct.send", name, bucket=bucket, transfer=transfer, engines=engines)
 
 
 @dataclass(slots=True)
 class Fate:
-    """Outcome of one bucket, or of the connection before all buckets, at engines by index."""
+    """Outcome at all engines of one bucket, or of connecting to them. Engines are identified by index."""
 
     awaited: set[int] = field(default_factory=set)
-    """Engines with an unknown outcome."""
+    """Engines whose outcome is not known yet."""
     reached: bool = False
-    """True once trainer ranks have reached one of them."""
+    """True once the bytes of all trainer ranks have reached one of the engines."""
     lacking: dict[int, str] = field(default_factory=dict)
-    """Engine that was not reached -> the trainer rank whose bytes are missing."""
+    """Engine that bytes did not reach -> the trainer rank that should have sent them."""
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when all outcomes are known."""
+    """Set when the outcomes at all engines are known."""
 
     def settle(self, engine: int) -> None:
         self.awaited.discard(engine)
@@ -103,16 +103,17 @@ class Fate:
 
     @property
     def culprits(self) -> str:
-        """Trainer ranks whose bytes are missing at several engines and have reached none; "" if an engine may be at
-        fault."""
+        """Trainer ranks whose bytes are missing at several engines and have reached none; "" if an engine may be the
+        cause."""
         if len(self.lacking) < 2 or self.reached:
             return ""
         return ", ".join(sorted(set(self.lacking.values())))
 
 
 def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, list[int | None]]:
-    """Returns the receivers of engines over these numbers of `machines`: one per machine for host memory, or, if each
-    of `ranks` targets of an engine has a GPU (1: all ranks load the same), one per GPU that receives anything."""
+    """Returns the receivers of each engine: a GPU's index for memory of that GPU, None for host memory.
+    `machines`: engine -> number of its machines. `ranks`: None gives each machine one receiver in host memory; else the
+    number of targets of an engine, which are divided into one receiver per GPU (1: all ranks load the same bytes)."""
     receivers: dict[str, list[int | None]] = {}
     for name, count in machines.items():
         per_machine: list[int | None] = [None]
@@ -123,7 +124,7 @@ def receivers_of(machines: Mapping[str, int], ranks: int | None) -> dict[str, li
 
 
 class DirectDelivery(Delivery):
-    """Direct transfers to the engines of a run, from the publisher's view of the engines."""
+    """Delivery of buckets that trainer ranks write directly into memory at the engines."""
 
     def __init__(
         self,
@@ -135,10 +136,10 @@ class DirectDelivery(Delivery):
     ):
         """Prepares transfers to `engines`.
 
-        `engines`: name -> its receivers, to all of which trainer ranks write, the same number on each of its machines.
-        A receiver is the index of the GPU, in that machine's process, whose memory receives the bytes, or None for host
-        memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None for full weights each time, else
-        as in `slimx.config.sections.publish.Publish.changes`."""
+        `engines`: name -> its receivers, the same number on each of its machines; trainer ranks write to all of them. A
+        receiver is the index of a GPU in the process on its machine, or None for host memory. `step_deadline_s`:
+        seconds for one call to one engine. `changes`: None to send full weights each time, else
+        `slimx.config.sections.publish.Publish.changes`."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -150,37 +151,36 @@ class DirectDelivery(Delivery):
         self.on_gpus = any(gpu is not None for gpu in self._gpus)
         self._deal()
         self.transfer = 0
-        """Number of the current or last publication."""
+        """Index of the current or most recent transfer."""
         self.taking: dict[int, list[int]] = {}
-        """Receiver of a participating engine -> for each bucket the transfer whose bytes it attests to hold (0:
-        none)."""
+        """Receiver of a participating engine -> for each bucket the transfer whose bytes the receiver has (0: none)."""
         self.failed: dict[int, tuple[str, str]] = {}
-        """Receiver of an engine -> the trainer rank that could not write to it, and the reason."""
+        """Receiver -> the trainer rank that could not write to it, and the reason."""
         self.broken: SlimxError | None = None
-        """Reason why the trainers cannot send any more."""
+        """Error because of which the trainers cannot send any more; None if they can."""
         self._connected: dict[str, int] = {}
-        """Engine -> the incarnation to whose memory the trainer ranks are connected."""
+        """Engine -> its incarnation when the trainer ranks connected to its memory."""
         self._prepared = False
         self._owners: list[Any] = []
-        """Ranks that pack the current publication."""
+        """Actors of the ranks that pack the current publication."""
         self._replaced = asyncio.Event()
-        """Set when other ranks have replaced them."""
+        """Set when other ranks have replaced those in `_owners`."""
         self._fates: dict[int, Fate] = {}
-        """Bucket of the current publication -> its outcome."""
+        """Bucket of the current publication, or MEETING -> its outcome."""
         self._mute = ""
-        """Trainer ranks that reached no engine in the previous publication."""
+        """Trainer ranks whose bytes reached no engine in the previous publication; "" if there are none."""
 
     def _deal(self) -> None:
-        """Deals the moves to the current ranks."""
+        """Chooses the senders of all moves among the current ranks."""
         plan = self.senders.published
-        # Every engine rank has a separate memory.
+        # Every engine rank has memory of its own.
         self.buckets = PlannedBuckets(plan, apart=True)
         self.copies, self.edges = copies_of(plan, [len(receivers) for receivers in self._receivers])
         self.dealt = deal(plan, engines=self.copies)
 
     @property
     def plan(self) -> Plan:
-        """The plan for one engine."""
+        """Plan by which trainer ranks send weights to one engine."""
         return self.buckets.plan
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
@@ -232,7 +232,7 @@ class DirectDelivery(Delivery):
                 await self.senders.connect(receiver, offer)
         except TimeoutError:
             raise SlimxError(
-                f"trainer ranks did not reach engine {name} within {patience:.0f} s",
+                f"trainer ranks could not connect to engine {name} within {patience:.0f} s",
                 code="direct.meeting",
                 about="trainer ranks",
             ) from None
@@ -246,14 +246,14 @@ class DirectDelivery(Delivery):
                         continue
                     rank, reason = self.failed[receiver]
                     raise ReceiverLost(
-                        f"{rank} cannot reach engine {recipient.name} with bucket {bucket}: {reason}",
+                        f"{rank} could not write bucket {bucket} to engine {recipient.name}: {reason}",
                         code="direct.unreached",
                         about=rank,
                     )
                 async with self._unless_died():
                     await self._unless_replaced(recipient.perform("receive", epoch, packed, bucket))
             except BaseException:
-                # Its memory may be gone, or still be written to: it has to offer new memory.
+                # The engine's memory may be released or still be written to, so it must offer new memory.
                 for receiver in self._receivers[index]:
                     self.taking.pop(receiver, None)
                 self._connected.pop(recipient.name, None)
@@ -265,8 +265,8 @@ class DirectDelivery(Delivery):
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
         """Raises TransportLost if trainer ranks, not engine `index`, prevent the delivery of `bucket` (or MEETING).
 
-        If bytes are missing at several engines and reached none, the ranks or their links are at fault. The publication
-        can be repeated once; after the same failure these ranks are considered lost."""
+        If bytes are missing at several engines and reached none, the ranks or their links are considered the cause. The
+        publication can be repeated once; if it fails in this way again, these ranks are considered lost."""
         fate = self._fates.setdefault(bucket, Fate())
         fate.awaited.add(index)
         try:
@@ -283,8 +283,8 @@ class DirectDelivery(Delivery):
         fate.settle(index)
 
     async def _unless_mute(self, fate: Fate, bucket: int, error: SlimxError) -> None:
-        await asyncio.sleep(0)  # calls to several engines begin together
-        # Buckets are late at all engines at once, but trainer ranks connect to one engine after the other.
+        await asyncio.sleep(0)  # lets the calls to other engines begin
+        # A bucket is late at all engines at the same time, but trainer ranks connect to engines one after the other.
         fraction = PATIENCE - 2 * INQUIRY if bucket == MEETING else INQUIRY
         with suppress(TimeoutError):
             async with asyncio.timeout(fraction * self.step_deadline_s):
@@ -292,18 +292,18 @@ class DirectDelivery(Delivery):
         ranks = fate.culprits
         if not ranks:
             return
-        subject = "at all" if bucket == MEETING else f"with bucket {bucket}"
-        message = f"{ranks} reached none of {len(fate.lacking)} engines {subject}: {error}"
+        subject = "connect" if bucket == MEETING else f"write bucket {bucket}"
+        message = f"{ranks} could {subject} to none of {len(fate.lacking)} engines: {error}"
         if self._mute and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; nor did {self._mute} in the previous publication", code="direct.mute", about=ranks
+                f"{message}; in the previous publication {self._mute} failed, too", code="direct.mute", about=ranks
             )
         raise TransportLost(message, code="direct.sender", about=ranks) from error
 
     @asynccontextmanager
     async def _unless_died(self) -> AsyncIterator[None]:
-        """Raises TransportLost instead of blaming the engine when the sending rank died; the next publication reports
-        the rank."""
+        """Raises TransportLost if the block fails because a trainer rank has died: the engine did not cause the failure.
+        The next publication reports the rank."""
         try:
             yield
         except TransportLost:
@@ -314,13 +314,13 @@ class DirectDelivery(Delivery):
             if not self._replaced.is_set():
                 self.broken = error
             raise TransportLost(
-                f"a trainer rank died before its part of a bucket arrived: {error}",
+                f"a trainer rank died before its part of a bucket arrived at an engine: {error}",
                 code="publish.source",
                 about="trainers",
             ) from error
 
     async def _unless_replaced(self, receiving: Awaitable[Any]) -> None:
-        """Waits for an engine that receives a bucket, until the ranks that write it are replaced."""
+        """Awaits an engine that receives a bucket. Raises TransportLost if the ranks that write it are replaced."""
         received, _ = await race(receiving, self._replaced.wait())
         if received is None:
             raise TransportLost(
@@ -346,13 +346,13 @@ class DirectDelivery(Delivery):
 
 
 class DirectSource:
-    """Trainers whose ranks each send their own part."""
+    """Source of a publication in which each trainer rank sends its own part of a bucket."""
 
     def __init__(self, delivery: DirectDelivery):
         self.delivery = delivery
 
     async def begin(self, manifest: Manifest) -> None:
-        """Does nothing: weights are packed as they are."""
+        """Does nothing, because no preparation is needed before ranks pack."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.delivery.buckets.forms()
@@ -361,7 +361,7 @@ class DirectSource:
         return self.delivery.plan.count
 
     async def gather(self, bucket: int) -> PackedBucket:
-        """Makes every rank pack and send its part. On return the bucket is in flight, and complete in no memory."""
+        """Makes every rank pack its part of `bucket` and start sending it. On return the bucket is in flight."""
         delivery = self.delivery
         if delivery.broken is not None:
             raise delivery.broken
@@ -380,11 +380,11 @@ class DirectSource:
         )
 
     async def release(self, bucket: int | None = None) -> None:
-        """Does nothing: a slot of the ring is reused when another bucket needs it."""
+        """Does nothing, because memory of a packed bucket is reused when another bucket needs it."""
 
 
 def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:
-    """Returns the response to `bases`: a transfer for each receiver and bucket. Raises SlimxError for anything else."""
+    """Returns an engine's response to `bases`. Raises SlimxError unless it has a transfer per receiver and bucket."""
     if (
         isinstance(attested, list)
         and len(attested) == receivers
@@ -393,8 +393,8 @@ def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[
     ):
         return attested
     raise SlimxError(
-        f"engine {engine} did not attest the transfer of each of its {buckets} buckets; run the same slimx on every "
-        "machine",
+        f"engine {engine} did not report a transfer for each of its {buckets} buckets: install the same version of "
+        "slimx on every machine",
         code="direct.bases",
         about=engine,
     )

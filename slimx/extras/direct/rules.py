@@ -1,4 +1,4 @@
-"""Rules about direct transfers."""
+"""Configuration rules for direct transfers."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from slimx.config.sections.publish import Publish
 @rule("publish.nixl_package", "publish.transport")
 def has_nixl(publish: Publish, local_device: str) -> Problems:
     if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        yield "the package nixl-cu13 is not installed; install it as pinned in requirements/, or set disk"
+        yield "the package nixl-cu13 is not installed: install it as pinned in requirements/, or set it to disk"

@@ -1,4 +1,4 @@
-"""Transport "nixl", on the driver's side."""
+"""Transport "nixl" as the driver sees it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 class DirectTransport(Transport):
-    """Every trainer rank writes to every engine; see `slimx.engines.transport.Transport`."""
+    """Transport in which every trainer rank writes its part of a bucket directly to every engine."""
 
     gathers = False
 
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
-        """Returns True if buckets need not be in host memory, and no GPU releases memory that would have to be
-        registered again."""
+        """Returns True if trainers and engines keep buckets in GPU memory.
+
+        This requires staging by bucket without deltas, and separate GPUs, because memory that is released for the other
+        side would have to be registered again."""
         return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
 
     def end(self, publish: Publish) -> type[DirectEnd]:

@@ -1,4 +1,4 @@
-"""Bytes that moves send over the network: values in the engine's dtype, and the block scales of quantized ones."""
+"""Counts the bytes that a plan's moves send over the network: values in the engine's dtype, and scales if quantized."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from slimx.reshard.plan.copy_plan import Plan
 
 
 class WireBytes(NamedTuple):
-    """Bytes that trainer ranks send to engine ranks, for each pair that communicates."""
+    """Bytes sent from trainer ranks to target ranks: `nbytes[i]` from `sources[i]` to `targets[i]`, for each pair that
+    communicates."""
 
     sources: np.ndarray
     targets: np.ndarray
     nbytes: np.ndarray
 
     def sent(self, ranks: int) -> np.ndarray:
-        """Returns the bytes [ranks] sent by each trainer rank."""
+        """Returns the bytes that each trainer rank sends, [ranks]. `ranks`: number of trainer ranks."""
         return summed((ranks,), (self.sources,), self.nbytes)
 
     def received(self, ranks: int) -> np.ndarray:
-        """Returns the bytes [ranks] received by each target rank."""
+        """Returns the bytes that each target rank receives, [ranks]. `ranks`: number of target ranks."""
         return summed((ranks,), (self.targets,), self.nbytes)
 
 
 def wire_bytes(plan: Plan) -> WireBytes:
-    """Returns the bytes that each trainer rank sends each target rank in a publication by `plan`."""
+    """Returns the bytes that each trainer rank sends to each target rank in one publication by `plan`."""
     moved = plan.moved
     pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
     return WireBytes(*divmod(pairs, plan.targets), summed((len(pairs),), (pair,), move_bytes(plan)))
 
 
 def move_bytes(plan: Plan) -> np.ndarray:
-    """Returns the bytes [moves] of each move of `plan`."""
+    """Returns the bytes that each move of `plan` sends, [moves], block scales included."""
     moved = plan.moved
     names, dtype = plan.dtypes
     nbytes = moved["rows"].astype(np.int64) * moved["cols"] * np.array([ITEMSIZE[name] for name in names])[dtype]
@@ -48,7 +49,7 @@ def move_bytes(plan: Plan) -> np.ndarray:
 
 
 def quantized_moves(plan: Plan) -> np.ndarray:
-    """Returns booleans [moves]: True for a move whose values are quantized when sent."""
+    """Returns True for each move of `plan` whose values are quantized before they are sent, bool [moves]."""
     quantization = plan.precision.quantization
     if quantization is None:
         return np.zeros(len(plan.moved), dtype=bool)
@@ -57,6 +58,7 @@ def quantized_moves(plan: Plan) -> np.ndarray:
 
 
 def summed(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
-    """Returns sums [shape] of `values` by their `index` on each axis."""
+    """Returns an array of `shape` that contains at each position the sum of the `values` whose `index`, one array per
+    axis, is that position."""
     flat = np.bincount(np.ravel_multi_index(index, shape), weights=values, minlength=int(np.prod(shape)))
-    return flat.reshape(shape).astype(np.int64)  # exact: float64 counts bytes up to 2^53
+    return flat.reshape(shape).astype(np.int64)  # exact, because float64 represents integers up to 2^53

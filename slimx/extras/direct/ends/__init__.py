@@ -1,1 +1,2 @@
-"""Both ends of direct transfers: a trainer rank that writes, and an engine whose memory it writes to."""
+"""The two ends of direct transfers: the sender on a trainer rank, and the receiver at an engine into whose memory it
+writes."""

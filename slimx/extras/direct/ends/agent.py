@@ -1,4 +1,4 @@
-"""A NIXL agent with memory of this process, for nixl 1.5, whose transport UCX uses RDMA, shared memory or tcp.
+"""A NIXL agent with memory of this process, for nixl 1.5, whose transport UCX uses RDMA, shared memory or TCP.
 
 Descriptors are created from (address, bytes, device). NIXL's serialized descriptors are pickles and are not used."""
 
@@ -23,7 +23,7 @@ BACKEND = "UCX"
 HOST = "DRAM"
 GPU = "VRAM"
 PATIENCE_US = 1000
-"""Microseconds for which an agent's thread waits for a network event before it polls; it wakes up on each event."""
+"""Microseconds for which an agent's thread waits for a network event before it polls; every event wakes it."""
 
 
 class LinkError(SlimxError):
@@ -31,39 +31,46 @@ class LinkError(SlimxError):
 
 
 class Agent:
-    """One end of direct transfers. Only one thread at a time may call its methods."""
+    """A NIXL agent: registers memory, connects to other agents and writes into their memory.
+
+    Only one thread at a time may call its methods."""
 
     def __init__(self, name: str, host: str):
-        """Starts an agent. `name`: unique among the agents of a run. `host`: this machine's address in the run's
-        network; without RDMA only its interface carries transfers."""
+        """Starts an agent.
+
+        `name`: unique among the agents of a run. `host`: this machine's address in the run's network; without RDMA only
+        the network interface with this address carries transfers. Raises LinkError if NIXL cannot start."""
         api = load_nixl()
         self.name = name
         try:
             self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
-            self._agent.agent = api.nixlBind.nixlAgent(name, _waiting(api))  # its thread begins with the backend
-            # A peer that dies fails only the transfers to it.
+            self._agent.agent = api.nixlBind.nixlAgent(name, _waiting(api))  # its thread starts with the backend
+            # With this setting, the death of a peer makes only the transfers to that peer fail.
             options = {"ucx_error_handling_mode": "peer", "ucx_devices": ",".join(devices_at(host))}
             self._agent.create_backend(BACKEND, options)
         except Exception as error:  # NIXL has no exception class for errors in its library
             raise LinkError(
-                f"NIXL cannot start {name} on {host} ({first_words(error)}); check the network devices of this "
-                "machine, or set publish.transport=disk",
+                f"NIXL cannot start the agent of {name} on {host} ({first_words(error)}): check the network devices of "
+                "this machine, or set publish.transport=disk",
                 code="direct.agent",
                 about=name,
             ) from None
         self._registered: list[tuple[torch.Tensor | DeviceMemory, Any]] = []
 
     def register(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Returns host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent. `pinned`:
-        the GPU of this process copies into it at full rate."""
+        """Allocates host memory, uint8 [nbytes], and registers it for transfers until the agent is closed.
+
+        `pinned`: True to pin the memory, so that this process's GPU can copy into it at full rate."""
         memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
         remedy = "raise the limit of locked memory (ulimit -l), or lower publish.bucket_mib"
         self._register(memory, Region(memory.data_ptr(), len(memory)), remedy)
         return memory
 
     def register_gpu(self, nbytes: int, device: torch.device | int) -> DeviceMemory:
-        """Allocates `nbytes` of memory on GPU `device` and registers it for transfers. An agent registers memory of
-        only one GPU: NIXL's UCX backend has one CUDA context."""
+        """Allocates `nbytes` bytes of memory on GPU `device` and registers them for transfers until the agent is
+        closed.
+
+        All registered GPU memory of an agent must be on one GPU, because NIXL's UCX backend has one CUDA context."""
         memory = DeviceMemory(max(nbytes, 1), device)
         remedy = "check that the network devices reach GPU memory (nvidia-peermem or dma-buf), or set "
         self._register(memory, region_of(memory), remedy + "publish.staging=model, which uses host memory")
@@ -77,7 +84,7 @@ class Agent:
         except Exception as error:
             kind = "host memory" if region.device < 0 else f"the memory of GPU {gpu}"
             raise LinkError(
-                f"NIXL cannot register {region.nbytes >> 20} MiB of {kind} for {self.name} ({first_words(error)}); "
+                f"NIXL cannot register {region.nbytes >> 20} MiB of {kind} for {self.name} ({first_words(error)}): "
                 f"{remedy}",
                 code="direct.register",
                 about="publish.bucket_mib",
@@ -86,48 +93,50 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """Bytes that another agent needs to write into the memory registered so far."""
+        """Connection data with which another agent can write into the memory that is registered so far."""
         return self._agent.get_agent_metadata()
 
     def meet(self, metadata: bytes) -> str:
-        """Connects to another agent and returns its name. Raises LinkError for invalid metadata."""
+        """Connects to the agent that sent `metadata` and returns its name. Raises LinkError for invalid metadata."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise LinkError(
-                f"{self.name} cannot reach the agent with this metadata ({first_words(error)}); check the network "
-                "between the two machines, and run the same nixl on both",
+                f"{self.name} cannot connect to another NIXL agent ({first_words(error)}): check the network between "
+                "the two machines, and install the same version of nixl on both",
                 code="direct.metadata",
                 about=self.name,
             ) from None
         return name.decode() if isinstance(name, bytes) else name
 
     def part(self, peer: str) -> None:
-        """Disconnects from another agent. Does not raise, because it may be gone."""
+        """Disconnects from the agent `peer`. Prints errors instead of raising them, because the peer may have ended."""
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
-            print(f"slimx: {self.name} cannot disconnect from {peer}: {first_words(error)}", flush=True)
+            print(f"slimx: {self.name} could not disconnect from {peer}: {first_words(error)}", flush=True)
 
     def write(self, peer: str, sources: Sequence[Region], targets: Sequence[Region], notice: bytes) -> Transfer:
-        """Starts writing memory of this agent into `peer`'s, region by region. `notice` arrives after the last byte."""
+        """Starts writing the regions `sources` of this agent's memory into the regions `targets` of `peer`'s memory.
+
+        `notice`: message that the peer receives after the last byte. Raises LinkError if the write cannot start."""
         try:
             handle = self._agent.initialize_xfer("WRITE", self._descs(sources), self._descs(targets), peer, notice)
             transfer = Transfer(self._agent, handle, peer)
             transfer.state = self._agent.transfer(handle)
         except Exception as error:
             raise LinkError(
-                f"{self.name} cannot write to {peer} ({first_words(error)})", code="direct.write", about=peer
+                f"{self.name} could not start writing to {peer}: {first_words(error)}", code="direct.write", about=peer
             ) from None
         return transfer
 
     def notices(self) -> Iterator[bytes]:
-        """Yields notices received since the last call."""
+        """Yields the notices that were received since the last call."""
         for received in self._agent.get_new_notifs().values():
             yield from received
 
     def close(self) -> None:
-        """Releases the memory; further writes to it fail."""
+        """Releases all registered memory; further writes to it fail."""
         for memory, registration in self._registered:
             self._agent.deregister_memory(registration)
             if isinstance(memory, DeviceMemory):
@@ -141,7 +150,7 @@ class Agent:
 
 
 class Transfer:
-    """A write in flight."""
+    """A write into another agent's memory that has started."""
 
     def __init__(self, agent: Any, handle: Any, peer: str):
         self._agent = agent
@@ -151,7 +160,7 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
-        """True once it is done or has failed. NIXL makes progress on a transfer only while it is polled."""
+        """True once the write is done or has failed. NIXL makes progress on a write only while this is polled."""
         if self.state == "PROC":
             try:
                 self.state = self._agent.check_xfer_state(self._handle)
@@ -161,72 +170,80 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """True once all bytes have arrived. Raises LinkError if they cannot."""
+        """True once all bytes have arrived. Raises LinkError if the write has failed."""
         if self.ended and self.state != "DONE":
-            raise LinkError(f"the transfer to {self.peer} failed ({self.state})", code="direct.broken", about=self.peer)
+            raise LinkError(f"the write to {self.peer} failed ({self.state})", code="direct.broken", about=self.peer)
         return self.state == "DONE"
 
     def drop(self) -> None:
-        """Cancels it, done or not. A write that cannot be cancelled goes to memory that is verified before use."""
+        """Releases the write, cancelling it if it is still in flight.
+
+        A write that cannot be cancelled does no harm, because received memory is verified before it is used."""
         try:
             self._handle.release()
         except Exception as error:
-            print(f"slimx: a transfer to {self.peer} cannot be cancelled: {first_words(error)}", flush=True)
+            print(f"slimx: a write to {self.peer} could not be cancelled: {first_words(error)}", flush=True)
 
 
 def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
-    """Returns the region of registered memory."""
+    """Returns address, size and device of registered memory."""
     if isinstance(memory, DeviceMemory):
         return Region(memory.address, memory.size, -1 if memory.device.index is None else memory.device.index)
     return Region(memory.data_ptr(), len(memory))
 
 
 def current(memory: torch.Tensor | DeviceMemory) -> AbstractContextManager[object]:
-    """Returns a context in which the GPU of registered memory is current: UCX uses the thread's CUDA context."""
+    """Returns a context in which the GPU that has the registered `memory` is the current one, because UCX uses the
+    thread's CUDA context; for host memory the context does nothing."""
     return torch.cuda.device(memory.device) if isinstance(memory, DeviceMemory) else nullcontext()
 
 
 def _kind(regions: Sequence[Region]) -> str:
-    """Returns NIXL's name of the kind of memory that all `regions` have."""
+    """Returns NIXL's name for the type of memory, host or GPU, that all `regions` have."""
     return HOST if regions[0].device < 0 else GPU
 
 
 def load_nixl() -> Any:
-    """Returns NIXL's Python interface. Raises SlimxError if it is not installed or does not load."""
+    """Returns NIXL's Python module. Raises SlimxError if it is not installed or cannot be imported."""
     try:
         from nixl_cu13 import _api
     except ImportError as error:
         raise SlimxError(
-            f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as pinned in "
+            f"publish.transport=nixl requires NIXL, which cannot be imported ({error}): install nixl-cu13 as pinned in "
             "requirements/, or set publish.transport=disk",
         ) from None
     return _api
 
 
 def _waiting(api: Any) -> Any:
-    """Returns settings of an agent whose thread waits for events. NIXL's Python interface does not set a delay, and its
-    thread would poll at full speed on a core that the trainer or engine needs."""
+    """Returns settings for an agent whose thread waits for events instead of polling.
+
+    NIXL's Python interface does not offer this setting; its thread would occupy a core that the trainer or engine
+    needs."""
     settings = api.nixlBind.nixlAgentConfig()
     settings.useProgThread = True
-    settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # one thread at a time, see Agent
+    settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # only one thread at a time calls an Agent
     settings.pthrDelay = PATIENCE_US
     return settings
 
 
 def devices_at(host: str) -> list[str]:
-    """Returns the network devices that transfers of a machine with address `host` use; empty: all, including RDMA."""
+    """Returns the names of the network devices that transfers use on the machine with address `host`. An empty list
+    means all devices, including RDMA."""
     if not is_loopback(host) and RDMA.is_dir() and any(RDMA.iterdir()):
         return []
     for device, rows in psutil.net_if_addrs().items():
         addresses = [row.address.partition("%")[0] for row in rows if row.family in (socket.AF_INET, socket.AF_INET6)]
-        # The loopback interface has all of 127.0.0.0/8 but is listed with one address.
+        # The loopback interface accepts all addresses of 127.0.0.0/8 but lists only one.
         if host in addresses or (is_loopback(host) and any(map(is_loopback, addresses))):
             return [device]
     raise SlimxError(
-        f"no network interface of {socket.gethostname()} has the address {host}", code="direct.interface", about=host
+        f"no network interface of {socket.gethostname()} has the address {host}: correct cluster.network",
+        code="direct.interface",
+        about=host,
     )
 
 
 def first_words(error: Exception) -> str:
-    """Returns the beginning of an error's message in one line."""
+    """Returns type and message of an error in one line, cut to 200 characters."""
     return " ".join(f"{type(error).__name__} {error}".split())[:200]

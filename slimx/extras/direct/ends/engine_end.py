@@ -13,7 +13,9 @@ from slimx.reshard.packed import PackedBucket
 
 
 class DirectEnd:
-    """Memory of one machine or of its GPUs. That of the engine's first machine also calls those of the others."""
+    """Receivers of an engine on one machine, in host memory or in the memory of its GPUs.
+
+    The object on the engine's first machine also calls those on the others."""
 
     def __init__(self) -> None:
         self._receivers: list[Any] = []
@@ -21,29 +23,29 @@ class DirectEnd:
         self._landings = AsyncExitStack()
 
     async def prepare(self, host: str, nodes: Any = None) -> None:
-        """Imports torch and NIXL, which nothing else needs in this process. Arguments:
-        `slimx.engines.transport.End.prepare`."""
+        """Prepares for a start of the server, as `slimx.engines.transport.End.prepare`; imports torch and NIXL, which
+        nothing else in this process needs."""
         self.host = host
         self._nodes = nodes
         await asyncio.to_thread(import_module, "slimx.extras.direct.ends.receiver")
 
     async def join(self, invitations: Sequence[Any]) -> list[Any]:
-        """Offers memory to the trainer ranks for `invitations`, split evenly over the machines. Withdraws earlier
-        offers."""
+        """Creates a receiver for each of `invitations`, distributed evenly over the machines, and returns their offers
+        of memory. Receivers from earlier calls are closed."""
         first, *rest = _shares(invitations, self._machines)
         offered, others = await asyncio.gather(self._join(first), self._others("join", rest))
         return [*offered, *chain.from_iterable(others)]
 
     async def bases(self) -> list[list[int]]:
-        """Returns, by receiver and bucket, the index of the transfer whose bytes changes can be applied to; 0: none
-        (`publish.delta`)."""
+        """Returns, for each receiver and bucket, the index of the transfer whose bytes it has, to which changes can be
+        applied (`publish.delta`); 0 if there is none."""
         others = await self._others("bases")
         return [*(receiver.bases() for receiver in self._receivers), *chain.from_iterable(others)]
 
     @asynccontextmanager
     async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """Yields a bucket once it has arrived, in memory that the server opens; each machine has the part of its
-        ranks."""
+        """Waits until a bucket has arrived, and yields it in memory that the server can open until the block ends. Each
+        machine has the part of its own ranks."""
         if self._nodes is None:
             async with self._landed(packed) as landed:
                 yield landed
@@ -60,7 +62,8 @@ class DirectEnd:
             await self._others("let_go")
 
     async def land(self, packed: PackedBucket) -> PackedBucket:
-        """Receives a bucket. Returns it in memory that the server opens, until `let_go`."""
+        """Waits until this machine's part of a bucket has arrived, and returns it in memory that the server can open
+        until `let_go`."""
         return await self._landings.enter_async_context(self.landed(packed))
 
     async def let_go(self) -> None:
@@ -71,7 +74,7 @@ class DirectEnd:
         return 1 if self._nodes is None else 1 + self._nodes.count
 
     async def _others(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """Returns the responses of the other machines' ends."""
+        """Calls `method` on the engine's other machines, each with its item of `messages`, and returns the results."""
         return [] if self._nodes is None else await self._nodes.transport(method, messages)
 
     async def _join(self, invitations: Sequence[Any]) -> list[Any]:
@@ -85,7 +88,8 @@ class DirectEnd:
 
     @asynccontextmanager
     async def _landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
-        """Yields this machine's part of a bucket. Cancelling it closes the receivers and waits for their threads."""
+        """Yields this machine's part of a bucket. If it is cancelled, closes the receivers and waits for their
+        threads."""
         from slimx.extras.direct.ends.sent_bucket import shares_of, together
 
         shares = zip(self._receivers, shares_of(packed, len(self._receivers)), strict=True)

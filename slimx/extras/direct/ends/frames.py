@@ -1,6 +1,6 @@
-"""Frames of changes between two versions of the same bytes (`csrc/delta.h`).
+"""Frames: encoded changes between two versions of the same bytes (`csrc/delta.h` defines the format).
 
-A frame comes from another process: `apply` checks every size and mask in it before it writes the first byte."""
+A frame comes from another process, so `apply` checks every size and mask in it before it writes the first byte."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu
 
 CHUNK = 65536
-"""SLIMX_DELTA_CHUNK: bytes that are sent in full, as changes, or not at all."""
+"""Bytes of a chunk, SLIMX_DELTA_CHUNK in csrc/delta.h. Each chunk is sent in full, as changes, or not at all."""
 STEP = 16
-"""SLIMX_DELTA_STEP: the length of framed data is a multiple of this number of bytes."""
+"""Number of bytes by which the length of encoded data must be divisible, SLIMX_DELTA_STEP in csrc/delta.h."""
 ITEMS = (1, 2)
-"""Bytes of an element: fp8 codes, bf16. Wider values count as two or more elements."""
+"""Supported element sizes in bytes: 1 for fp8 codes, 2 for bf16. Wider values are compared as two or more elements."""
 
 
 def room(nbytes: int) -> int:
-    """Returns the maximum bytes of a frame of `nbytes`."""
+    """Returns the maximum bytes of a frame for data of `nbytes` bytes."""
     return 4 * (-(-nbytes // CHUNK)) + nbytes
 
 
 def encode(
     base: torch.Tensor | None, fresh: torch.Tensor, frame: torch.Tensor, *, item: int, threads: int | None = None
 ) -> int:
-    """Writes the frame that changes `base` to `fresh`, both uint8 [bytes] on the host, to `frame`, uint8 with `room`.
-    Returns its bytes. `base`: None for a frame without a base."""
+    """Encodes the changes from `base` to `fresh`, both uint8 [bytes] in host memory, in `frame`; returns the frame's
+    length in bytes.
+
+    `frame`: uint8 [room(bytes)] or longer. `base`: None to encode `fresh` in full. `item`: element size in bytes.
+    `threads`: None means torch's number of threads."""
     nbytes = _check(fresh, item)
     if base is not None and _check(base, item) != nbytes:
-        raise _invalid(f"{base.numel()} bytes that are compared with {nbytes}")
+        raise _invalid(f"{base.numel()} bytes with {nbytes} bytes")
     if _memory(frame) < room(nbytes):
-        raise _invalid(f"a frame of {frame.numel()} bytes for {nbytes}")
+        raise _invalid(f"{nbytes} bytes with a frame of {frame.numel()} bytes, which is too small")
     length = np.zeros(1, np.int64)
     cpu.library().slimx_delta_encode(
         None if base is None else base.data_ptr(),
@@ -47,17 +50,18 @@ def encode(
 
 
 def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | None = None) -> None:
-    """Applies delta `frame` to `base` in place (both uint8).
+    """Applies `frame` to `base` in place, both uint8 in host memory.
 
-    Raises SlimxError, leaving `base` unchanged, if `frame` does not match its size or element type."""
+    Raises SlimxError, leaving `base` unchanged, if `frame` is not valid for data of this size with elements of `item`
+    bytes."""
     nbytes = _check(base, item)
     status = cpu.library().slimx_delta_apply(
         frame.data_ptr(), _memory(frame), base.data_ptr(), nbytes, item, cpu.threads_of(threads)
     )
     if status:
         raise SlimxError(
-            f"{frame.numel()} received bytes are not changes to {nbytes} bytes in elements of {item} (status "
-            f"{status}); run the same slimx on every machine, and publish again",
+            f"the frame of {frame.numel()} bytes is not valid for {nbytes} bytes in elements of {item} (status "
+            f"{status}): install the same version of slimx on every machine, and publish again",
             code="delta.frame",
             about="frame",
         )
@@ -66,19 +70,19 @@ def apply(frame: torch.Tensor, base: torch.Tensor, *, item: int, threads: int | 
 def _check(memory: torch.Tensor, item: int) -> int:
     nbytes = _memory(memory)
     if item not in ITEMS or nbytes % STEP:
-        raise _invalid(f"{nbytes} bytes in elements of {item}")
+        raise _invalid(f"{nbytes} bytes in elements of {item} bytes")
     return nbytes
 
 
 def _memory(memory: torch.Tensor) -> int:
     if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
-        raise _invalid(f"{memory.dtype} on {memory.device}")
+        raise _invalid(f"a {memory.dtype} tensor on {memory.device}")
     return memory.numel()
 
 
 def _invalid(memory: str) -> SlimxError:
     return SlimxError(
-        f"cannot compare {memory}: pass contiguous uint8 memory of equal sizes, a multiple of {STEP} bytes, and "
+        f"cannot compare {memory}: pass contiguous uint8 CPU tensors of one size, a multiple of {STEP} bytes, with "
         f"elements of {' or '.join(map(str, ITEMS))} bytes",
         code="delta.argument",
         about="memory",

@@ -1,9 +1,9 @@
-"""An engine's offer to the trainer ranks: memory to write into, and the offset of each run of bytes in it.
+"""Messages between trainer ranks and engines: an engine's offer of memory to write into, and notices of arrived bytes.
 
 A *run* is the consecutive pieces that one trainer rank packs of one bucket for one engine rank
-(`slimx.reshard.pack.pieces.compact`). It is sent as is, or with `publish.delta` as a header and the frame of its
-changes (`deltas.py`). The offer is sent over the run's control channel, in this schema; only the agent's metadata is in
-NIXL's opaque format."""
+(`slimx.reshard.pack.pieces.compact`). It is sent as it is, or with `publish.delta` as a header and a frame of changes
+(`deltas.py`). An offer is sent over the run's control channel in the schema of this file; only the metadata of the NIXL
+agent is in NIXL's opaque format."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, run_bytes
 from slimx.reshard.plan.copy_plan import Plan
 
 HEADER = np.dtype([("base", "<i8"), ("length", "<i8")])
-"""Before a frame: the transfer whose bytes it changes (NO_BASE: it has no base), and bytes of the frame."""
+"""Header of a frame: `base`, the transfer whose bytes the frame changes (NO_BASE if it contains full bytes), and
+`length`, the bytes of the frame."""
 NO_BASE = 0
-"""Index of no transfer; transfers count from 1."""
+"""Index that means no transfer; transfers count from 1."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of an agent, in bytes."""
+    """Range of an agent's memory; `nbytes` bytes from `address`."""
 
     address: int
     nbytes: int
     device: int = -1
-    """Index of the GPU in the process that owns it; -1: host memory."""
+    """Index of the GPU in the process that owns the memory; -1 for host memory."""
 
 
 class PackedRun(msgspec.Struct, frozen=True, array_like=True):
-    """Location of one run in each of an offer's slots."""
+    """Location of one run in each slot of an offer."""
 
     bucket: int
     source: int
-    """Trainer rank that writes it."""
+    """Trainer rank that writes the run."""
     rank: int
-    """Engine rank that receives it."""
+    """Engine rank that receives the run."""
     offset: int
-    """Bytes from the start of the slot."""
+    """Offset of the run from the start of the slot, in bytes."""
     nbytes: int
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Memory of one engine that trainer ranks may write into."""
+    """Memory of one receiver into which trainer ranks may write, with the location of every run."""
 
     engine: str
     metadata: bytes
-    """Connection data and keys of the engine's agent."""
+    """Connection data and keys of the receiver's NIXL agent."""
     slots: tuple[Region, ...]
-    """Slots; bucket b arrives in slot b modulo their number."""
+    """Regions of memory; bucket b arrives in slot b modulo their number."""
     runs: tuple[PackedRun, ...]
     item: int = 0
-    """Bytes of an element if runs are sent as frames (`slimx.extras.direct.ends.deltas`), 0 if as they are."""
+    """Element size in bytes if runs are sent as frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they are
+    sent as they are."""
 
     def of(self, source: int) -> Offer:
         """Returns the same offer with only the runs of trainer rank `source`."""
@@ -66,19 +68,21 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
-        """Returns the offer that `to_bytes` wrote. Raises SlimxError for anything else, or a run outside its slots."""
+        """Returns the offer that `to_bytes` encoded. Raises SlimxError for anything else, or if a run is outside its
+        slot."""
         try:
             offer = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise SlimxError(
-                f"an engine's offer of memory cannot be read ({error}); run the same slimx on every machine",
+                f"an engine's offer of memory cannot be decoded ({error}): install the same version of slimx on every "
+                "machine",
                 code="direct.offer",
                 about="offer",
             ) from None
         if offer.item not in (0, *frames.ITEMS):
             raise SlimxError(
-                f"engine {offer.engine} requests changes in elements of {offer.item} bytes; run the same slimx on "
-                "every machine",
+                f"engine {offer.engine} requests changes in elements of {offer.item} bytes, which is not supported: "
+                "install the same version of slimx on every machine",
                 code="direct.item",
                 about=offer.engine,
             )
@@ -86,8 +90,8 @@ class Offer(msgspec.Struct, frozen=True):
         for run in offer.runs:
             if min(msgspec.structs.astuple(run)) < 0 or run.offset + room_of(run.nbytes, offer.item) > room:
                 raise SlimxError(
-                    f"engine {offer.engine} offers {room} bytes, but requests trainer rank {run.source} to write "
-                    f"{run.nbytes} at {run.offset}; run the same slimx on every machine",
+                    f"engine {offer.engine} offers {room} bytes, but expects trainer rank {run.source} to write "
+                    f"{run.nbytes} bytes at offset {run.offset}: install the same version of slimx on every machine",
                     code="direct.extent",
                     about=offer.engine,
                 )
@@ -95,10 +99,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """Notifies an engine that all runs of one trainer rank for a bucket are in its memory."""
+    """Message to a receiver that all runs of one trainer rank for a bucket have arrived in its memory."""
 
     transfer: int
-    """Index of the publication, counted by the run's driver; a repeated publication has a new one."""
+    """Index of the publication, counted by the driver; a repeated publication has a new one."""
     bucket: int
     source: int
 
@@ -107,7 +111,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice | None:
-        """Parses a notice. Returns None for any other message: anyone who reaches the port can send one."""
+        """Returns the notice that `to_bytes` encoded, or None for any other message, because any process that can reach
+        the port can send one."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError:
@@ -115,8 +120,9 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: str) -> Iterator[tuple[int, int]]:
-    """Yields (index, bytes) of the runs of `moves` of `bucket`, for each index in their column `by`: "source" or
-    "target", by which they are sorted."""
+    """Yields (rank, bytes) for each run that `moves` of `bucket` form.
+
+    `by`: column of `moves` whose ranks identify the runs, "source" or "target"; `moves` are sorted by it."""
     if not len(moves):
         return
     nbytes = run_bytes(pieces_of(buckets.plan, moves, buckets.form(bucket), None))
@@ -125,17 +131,17 @@ def sizes_of_runs(buckets: PlannedBuckets, bucket: int, moves: np.ndarray, by: s
 
 
 def room_of(nbytes: int, item: int) -> int:
-    """Returns the bytes in a ring or slot for a run of `nbytes`, as it is, or with `item` as header and frame."""
+    """Returns the bytes to reserve for a run of `nbytes` bytes: `nbytes` itself if `item` is 0, else the maximum size
+    of header and frame."""
     if not item:
         return nbytes
     return -(-(HEADER.itemsize + frames.room(nbytes)) // frames.STEP) * frames.STEP
 
 
 def arrivals(parts: list[Plan], item: int = 0) -> tuple[list[PackedRun], int]:
-    """Returns the locations of all runs of an engine whose ranks receive `parts`, each a plan of one target, and the
-    bytes of a slot.
+    """Returns the locations of all runs that a receiver gets, and the bytes of each of its slots.
 
-    `item`: as in `Offer`."""
+    `parts`: for each rank of the receiver the plan of the bytes that the rank receives. `item`: as in `Offer`."""
     runs = []
     room = 0
     planned = [PlannedBuckets(part) for part in parts]

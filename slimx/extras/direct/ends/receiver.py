@@ -1,4 +1,4 @@
-"""Engine's end of direct transfers: memory that trainer ranks write into, and buckets assembled from received bytes."""
+"""Receiver of direct transfers at an engine: memory that trainer ranks write into, and assembly of buckets from it."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ from slimx.reshard.transports.device import DeviceMemory
 from slimx.reshard.transports.memory import MemoryFile
 
 LOOK_S = 0.001
-"""Seconds between two polls for notices."""
+"""Interval in seconds at which notices of arrived bytes are polled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Description of the transfers that an engine will receive."""
+    """Description of the bytes that one receiver will get; the engine creates the receiver from it."""
 
     name: str
-    """Name of its agent, unique for each start of the engine."""
+    """Name of the receiver's NIXL agent, unique for each start of the engine."""
     parts: tuple[bytes, ...]
-    """Rank -> serialized plan of the bytes that it receives."""
+    """For each rank of the receiver, the serialized plan of the bytes that the rank gets."""
     deadline_s: float
-    """Seconds in which a bucket must arrive."""
+    """Seconds within which a bucket must arrive."""
     item: int = 0
-    """Bytes of an element if changes are sent (`publish.delta`), 0 for full runs."""
+    """Element size in bytes if changes are sent (`publish.delta`); 0 for full runs."""
     gpu: int | None = None
-    """Index, in the receiver's process, of the GPU whose memory receives them; None: host memory."""
+    """Index, in the receiver's process, of the GPU whose memory receives the bytes; None for host memory."""
 
 
 class DirectReceiver:
-    """Memory for ranks of one engine on one machine: host memory for all of them, or a GPU's memory for the rank on it.
-    `landed` is called for one bucket after the other."""
+    """Memory into which trainer ranks write: host memory for all ranks of an engine on one machine, or memory of one
+    GPU for the rank on it.
+
+    Buckets are received one after the other."""
 
     def __init__(self, invitation: Invitation, host: str):
-        """Registers memory. `host`: address of this machine."""
+        """Allocates memory and registers it with NIXL. `host`: address of this machine."""
         parts = [Plan.from_bytes(part) for part in invitation.parts]
         self.name = invitation.name
         self.deadline_s = invitation.deadline_s
@@ -66,44 +68,46 @@ class DirectReceiver:
             else:
                 self._slots.append(self.agent.register_gpu(room, invitation.gpu))
         self._landing: DeviceMemory | None = None
-        """GPU memory in which buckets are assembled, one after the other."""
+        """GPU memory in which buckets are assembled, one after the other; None in host memory, or before the first
+        bucket."""
         self._arrived: dict[tuple[int, int], set[int]] = {}
         """(transfer, bucket) -> trainer ranks whose bytes have arrived."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
         """(rank, bucket) -> records that copy received bytes to the tensors."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Guards the agent and its memory: `close` may be called from a thread other than that of `landed`."""
+        """Lock of the agent and its memory, because `close` may be called in another thread than `landed`."""
 
     def offer(self) -> Offer:
         slots = tuple(map(region_of, self._slots))
         return Offer(self.name, self.agent.metadata, slots, tuple(self._runs), self.item)
 
     def bases(self) -> list[int]:
-        """Returns, for each bucket, the index of the transfer to whose bytes changes can be applied; 0: none."""
+        """Returns for each bucket the index of the transfer whose bytes are stored, to which changes can be applied; 0
+        if there is none."""
         return [] if self._received is None else list(self._received.bases)
 
     @contextmanager
     def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
-        """Yields a bucket, with the tensors of the local ranks, once it has arrived: each rank's part is in a separate
-        memory. Processes that have opened host memory keep it after the block; GPU memory is reused for the next
-        bucket.
+        """Waits until a bucket has arrived, and yields it with the tensors of this receiver's ranks, one memory per
+        rank.
 
-        Raises LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
+        Processes that have opened host memory keep it after the block; GPU memory is reused for the next bucket. Raises
+        LinkError naming the trainer ranks whose bytes did not arrive in time, or if this receiver is closed."""
         transfer, bucket = in_flight(packed)
         with self._opened() as slots:
             first = slots[0]
         with current(first):
             self._wait(transfer, bucket)
         forms = [part.form(bucket) for part in self._parts]
-        # The server expects one size, that of its largest rank; untouched host memory takes no pages.
+        # The server expects one size for all ranks, that of the largest; untouched host memory occupies no pages.
         size = packed.size
         files: list[MemoryFile | DeviceMemory] = []
         try:
             with self._opened() as slots:
                 if self._received is not None:
                     slot = slots[bucket % len(slots)]
-                    assert isinstance(slot, torch.Tensor), "changes are received in host memory"
+                    assert isinstance(slot, torch.Tensor), "changes are received only in host memory"
                     self._received.take(self.name, bucket, transfer, self._runs_of(bucket), slot)
                 for rank in range(len(forms)):
                     files.append(self._place(size))
@@ -119,7 +123,7 @@ class DirectReceiver:
                     file.close()
 
     def close(self) -> None:
-        """Releases the memory. Ends a pending wait; waits for copies in progress."""
+        """Releases the memory, after ending a pending wait and waiting for copies in progress."""
         self._closed.set()
         with self._lock:
             self._slots.clear()
@@ -130,14 +134,15 @@ class DirectReceiver:
 
     @contextmanager
     def _opened(self) -> Iterator[list[torch.Tensor | DeviceMemory]]:
-        """Yields the memory, which is not released inside the block. Raises LinkError once it has been released."""
+        """Yields the slots, whose memory is not released inside the block. Raises LinkError if it was released
+        before."""
         with self._lock:
             if self._closed.is_set():
                 raise self._has_closed()
             yield self._slots
 
     def _has_closed(self) -> LinkError:
-        return LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
+        return LinkError(f"the receiver of {self.name} was closed", code="direct.closed", about=self.name)
 
     def _wait(self, transfer: int, bucket: int) -> None:
         runs = self._runs_of(bucket)
@@ -148,7 +153,7 @@ class DirectReceiver:
                 notice = Notice.from_bytes(data)
                 if notice is not None:
                     self._arrived.setdefault((notice.transfer, notice.bucket), set()).add(notice.source)
-            # Notices of older publications or buckets are obsolete.
+            # Notices of earlier transfers or buckets are dropped.
             self._arrived = {key: ranks for key, ranks in self._arrived.items() if key >= (transfer, bucket)}
             missing = sources - self._arrived.get((transfer, bucket), set())
             if not missing:
@@ -173,7 +178,7 @@ class DirectReceiver:
             return [] if self._closed.is_set() else list(self.agent.notices())
 
     def _place(self, size: int) -> MemoryFile | DeviceMemory:
-        """Returns memory for one rank's part of a bucket."""
+        """Returns memory in which one rank's part of a bucket is assembled, all zero."""
         slot = self._slots[0]
         if isinstance(slot, torch.Tensor):
             return MemoryFile(size)
@@ -181,17 +186,17 @@ class DirectReceiver:
             if self._landing is not None:
                 self._landing.close()
             self._landing = DeviceMemory(size, slot.device)
-        self._landing.clear()  # of another bucket's bytes: padding must be zero, and no rank writes it
+        self._landing.clear()  # may contain another bucket's bytes; padding must be zero, and no rank writes it
         return self._landing
 
     def _put(self, rank: int, bucket: int, place: MemoryFile | DeviceMemory) -> None:
-        """Copies the runs of `bucket` for `rank` to its tensors."""
+        """Copies the received runs of `bucket` for `rank` to the positions of their tensors in `place`."""
         if (rank, bucket) not in self._copies:
             self._copies[rank, bucket] = self._records(rank, bucket)
         pieces = self._copies[rank, bucket]
         if pieces is None:
             return
-        # The senders' checksums cover these bytes: the server detects any change to them here.
+        # Not summed again: the senders' checksums cover these bytes, so the server would detect a corrupted copy.
         if isinstance(place, MemoryFile):
             kernel.pack(pieces, place.bytes, np.zeros(1, np.uint64))
             return
@@ -202,10 +207,11 @@ class DirectReceiver:
             sums = torch.zeros(1, dtype=torch.int64, device=device)
             flags = torch.zeros(1, dtype=torch.int32, device=device)
             kernel_cuda.pack_at(copies, place.address, sums, flags)
-            kernel_cuda.results(copies, sums)  # when the copies have ended
+            kernel_cuda.results(copies, sums)  # waits until the copies have ended
 
     def _records(self, rank: int, bucket: int) -> np.ndarray | None:
-        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if there are none."""
+        """Returns records that copy the received bytes of `bucket` to the tensors of `rank`; None if it receives
+        nothing."""
         part = self._parts[rank]
         slot = self._slots[bucket % len(self._slots)]
         memory = slot if isinstance(slot, torch.Tensor) else slot.bytes

@@ -1,4 +1,4 @@
-"""Operations of a trainer rank that writes its weights directly to engines (role "direct")."""
+"""Role "direct" of a trainer rank: writes the rank's weights directly to engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimx.trainer.trained_model import TrainedModel
 
 
 class DirectRole:
-    """One rank's end of direct transfers; see `slimx.trainer.rank.Role`."""
+    """Sender of direct transfers on one trainer rank, as a `slimx.trainer.rank.Role`."""
 
     def __init__(self, rank: TrainerRank):
         self.rank = rank.number
@@ -30,11 +30,14 @@ class DirectRole:
         self.model.reload(training=training)
 
     def offload(self, *, weights: bool = True) -> None:
-        """Does nothing: registered memory stays."""
+        """Does nothing, because memory that is registered with NIXL stays allocated."""
 
     @operation()
     def prepare(self, *, plan: bytes, edges: Sequence[int], item: int, on_gpu: bool) -> None:
-        """Prepares to write buckets of a dealt plan to all engines. `edges`, `item`, `on_gpu`: as in `DirectSender`."""
+        """Prepares to write buckets to all engines.
+
+        `plan`: serialized plan of all engines with the chosen senders. `edges`, `item`, `on_gpu`: as in
+        `DirectSender`."""
         weights = self.model.weights
         dealt = Plan.from_bytes(plan)
         parameters, made = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)
@@ -45,18 +48,20 @@ class DirectRole:
 
     @operation()
     def connect(self, offer: bytes, *, engine: int) -> None:
-        """Connects to the memory that `engine` offers (`slimx.extras.direct.ends.offer.Offer`)."""
+        """Connects to the memory that receiver `engine` offers. `offer`: a serialized
+        `slimx.extras.direct.ends.offer.Offer`."""
         self._prepared.connect(engine, Offer.from_bytes(offer))
 
     @operation("publish", needs="weights")
     def send(self, *, bucket: int, transfer: int, engines: dict[int, int]) -> SentBucket:
-        """Packs this rank's part of a bucket and starts writing it to `engines` (`DirectSender.send`)."""
+        """Packs this rank's part of a bucket and starts writing it to `engines`; arguments as in
+        `DirectSender.send`."""
         return self._prepared.send(bucket, transfer, engines)
 
     @property
     def _prepared(self) -> DirectSender:
-        """The sender that `prepare` created."""
-        assert self._sender is not None, "prepare is called first"
+        """Sender that `prepare` created."""
+        assert self._sender is not None, "call prepare first"
         return self._sender
 
     def _refresh_addresses(self) -> None:

@@ -1,7 +1,7 @@
-"""Trainer rank's end of direct transfers: a ring of packed buckets, and the engines that they are written to.
+"""Sender of direct transfers on a trainer rank: packs buckets in a ring of memory and writes them to engines.
 
-NIXL makes progress on a write, and sends its notice, only while it is polled: a thread polls from the first write of a
-bucket to the end of its last."""
+NIXL makes progress on a write, and sends its notice, only while the write is polled. A thread therefore polls from the
+first write of a bucket to the end of the last one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.transports.device import DeviceMemory
 
 LOOK_S = 0.0005
-"""Seconds between two polls of writes in flight."""
+"""Interval in seconds at which writes in flight are polled."""
 
 
 @dataclass(slots=True)
 class Write:
-    """Bytes of one bucket for one engine."""
+    """A write of one bucket's bytes to one receiver."""
 
     sources: list[Region]
     targets: list[Region]
     notice: bytes
     transfer: Transfer | None = None
-    """None if it has not started."""
+    """NIXL's transfer; None until the write has started."""
 
     @property
     def nbytes(self) -> int:
@@ -44,30 +44,31 @@ class Write:
 
 @dataclass(slots=True)
 class EngineLink:
-    """Connection to an engine that took part in a publication."""
+    """Connection to a receiver of an engine."""
 
     peer: str
-    """Name of the engine's NIXL agent."""
+    """Name of the receiver's NIXL agent."""
     offer: Offer
     runs: dict[int, list[PackedRun]]
-    """Bucket -> runs of this rank."""
+    """Bucket -> runs of this rank in the receiver's memory."""
     writes: dict[int, Write] = field(default_factory=dict)
-    """Slot -> write, the older one first: a bucket is written after the previous one is done, and arrives after it."""
+    """Slot of the ring -> write from it, the older one first. A bucket is written after the previous one is done, so it
+    also arrives after it."""
     failed: str = ""
-    """Reason why a write to it failed."""
+    """Reason why a write to the receiver failed; "" if none did."""
 
 
 class DirectSender:
-    """Packs this rank's part of each bucket for all engines at once, and writes each engine its runs."""
+    """Packs this rank's part of each bucket for all engines at once, and writes each receiver its runs."""
 
     def __init__(
         self, packer: Packer, name: str, host: str, *, edges: Sequence[int], item: int = 0, on_gpu: bool = False
     ):
-        """Creates a ring of buckets.
+        """Allocates the ring of packed buckets and starts the polling thread.
 
-        `packer`: of a plan in which receiver e has targets `edges[e]` to `edges[e + 1]`. `item`: bytes of an element if
-        changes are sent (`publish.delta`), 0 for full runs. `on_gpu`: True if the ring is in the memory of the rank's
-        GPU, which requires full runs."""
+        `packer`: of a plan in which receiver e has the targets from `edges[e]` to before `edges[e + 1]`. `name`,
+        `host`: as in `Agent`. `item`: element size in bytes if changes are sent (`publish.delta`), 0 for full runs.
+        `on_gpu`: True to allocate the ring in the memory of the rank's GPU, which requires full runs."""
         self.packer = packer
         self.edges = edges
         self.item = item
@@ -87,19 +88,19 @@ class DirectSender:
                 self._ring.append(self.agent.register(room, pinned=pinned))
         self._sent = SentRuns(item) if item else None
         self._packed = torch.empty(max(map(sum, sizes)), dtype=torch.uint8) if item else None
-        """Buffer for a packed part of a bucket before it is compared."""
+        """Buffer in which a part of a bucket is packed before it is compared with the last one; None for full runs."""
         self.engines: dict[int, EngineLink] = {}
         self._lock = threading.Lock()
-        """Guards the agent and the writes."""
+        """Lock of the agent and the writes."""
         self._wake = threading.Event()
         self._closed = False
         self._watching = threading.Thread(target=self._watch, name="slimx-direct", daemon=True)
         self._watching.start()
 
     def connect(self, index: int, offer: Offer) -> None:
-        """Connects to the memory of receiver `index`, replacing an earlier connection.
+        """Connects to the memory that receiver `index` offers, replacing an earlier connection.
 
-        Raises SlimxError if it expects other bytes than this rank packs."""
+        Raises SlimxError if the receiver expects other bytes than this rank packs."""
         self.disconnect(index)
         runs: dict[int, list[PackedRun]] = {bucket: [] for bucket in range(self.packer.plan.count)}
         for run in offer.runs:
@@ -111,8 +112,8 @@ class DirectSender:
             expected = {first + run.rank: run.nbytes for run in bucket_runs}
             if offer.item != self.item or expected != packed:
                 raise SlimxError(
-                    f"engine {offer.engine} expects bytes of bucket {bucket} that differ from those that trainer rank "
-                    f"{self.packer.rank} packs; run the same slimx on every machine",
+                    f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
+                    f"{self.packer.rank} packs: install the same version of slimx on every machine",
                     code="direct.sizes",
                     about=offer.engine,
                 )
@@ -120,7 +121,7 @@ class DirectSender:
             self.engines[index] = EngineLink(self.agent.meet(offer.metadata), offer, runs)
 
     def disconnect(self, index: int) -> None:
-        """Disconnects from receiver `index`; writes in flight are cancelled if possible."""
+        """Disconnects from receiver `index`; cancels writes in flight if possible."""
         with self._lock:
             engine = self.engines.pop(index, None)
             if engine is not None:
@@ -130,11 +131,11 @@ class DirectSender:
                 self.agent.part(engine.peer)
 
     def send(self, bucket: int, transfer: int, engines: Mapping[int, int]) -> SentBucket:
-        """Packs `bucket` and starts writing it to `engines`, each with the index of the transfer whose bytes of this
-        bucket it holds (0: none, it receives full runs). Does not wait for the writes.
+        """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
-        The previous bucket in the same slot has reached every active engine: an engine to which it is still in flight
-        is lost."""
+        `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
+        has; 0 if it has none, so that it receives full runs. The memory is that of an earlier bucket, which must have
+        reached all receivers: one to which it is still in flight fails."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {index: base for index, base in engines.items() if index not in failed}
@@ -155,7 +156,7 @@ class DirectSender:
         return SentBucket(contribution, failed, written)
 
     def close(self) -> None:
-        """Disconnects from all engines and releases the ring."""
+        """Disconnects from all receivers and releases the ring."""
         for index in list(self.engines):
             self.disconnect(index)
         self._closed = True
@@ -165,7 +166,8 @@ class DirectSender:
         self.agent.close()
 
     def _vacate(self, slot: int) -> dict[int, str]:
-        """Frees `slot` from writes to all engines. Returns, by engine, why its bytes never arrived."""
+        """Releases or cancels the writes from `slot` to all receivers. Returns the receivers that have failed, with the
+        reason."""
         failed = {}
         with self._lock:
             for index, engine in self.engines.items():
@@ -183,7 +185,7 @@ class DirectSender:
         return failed
 
     def _watch(self) -> None:
-        """Polls writes until the sender is closed."""
+        """Polls writes, in the sender's thread, until the sender is closed."""
         with current(self._ring[0]):
             while True:
                 self._wake.wait()
@@ -194,12 +196,12 @@ class DirectSender:
                     time.sleep(LOOK_S)
 
     def _look(self) -> bool:
-        """Polls all writes in flight and starts those whose turn it is. Returns True while any are left."""
+        """Polls all writes in flight, and starts each that follows a finished one. Returns True if any are left."""
         with self._lock:
-            return any([self._go_on(engine) for engine in self.engines.values()])  # a list, to poll every engine
+            return any([self._go_on(engine) for engine in self.engines.values()])  # a list, so that all are polled
 
     def _go_on(self, engine: EngineLink) -> bool:
-        """Continues the writes to one engine. Returns True while any are left."""
+        """Polls and starts the writes to one receiver, in order. Returns True if any are left."""
         for write in engine.writes.values():
             if engine.failed:
                 return False
@@ -209,7 +211,7 @@ class DirectSender:
                 if not write.transfer.done:
                     return True
             except LinkError as error:
-                engine.failed = f"{error}, of {write.nbytes} bytes"
+                engine.failed = f"{error}; the write had {write.nbytes} bytes"
         return False
 
     def _compare(
@@ -221,7 +223,11 @@ class DirectSender:
         packed: torch.Tensor,
         slot: torch.Tensor,
     ) -> dict[int, Region]:
-        """Writes the changes in `packed` for the engines `taking` to `slot`. Returns their regions by target."""
+        """Encodes the changes in `packed`, this rank's full runs of `bucket`, in `slot`. Returns the encoded region by
+        target.
+
+        `sent`: store of the bytes that were sent last. `taking`: receiver -> transfer whose bytes it has; others get
+        nothing."""
         placed = {}
         start = 0
         offset = 0
@@ -238,7 +244,7 @@ class DirectSender:
         return placed
 
     def _places(self, bucket: int) -> dict[int, Region]:
-        """Returns, by target, the region of its run of `bucket` in the bucket's slot, for full runs."""
+        """Returns for each target the region of its full run of `bucket` in the ring."""
         placed = {}
         ring = region_of(self._ring[bucket % len(self._ring)])
         address = ring.address
@@ -248,7 +254,9 @@ class DirectSender:
         return placed
 
     def _queue(self, index: int, bucket: int, transfer: int, slot: int, placed: Mapping[int, Region]) -> int:
-        """Queues the regions `placed` by target for writing to receiver `index`. Returns their bytes."""
+        """Queues this rank's runs of `bucket` for writing to receiver `index`. Returns the number of bytes.
+
+        `placed`: target -> region of its run in the ring."""
         engine = self.engines[index]
         runs = engine.runs[bucket]
         if not runs:
@@ -265,7 +273,7 @@ class DirectSender:
         return engine.writes[slot].nbytes
 
     def _sizes(self, bucket: int) -> dict[int, int]:
-        """Returns, by target, the bytes of its run of `bucket`, in the order in which they are packed."""
+        """Returns for each target the bytes of its run of `bucket`, in the order in which the runs are packed."""
         if bucket not in self._known:
             moves = self.packer.plan.moves_of(self.packer.rank, bucket)
             self._known[bucket] = dict(sizes_of_runs(self._buckets, bucket, moves, "target"))

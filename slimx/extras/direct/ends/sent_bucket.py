@@ -1,4 +1,4 @@
-"""Descriptions of a bucket that several engines receive, each from different ranks."""
+"""Descriptions of a bucket in flight, which several engines receive, each from different ranks."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from slimx.reshard.pack.pieces import BucketForm
 from slimx.reshard.packed import PackedBucket, PackedTensor
 
 IN_FLIGHT = "nixl:"
-"""Prefix of the path of a bucket in flight; indices of its transfer and of the bucket follow."""
+"""Prefix of the path of a bucket in flight; it is followed by the indices of transfer and bucket."""
 
 
 class SentBucket(NamedTuple):
-    """One trainer rank's part of a bucket, packed and in flight."""
+    """One trainer rank's part of a bucket, which it has packed and is writing to engines."""
 
     contribution: Contribution
     failed: dict[int, str]
-    """Engine -> why it could not be written to."""
+    """Receiver -> the reason why this rank could not write to it."""
     nbytes: int
-    """Bytes in flight to all engines together."""
+    """Bytes that the rank is writing, to all engines together."""
 
 
 def describe_copies(
     form: BucketForm, contributions: Sequence[Contribution], *, engines: int, transfer: int, bucket: int
 ) -> PackedBucket:
-    """Returns the bucket of `form`, one engine's, to which `contributions` were packed for `engines` engines.
+    """Returns the description of a bucket that was packed for `engines` engines, as each of them receives it.
 
-    Raises SlimxError naming a tensor that is not finite, or that differs between engines: the ranks that sent it do not
-    hold the same weights."""
+    `form`: layout of the bucket for one engine. `contributions`: those of all ranks, with the tensors of all engines.
+    Raises SlimxError naming a tensor that contains an infinite or NaN value, or whose checksum differs between engines,
+    which means that data-parallel replicas of the trainer have diverged."""
     count = len(form.tensors)
     both = total(contributions)
     sums = both.sums.reshape(engines, count)
     flags = both.flags.reshape(engines, count)
-    # Flags first: values that are not finite need not be equal.
+    # Flags are checked first, because values that are not finite may differ between ranks.
     packed = describe(form, [f"{IN_FLIGHT}{transfer}/{bucket}"], [Contribution(sums[0], np.bitwise_or.reduce(flags))])
     different = np.flatnonzero((sums != sums[0]).any(axis=0))
     if len(different):
         name = form.tensors[different[0]].name
         raise SlimxError(
-            f"trainer ranks that should hold the same weights packed different bytes of {name} for different engines; "
-            "their data-parallel replicas have diverged: restart from the last checkpoint",
+            f"trainer ranks packed different bytes of {name} for different engines, so data-parallel replicas of the "
+            "trainer have diverged: restart from the last checkpoint",
             code="direct.copies",
             about=name,
         )
@@ -53,13 +54,14 @@ def describe_copies(
 
 
 def in_flight(packed: PackedBucket) -> tuple[int, int]:
-    """Returns the indices of the transfer of a bucket in flight, and of the bucket."""
+    """Returns the indices of transfer and bucket that the path of a bucket in flight contains."""
     transfer, bucket = packed.path.removeprefix(IN_FLIGHT).split("/")
     return int(transfer), int(bucket)
 
 
 def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
-    """Splits a bucket among an engine's `count` receivers: the same number of targets each, or the only one for all."""
+    """Returns the parts of a bucket for an engine's `count` receivers: the same number of targets for each, or the only
+    target for all of them."""
     if len(packed.targets) == 1:
         return [packed] * count
     size = len(packed.targets) // count
@@ -67,7 +69,8 @@ def shares_of(packed: PackedBucket, count: int) -> list[PackedBucket]:
 
 
 def together(packed: PackedBucket, landed: Sequence[PackedBucket]) -> PackedBucket:
-    """Returns a bucket as an engine's server opens it, from the parts that its receivers have `landed`."""
+    """Returns the description of a bucket as an engine's server opens it. `landed`: the parts that the engine's
+    receivers have assembled, in order."""
     paths: list[str] = []
     targets: list[tuple[PackedTensor, ...]] = []
     for part in landed:
