@@ -1,1 +1,1 @@
-"""Trainers and engines on machines without a GPU."""
+"""Lets trainers and engines run on machines without a GPU."""

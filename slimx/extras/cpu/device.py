@@ -1,4 +1,4 @@
-"""The CPU as a device."""
+"""The device "cpu": an entry point of `slimx.devices`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimx.adapters.device import Device
 
 
 class Cpu(Device):
-    """A machine without a GPU."""
+    """Device of a machine without a GPU; decides when the changes of `adapters/` are made."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
         from slimx.extras.cpu.adapters import megatron

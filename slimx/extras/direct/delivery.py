@@ -302,8 +302,8 @@ class DirectDelivery(Delivery):
 
     @asynccontextmanager
     async def _unless_died(self) -> AsyncIterator[None]:
-        """Raises TransportLost if the block fails because a trainer rank has died: the engine did not cause the failure.
-        The next publication reports the rank."""
+        """Raises TransportLost if the block fails because a trainer rank has died, so the engine is not the cause. The
+        next publication reports the rank."""
         try:
             yield
         except TransportLost:

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) for frozen weights: training, merging, publication, serving and reading."""
+"""Low-rank adapters (LoRA) for frozen weights: trains, merges, publishes, serves, saves and reads them."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MergingBuffer(DerivedTensors):
-    """Buffer for the merged weights of one bucket at a time, with the size that the largest bucket needs."""
+    """Buffer for the merged weights of one bucket at a time; it is as large as the largest bucket requires."""
 
     def __init__(
         self,
@@ -28,15 +28,17 @@ class MergingBuffer(DerivedTensors):
         parameters: Tensors,
         merging: Mapping[str, Callable[[], torch.Tensor]],
     ):
-        """Takes `plan`, by which `rank` reads `parameters`, and `merging`: by parameter name, the function that makes
-        the tensor [as parameter] read instead."""
+        """Prepares to merge weights for `plan`, by which `rank` packs its `parameters`.
+
+        `merging`: parameter name -> function that returns the merged weight, which is packed instead of the
+        parameter."""
         self._parameters = parameters
         self._merging = merging
         self._plan = plan
         self._rank = rank
         self._places: dict[int, dict[str, torch.Tensor]] = {}
         self.nbytes = merging_buffer_bytes(plan, merging.__contains__).get(rank, 0) if merging else 0
-        """Size of the buffer, in bytes. It is allocated for the first bucket: many runs never export."""
+        """Size of the buffer in bytes. The buffer is allocated for the first bucket, because many runs never export."""
 
     @cached_property
     def _memory(self) -> torch.Tensor:
@@ -44,7 +46,8 @@ class MergingBuffer(DerivedTensors):
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def places(self, bucket: int) -> dict[str, torch.Tensor]:
-        """Returns by name the destination of each tensor that `make` writes for `bucket`; always the same memory."""
+        """Returns, by parameter name, the buffers into which `make` writes for `bucket`; the same memory in every
+        call."""
         if bucket not in self._places:
             places = {}
             start = 0
@@ -58,7 +61,8 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Writes the tensors that `moves` of `bucket` read, over those of the previous bucket."""
+        """Computes the merged weights from which `moves`, a part of `bucket`'s moves, read, and overwrites those of the
+        previous bucket."""
         places = self.places(bucket)
         for name in self._names(moves):
             places[name].copy_(self._merging[name]())
@@ -75,27 +79,30 @@ class MergingBuffer(DerivedTensors):
 
 
 class AttachedAdapters(AttachedForm):
-    """Adapters of a rank's weights."""
+    """Weight form of a trainer rank whose weights are frozen and have adapters."""
 
     keeps_base: ClassVar[bool] = True
 
     def __init__(self, adapters: Mapping[str, Adapter], *, alone: bool):
-        """Takes `adapters` by the names of their weights. `alone`: engines get them unmerged (`publish.adapters`)."""
+        """Stores `adapters`, weight name -> adapter. `alone`: True if engines receive A and B instead of merged weights
+        (`publish.adapters`)."""
         self.adapters = adapters
         self._alone = alone
         self.merging = {name: adapter.merged for name, adapter in adapters.items()}
-        """By weight name, the function that makes the merged tensor for engines and exports."""
+        """Weight name -> function that returns the merged weight for engines and exports."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         parameters = {}
         for adapter in self.adapters.values():
             for letter, parameter in zip("AB", adapter.parameters, strict=True):
-                parameters[f"{letter} of the adapter of {adapter.sources}"] = parameter
+                parameters[f"matrix {letter} of the adapter of {adapter.sources}"] = parameter
         return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns weights to be merged, or weights plus A and B by the names of
-        `slimx.extras.lora.targets.adapter_parts`."""
+        """Returns the tensors that `rank` packs by `plan`: weights, of which adapted ones are merged first, or the
+        unmerged weights together with A and B under the names of `slimx.extras.lora.targets.adapter_parts`.
+
+        `name`: purpose of the plan; exports always merge."""
         if name == "export" or not self._alone:
             return weights, MergingBuffer(plan, rank, weights, self.merging)
         unmerged = dict(weights)

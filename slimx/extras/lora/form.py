@@ -1,5 +1,6 @@
-"""Low-rank adapters as a weight form of the core (`slimx.layout.form`). Imports neither torch nor megatron-core until
-they are needed."""
+"""Low-rank adapters as a weight form (`slimx.layout.form`), the entry point of this extra.
+
+Imports neither torch nor megatron-core until they are needed."""
 
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ if TYPE_CHECKING:
 
 
 OPTION = "--publish-adapters"
-"""Option of `slimx.engines.server.launch`: POLICY=ALPHA,... of the policies whose adapters a server serves."""
+"""Option of `slimx.engines.server.launch` that names the policies whose adapters a server serves: POLICY=ALPHA,..."""
 HEALTH_CHECK = "HEALTH_CHECK"
-"""Prefix of the request ids of SGLang's health checks."""
+"""Prefix of the request ids that SGLang gives to health checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedLora(ServedForm):
-    """Unmerged adapters in a server: one slot per policy, all of one rank and for the same modules."""
+    """Weight form of a server with unmerged adapters: one slot per policy, all with the same rank and for the same
+    modules."""
 
     alphas: dict[str, float]
-    """Alpha by policy, whose name is also SGLang's name for its adapters. With a single policy, requests without a name
-    use its adapters."""
+    """Policy -> alpha of its adapters. SGLang knows the adapters by the policy's name. If there is one policy, requests
+    that name no adapters use those of this policy."""
     rank: int = 0
-    """Rank of the adapters; 0 in the server, which gets rank and modules as SGLang arguments."""
+    """Rank of the adapters; 0 in the server process, which receives rank and modules as SGLang's arguments."""
     modules: tuple[str, ...] = ()
-    """Names of the adapted modules, as in checkpoints."""
+    """Names of the adapted modules, as in checkpoints: "q_proj", ..."""
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ class ServedLora(ServedForm):
             "enable_lora": True,
             "max_lora_rank": self.rank,
             "lora_target_modules": list(self.modules),
-            "max_loras_per_batch": len(self.alphas) + 1,  # SGLang also keeps a slot without adapters
+            "max_loras_per_batch": len(self.alphas) + 1,  # one slot stays without adapters
         }
         if device == "cpu":
             arguments["lora_backend"] = "torch_native"
@@ -63,15 +65,15 @@ class ServedLora(ServedForm):
         return {"rank": self.rank, "scales": {name: alpha / self.rank for name, alpha in self.alphas.items()}}
 
     def check_request(self, request: Any) -> None:
-        """Raises ValueError for a request that names unknown adapters, or none although it must: the scheduler would
-        crash."""
+        """Raises ValueError for a request that names unknown adapters, or that names none although there are several
+        policies, because such a request would crash SGLang's scheduler."""
         named = request.lora_id
         if named is None and (len(self.alphas) == 1 or str(request.rid).startswith(HEALTH_CHECK)):
             return
         if named not in self.alphas:
             name = "none" if named is None else named
             raise ValueError(
-                f"this server serves the adapters of {', '.join(self.alphas)}, but the request names {name}; send it "
+                f"this server has the adapters of {', '.join(self.alphas)}, but the request names {name}: send it "
                 "through the policy's engine (ctx.policies[NAME].engine), or name one of them in the request: "
                 'custom_labels={"slimx": "{\\"lora_id\\": \\"NAME\\"}"}'
             )
@@ -88,8 +90,9 @@ class ServedLora(ServedForm):
 
 
 class LoraForm(WeightForm):
-    """Frozen weights with adapters, published merged or alone (`publish.adapters`). The option names the policies whose
-    adapters a server serves: POLICY=ALPHA,..."""
+    """Weight form of a run with frozen weights and low-rank adapters, published merged or alone (`publish.adapters`).
+
+    The server's option names the policies whose adapters it serves: POLICY=ALPHA,..."""
 
     OPTION: ClassVar[str | None] = OPTION
 

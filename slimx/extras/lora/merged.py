@@ -1,9 +1,8 @@
-"""The weight merged with a low-rank adapter, weight + scale * B A, by one rule for all uses.
+"""Merges a weight with its low-rank adapter, weight + scale * B A, by one rule for trainers, publications and exports.
 
 B A is an fp32 product with a fixed order of summation (`slimx.extras.exact.ordered`): an element does not depend on the
 neighbouring rows and columns, the number of threads or the device. The product times `scale`, and the sum with the
-weight, are each rounded to fp32; the result is rounded once to the weight's dtype.
-"""
+weight, are each rounded to fp32; the result is rounded once to the weight's dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ from slimx.extras.exact.ordered import product
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Merges weight [out, in], a [rank, in], b [out, rank] -> [out, in] of the weight's dtype, in new memory."""
+    """Returns the merged weight, [out, in] of the weight's dtype, in new memory, for weight [out, in], a [rank, in] and
+    b [out, rank]."""
     change = product(b.float(), a.float().t())
-    # Two separate operations: a fused one rounds once on one device and twice on another.
+    # Scaling and adding are separate operations, because a fused one rounds differently on different devices.
     return change.mul_(scale).add_(weight).to(weight.dtype)
 
 
 class Merged(torch.autograd.Function):
-    """`merged` with gradients for a and b, and none for the frozen weight."""
+    """Autograd function that computes `merged`, with gradients for a and b but none for the frozen weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Computes products in fp32."""
+        """Returns the gradients of a and b, computed in fp32, and None for weight and scale."""
         a, b = ctx.saved_tensors
         scaled = gradient.float() * ctx.scale
         return None, (b.float().t() @ scaled).to(a.dtype), (scaled @ a.float().t()).to(b.dtype), None

@@ -1,4 +1,5 @@
-"""Size of the buffer in which trainer ranks merge weights with their adapters before a bucket is packed."""
+"""Computes the size of the buffer in which trainer ranks merge weights with their adapters before a bucket is
+packed."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.plan.copy_plan import Plan
 
 ALIGN = 64
-"""Alignment of each weight in the buffer, in bytes."""
+"""Alignment in bytes of each weight in the buffer."""
 
 
 def merging_buffer_bytes(plan: Plan, merges: Callable[[str], bool]) -> dict[int, int]:
-    """Returns the buffer size by trainer rank, in bytes, that the largest bucket needs. `merges`: returns True for the
-    name of a parameter that is read merged."""
+    """Returns trainer rank -> bytes of the buffer that its largest bucket requires; ranks that merge nothing are
+    missing.
+
+    `merges`: returns True for the name of a parameter that is merged before it is packed."""
     padded = []
     for parameter in plan.parameters:
         nbytes = ITEMSIZE[parameter.dtype] * int(np.prod(parameter.shape, dtype=np.int64))

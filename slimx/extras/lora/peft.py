@@ -1,12 +1,13 @@
-"""Adapters in PEFT's format, adapter_config.json and adapter_model.safetensors: their names, and a reader.
+"""Reads adapters in PEFT's format (adapter_config.json and adapter_model.safetensors), and checks that they fit the
+model.
 
-PEFT adapts modules of transformers. In slimx several of them share one A: queries, keys and values, whose rows of B are
-separate; gate and up projection of a dense layer likewise. Modules with different A are stacked, and B is
-block-diagonal: n modules of rank r become one adapter of rank n r, with n times their alpha. The experts of a layer are
-two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I, h], `down_proj` [E, h, I]), which PEFT wraps one
-around the other in this order (`target_parameters`; peft 0.21.2, tuners/lora/layer.py, ParamWrapper), with A as [E r,
-in] and B as [out, r E]; in transformers 4 they are ordinary modules.
-"""
+PEFT adapts modules of transformers. In slimx several of these share one weight and one matrix A: queries, keys and
+values, whose rows of B are separate, and likewise the gate and up projections of a dense layer. If the modules have
+different matrices A, these are stacked and B is block-diagonal: n modules of rank r become one adapter of rank n r,
+with n times their alpha. The experts of a layer are two stacked parameters in transformers 5 (`gate_up_proj` [E, 2 I,
+h], `down_proj` [E, h, I]). PEFT wraps one around the other in this order (`target_parameters`; peft 0.21.2,
+tuners/lora/layer.py, ParamWrapper), with A as [E r, in] and B as [out, r E]. In transformers 4 they are ordinary
+modules."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ from slimx.models.files.reader import check_finite
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-"""Stacked parameter of transformers that contains a projection of an expert."""
+"""Projection of an expert -> the stacked parameter of transformers that contains it."""
 PARAMETERS = (".gate", ".gate_proj", ".up_proj", ".down_proj")
-"""Endings of modules of a model with experts that PEFT handles as parameters only: a router is not a linear module, and
-the others among `target_modules` denote experts (peft 0.21.2, utils/transformers_weight_conversion.py)."""
+"""Endings of the names of modules that PEFT, in a model with experts, adapts only as parameters: a router is not a
+linear module, and the other names in `target_modules` mean experts (peft 0.21.2,
+utils/transformers_weight_conversion.py)."""
 WRAPPED = {"gate_up_proj": ".base_layer", "down_proj": ""}
-"""Ending of the module with the adapter of a stacked parameter."""
+"""Stacked parameter -> ending of the name of PEFT's module that contains its adapter."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -53,36 +55,39 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
     "alora_invocation_tokens": ([], None),
-    # PiSSA, OLoRA, CorDA and LoftQ also change the base.
+    # Other values (PiSSA, OLoRA, CorDA, LoftQ) also change the base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Accepted values of fields of adapter_config.json, with which an adapter is only scale * B A added to its module."""
+"""Field of adapter_config.json -> values with which the adapter only adds scale * B A to its module."""
 
 
 class PeftAdapters:
-    """The adapters in one directory. Tensors are read when they are used."""
+    """Adapters in one directory in PEFT's format. Tensors are read when they are used."""
 
     def __init__(self, path: Path):
-        """Opens the directory. Raises SlimxError if it has no adapters."""
+        """Opens the files in directory `path`. Raises SlimxError if they are missing or damaged."""
         self.path = path
         for name in (CONFIG, TENSORS):
             if not (path / name).is_file():
-                raise self._error("none", str(path), f"no {name}; name a directory that PEFT or slimx wrote")
+                raise self._error("none", str(path), f"{name} is missing: name a directory that PEFT or slimx wrote")
         self.config = read_object(path / CONFIG)
         try:
             self._file = safe_open(path / TENSORS, framework="pt")
         except SafetensorError as error:
-            raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}); copy it again") from error
+            raise self._error("file", TENSORS, f"{TENSORS} is damaged ({error}): copy it again") from error
         self._names = frozenset(self._file.keys())
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
-        """Name and values of the last tensor read, by "A" and "B": one tensor contains all experts of a layer."""
+        """"A" or "B" -> name and values of the last tensor read. It is kept because one tensor contains all experts of
+        a layer."""
 
     def check(self, table: Table, lora: Lora) -> None:
-        """Compares the adapters with those that a run with `lora` trains for a model with `table`. Raises SlimxError
-        naming the first field or tensor that differs; nothing is ignored or guessed."""
+        """Raises SlimxError unless the adapters are exactly those that a run with `lora` trains for a model with
+        `table`.
+
+        The message names the first field or tensor that differs; nothing is ignored or guessed."""
         kind = self.config.get("peft_type")
         if kind != "LORA":
-            raise self._error("kind", "peft_type", f"peft_type is {kind}; slimx trains LORA only")
+            raise self._error("kind", "peft_type", f"peft_type is {kind}, but slimx supports only LORA")
         self._check_fields()
         self._check_tensors(table, lora)
         stacked = max((len(self._stacked(part)) for part in _adapted(table, lora)), default=1)
@@ -96,8 +101,8 @@ class PeftAdapters:
                 raise self._error(
                     key,
                     f"trainer.lora.{key}",
-                    f"trainer.lora.{key} is {getattr(lora, key):.12g}, but up to {stacked} A of rank "
-                    f"{self.config['r']} share a weight; set trainer.lora.rank={rank} and "
+                    f"trainer.lora.{key} is {getattr(lora, key):.12g}, but up to {stacked} adapters of rank "
+                    f"{self.config['r']} share a weight here: set trainer.lora.rank={rank} and "
                     f"trainer.lora.alpha={alpha:.12g}",
                 )
 
@@ -108,19 +113,21 @@ class PeftAdapters:
                 raise self._error(
                     "field",
                     field,
-                    f"{field}={value} is not supported, only alpha / r * B A is; merge the adapters into the base",
+                    f"{field}={value} is not supported, because slimx only adds alpha / r * B A to a weight: merge the "
+                    "adapters into the base",
                 )
         kinds: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": (int, float)}
         for field, types in kinds.items():
             number: Any = self.config.get(field)
             if type(number) not in types or number <= 0:
                 raise self._error(
-                    "field", field, f"{field} is {number}; write the positive number that it was trained with"
+                    "field", field, f"{field} is {number}: set it to the positive number used in training"
                 )
 
     def matrices(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A [n r, columns] and B [rows, n r] for the rows and columns that `part` has of a weight, with the n
-        different A of its modules."""
+        """Returns A [n r, columns] and B [rows, n r] for the rows and columns that `part` has of a weight.
+
+        n: number of different matrices A of the modules that share the weight; r: rank in the directory."""
         rows, cols = matrix(part.shape)
         rank = self.config["r"]
         col = part.rects[0].col
@@ -138,7 +145,8 @@ class PeftAdapters:
         return a, b
 
     def _stacked(self, part: Part) -> list[list[int]]:
-        """Returns the indices of the sources of `part` with adapters, grouped by A."""
+        """Returns the indices of those sources of `part` that have adapters, in one list for each different matrix
+        A."""
         out: list[list[int]] = []
         for index, source in enumerate(part.sources):
             module, _ = self._module(source)
@@ -154,7 +162,8 @@ class PeftAdapters:
         return out
 
     def _pair(self, part: Part, source: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B of one module, or of one projection of one expert."""
+        """Returns A and B of the module, or of the projection of one expert, that is source number `source` of
+        `part`."""
         name, expert = self._module(part.sources[source])
         a = self._tensor(name, "A")
         b = self._tensor(name, "B")
@@ -190,30 +199,30 @@ class PeftAdapters:
             raise self._error(
                 "unknown",
                 name,
-                f"{name} belongs to no module in trainer.lora.targets; add its target, or use adapters of this model",
+                f"{name} belongs to no module in trainer.lora.targets: add its target, or use adapters of this model",
             )
         for target, name in absent.items():
             if name:
                 raise self._error(
                     "target",
                     "trainer.lora.targets",
-                    f"it has no adapters of {target} ({name} and others); set trainer.lora.targets to the targets that "
-                    "it has",
+                    f"there are no adapters for the target {target} (such as {name}): set trainer.lora.targets to the "
+                    "targets that the directory contains",
                 )
         for name, shape in sorted(shapes.items()):
             pair = name[: -len("A.weight")] + ("B" if name.endswith("A.weight") else "A") + ".weight"
             if pair not in shapes:
-                raise self._error("missing", pair, f"{pair} is missing, but {name} is not; copy the file again")
+                raise self._error("missing", pair, f"{name} is present, but {pair} is missing: copy the file again")
             if expected[name] != shape:
                 raise self._error(
                     "shape",
                     name,
-                    f"{name} has shape {list(shape)}, but the model needs {list(expected[name])}; use adapters of "
+                    f"{name} has shape {list(shape)}, but the model requires {list(expected[name])}: use adapters of "
                     "this model",
                 )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns names and shapes of the tensors of an unsplit weight."""
+        """Returns name -> shape of the tensors in the directory that the adapter of an unsplit weight requires."""
         rank = self.config["r"]
         rows, cols = matrix(part.shape)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -230,7 +239,8 @@ class PeftAdapters:
         return shapes
 
     def _module(self, source: str) -> tuple[str, int | None]:
-        """Returns PEFT's name of the module with the checkpoint's tensor `source`, and its expert index in a stack."""
+        """Returns PEFT's name of the module whose weight is the checkpoint tensor `source`, and the expert's index if
+        the module is a stack of experts, else None."""
         name = peft_name(source, "A")
         layer, marker, expert = name.partition(".experts.")
         if not marker or name in self._names:
@@ -244,8 +254,10 @@ class PeftAdapters:
 
 @torch.no_grad()
 def fill(adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], parts: Iterable[Part], path: str) -> None:
-    """Fills A and B, by the names of weights in `parts`, from the directory `path`. Only rows and columns of these
-    parts are read. Ranks beyond those in the directory are new: their B is zero."""
+    """Copies adapters from the directory `path` into A and B of this rank.
+
+    `adapters`: weight name -> (A, B). `parts`: the rank's weights; only their rows and columns are read. If A has more
+    rows than in the directory, the additional ones keep their initial values, and their columns of B are zero."""
     stored = PeftAdapters(Path(path))
     for part in parts:
         if part.name in adapters:

@@ -1,4 +1,4 @@
-"""Rules for low-rank adapters."""
+"""Configuration rules for low-rank adapters."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ UNPROVEN = {
         "rollout.engines.sglang.torchao_config",
     ),
 }
-"""As `slimx.rules.unproven.UNPROVEN`."""
+"""Setting -> keys whose combination with it was never tried (`slimx.rules.unproven.UNPROVEN`)."""
 ARCHITECTURES = {
     "trainer.lora": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     "publish.adapters=alone": ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""As `slimx.rules.unproven.other_architectures`."""
+"""Setting -> architectures with which it was tried (`slimx.rules.unproven.other_architectures`)."""
 
 
 @rule("unproven", "trainer.lora", facts=sections_in(UNPROVEN))
@@ -67,17 +67,17 @@ def unproven_architecture(trainer: Trainer, publish: Publish, spec: ModelSpec) -
 
 @rule("policies.engines_of", "policies")
 def shares_a_base(configs: Mapping[str, Config]) -> Problems:
-    """Checks policies that the engines of the run's actor serve: they need the same base, and slots of the same
-    shape."""
+    """Checks that policies whose responses the actor's engines generate have the actor's base weights, and adapters of
+    the same shape."""
     actor = configs[ACTOR]
     adapters = actor.trainer.lora
     for name in actor.served_by_actor:
         if adapters is None or not actor.serves_adapters:
             yield (
                 "trainer.lora" if adapters is None else "publish.adapters",
-                f"policies.{name}.engines_of makes the actor's engines generate for it, but they have one set of "
-                "weights; train adapters (trainer.lora) and publish them alone (publish.adapters=alone), or leave it "
-                "out",
+                f"policies.{name}.engines_of makes the actor's engines generate for policy {name}, but they have only "
+                "one set of weights: train adapters (trainer.lora) and publish them alone (publish.adapters=alone), or "
+                "remove engines_of",
             )
             continue
         other = configs[name].trainer
@@ -92,13 +92,14 @@ def shares_a_base(configs: Mapping[str, Config]) -> Problems:
             if not equal:
                 yield (
                     f"policies.{name}.{key}",
-                    f"policies.{name}.{key} differs from the actor's, whose engines generate for it (engines_of): they "
-                    "have one base, and adapters of one shape; make it equal, or give the policy separate engines",
+                    f"policies.{name}.{key} differs from the actor's, but the actor's engines, which generate for both "
+                    "(engines_of), have one base and adapters of one shape: set it to the actor's value, or give the "
+                    "policy its own engines",
                 )
 
 
 def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
-    """Yields the keys that make SGLang serve adapters, and the name of the group with each."""
+    """Yields (configuration key, name of the engine group) for each key that makes SGLang itself serve adapters."""
     for group in groups:
         for name in ("enable_lora", "lora_paths"):
             if group.sglang.get(name):
@@ -108,7 +109,7 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 @rule("lora.frozen", "trainer.freeze")
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
-        yield "trainer.lora freezes every weight of the base; leave it out, and choose layers by trainer.lora.targets"
+        yield "trainer.lora already freezes every base weight: remove it, and select layers by trainer.lora.targets"
 
 
 @rule("lora.targets", "trainer.lora.targets")
@@ -118,9 +119,9 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     from slimx.extras.lora.targets import absent
 
     for target in absent(trainer.lora.targets or (), spec.table):
-        yield f"{spec.path} has no {target} layers; leave it out"
+        yield f"{spec.path} has no layers of the target {target}: remove that target"
     if trainer.lora.targets == ():
-        yield "it is empty, so nothing would be trained; leave it out, or name layers"
+        yield "the list is empty, so nothing would be trained: remove it for all layers, or name targets"
 
 
 @rule("lora.load", "trainer.lora.load")
@@ -134,20 +135,20 @@ def has_adapters(trainer: Trainer, spec: ModelSpec, adapters: Path | None) -> Pr
 
 @rule("lora.one_kind", "trainer.lora.targets")
 def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
-    # One of megatron-core's two optimizers would be empty otherwise, which 0.19.2 cannot save.
+    # Otherwise one of megatron-core's two optimizers would be empty, which 0.19.2 cannot save.
     if trainer.lora is None or sizes.expert == 1 or not trainer.lora.targets:
         return
     if "experts" not in trainer.lora.targets or set(trainer.lora.targets) == {"experts"}:
         yield (
-            f"with trainer.expert={sizes.expert}, adapters are needed both for experts and for other layers; name "
-            "both, or set trainer.expert=1"
+            f"with trainer.expert={sizes.expert}, both experts and other layers must have adapters: add the missing "
+            "targets, or set trainer.expert=1"
         )
 
 
 @rule("lora.alone", "publish.adapters")
 def has_some(trainer: Trainer, publish: Publish) -> Problems:
     if publish.adapters == "alone" and trainer.lora is None:
-        yield "there are none; set trainer.lora, or leave it out"
+        yield "the run trains no adapters: set trainer.lora, or remove it"
 
 
 @rule("lora.alone_model", "trainer.lora.targets")
@@ -159,25 +160,25 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
     names = [row.name for row in spec.table.rows if adapts(trainer.lora.targets, row.name)]
     if any(adapts(("experts",), name) for name in names):
         yield (
-            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and serving them unmerged "
-            "is not proven: list only attention, or leave publish.adapters at merged"
+            "SGLang 0.5.23 supports adapters of routed experts only with Triton on GPUs, and slimx has not been tested "
+            "with them unmerged: list only attention, or set publish.adapters to merged"
         )
         return
     others = [name for name in names if not adapts(SERVED, name)]
     if others:
         yield (
-            f"unmerged adapters are proven for {' and '.join(SERVED)} only, but {others[0]} would have one: "
-            "list only those in trainer.lora.targets, or leave publish.adapters at merged"
+            f"publish.adapters=alone has been tested only for {' and '.join(SERVED)}, but {others[0]} would have an "
+            "adapter: list only these targets, or set publish.adapters to merged"
         )
 
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks the transport that is chosen if the configuration leaves it open."""
+    """Checks the transport; if the configuration sets auto, the one that is chosen for `device`."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone needs the transport memory, on one machine; set it to memory, or leave "
-            "publish.adapters at merged"
+            "publish.adapters=alone requires the transport memory, on one machine: set it to memory, or set "
+            "publish.adapters to merged"
         )
 
 
@@ -186,20 +187,20 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
     for key, group in _serving(rollout.policy_engines):
         yield (
             key,
-            f"engine {group} would wrap the layers that are published, but adapters are published merged "
-            "(trainer.lora); leave it out",
+            f"engine {group} would wrap layers with adapters of its own, but slimx publishes merged weights "
+            "(trainer.lora): remove it",
         )
 
 
 @rule("lora.served_on_cpu", "rollout.engines.sglang")
 def has_a_gpu(rollout: Rollout, device: str) -> Problems:
-    """Refuses adapters on the CPU, where SGLang 0.5.23 crashes: its layers with adapters pin memory
-    (`srt/lora/layers.py`), which torch supports with a GPU only."""
+    """Refuses adapters that SGLang serves itself on the CPU, where SGLang 0.5.23 crashes: its layers with adapters pin
+    memory (`srt/lora/layers.py`), which torch supports only with a GPU."""
     if device != "cpu":
         return
     for key, group in _serving(rollout.frozen_engines):
         yield (
             key,
-            f"engine {group}: SGLang 0.5.23 serves adapters on GPUs only; merge them into the model that the group "
-            "serves, or leave it out",
+            f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs: merge them into the "
+            "group's model, or remove it",
         )

@@ -1,5 +1,5 @@
-"""Weights that can have low-rank adapters, by their Megatron names, and the adapters as parts of a publication
-(`publish.adapters`)."""
+"""Selects the weights that have low-rank adapters, by their Megatron names, and describes the adapters as parts of a
+publication (`publish.adapters`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimx.layout.table import Table
 from slimx.reshard.manifest import ADAPTER_PREFIX
 
 SERVED = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-"""Targets whose adapters can be published alone, with the modules that engines adapt."""
+"""Target whose adapters can be published alone -> modules that engines adapt for it."""
 
 _LAYER = r"decoder\.layers\.[^.]+\."
 _TARGETS = {
@@ -27,23 +27,25 @@ _DEFAULT = tuple(target for target in _TARGETS if target != "router")
 
 
 def adapts(targets: Collection[str] | None, name: str) -> bool:
-    """Returns True if the weight `name` belongs to one of `targets` (`trainer.lora.targets`); None: all except the
-    router."""
+    """Returns True if the weight with the Megatron name `name` belongs to one of `targets` (`trainer.lora.targets`). If
+    `targets` is None, every weight that can have an adapter does, except the router's."""
     return target_of(name) in (_DEFAULT if targets is None else targets)
 
 
 def target_of(name: str) -> str | None:
-    """Returns the target of `trainer.lora.targets` to which the weight `name` belongs."""
+    """Returns the target of `trainer.lora.targets` to which the weight with the Megatron name `name` belongs; None if
+    it cannot have an adapter."""
     return next((target for target, pattern in _TARGETS.items() if pattern.fullmatch(name)), None)
 
 
 def absent(targets: Collection[str], table: Table) -> list[str]:
-    """Returns the `targets` to which no weight of the model belongs."""
+    """Returns those of `targets` to which no weight of the model with `table` belongs."""
     return [target for target in targets if not any(adapts((target,), row.name) for row in table.rows)]
 
 
 def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the modules that engines adapt for `targets`, all of which are keys of `SERVED`; None: all of them."""
+    """Returns the names of the modules that engines adapt for `targets`, which must be keys of `SERVED`; None means all
+    keys."""
     modules: list[str] = []
     for target in SERVED if targets is None else targets:
         modules.extend(SERVED[target])
@@ -51,16 +53,16 @@ def served_modules(targets: Collection[str] | None) -> tuple[str, ...]:
 
 
 def peft_name(source: str, letter: Literal["A", "B"]) -> str:
-    """Returns PEFT's name of A or B of the module whose weight is the checkpoint's tensor `source`."""
+    """Returns PEFT's name of matrix A or B of the module whose weight is the checkpoint tensor `source`."""
     return f"{ADAPTER_PREFIX}{source.removesuffix('.weight')}.lora_{letter}.weight"
 
 
 def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank: int) -> list[Part]:
-    """Returns A [rank, in] and B [out, rank] of the trainer's `weights` that belong to `targets`.
+    """Returns the parts A [rank, in] and B [out, rank] of the adapters of those of `weights` that belong to `targets`.
 
-    Their sources have PEFT's names. Modules that share a weight share its A, named after the first module. A is split
-    as the weight's columns and B as its rows; ranks with the same data are in one part.
-    """
+    The sources of these parts have PEFT's names. Modules that share a weight share its A, which is named after the
+    first of them. A is split like the weight's columns and B like its rows. Trainer ranks with the same data are in one
+    part."""
     adapters: dict[tuple[str, tuple[str, ...], tuple[Rect, ...]], Part] = {}
     for part in weights:
         if part.copy or not adapts(targets, part.name):
@@ -83,8 +85,8 @@ def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """Yields A and B of every module that `targets` adapt, unsplit and with PEFT's names: modules that share an A each
-    get a copy."""
+    """Yields the parts A and B of every module that `targets` adapt, unsplit and with PEFT's names. If modules share an
+    A, each gets a copy of it."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

@@ -1,1 +1,1 @@
-"""Servers that span several nodes."""
+"""Engine servers that span several nodes (`rollout.engines.nodes`)."""

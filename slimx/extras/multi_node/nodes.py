@@ -1,8 +1,7 @@
-"""A server that spans several nodes: the actor of each node, and the group of actors owned by the first one.
+"""The nodes of a multi-node server other than the first: a Ray actor on each, and the group of these actors.
 
-The first node's actor (`slimx.engines.server.engine.Engine`) owns the others: they end with it, and the process guards
-end their processes.
-"""
+The actor on the first node (`slimx.engines.server.engine.Engine`) creates and owns the others. They end with it, and
+guard processes then end the server's processes on their nodes."""
 
 from __future__ import annotations
 
@@ -24,11 +23,14 @@ from slimx.runtime.process import SupervisedProcess
 
 
 class NodeActor:
-    """The actor that runs a server's processes on one of its nodes except the first."""
+    """Ray actor that runs a server's processes on one node other than the first."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, network: str | None, make_end: Callable[[], End] | None):
-        """Takes `spec`, without the values that differ between starts; `network`, which contains its address; and
-        `make_end` of a transport with an end on each node."""
+        """Stores the configuration of all starts.
+
+        `spec`: the server's specification, without ports, address and node. `network`: network that contains this
+        node's address (`slimx.runtime.ports.local_address`). `make_end`: factory of the transport's receiver on a node;
+        None if the transport has none."""
         self.spec = spec
         self.log_path = log_path
         self.host = local_address(network)
@@ -36,12 +38,12 @@ class NodeActor:
         self.process: SupervisedProcess | None = None
 
     async def address(self) -> str:
-        """Returns the address on which this node's processes listen and from which they connect."""
+        """Returns the address at which this node's processes listen and from which they connect."""
         return self.host
 
     async def start(self, share: NodeShare) -> None:
         spec = replace(self.spec, port=free_port(self.host), host=self.host, node=share)
-        name = f"engine {spec.name}, machine {share.rank}"
+        name = f"engine {spec.name}, node {share.rank}"
         keys = spec.keys.to_bytes()
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
@@ -49,7 +51,7 @@ class NodeActor:
             await self.end.prepare(self.host)
 
     async def ended(self) -> str | None:
-        """Returns a sentence about the end of its process; None while it runs."""
+        """Returns a description of how the server's process on this node ended; None while it runs."""
         return None if self.process is None else self.process.ended()
 
     async def stop(self, grace_s: float) -> None:
@@ -57,12 +59,12 @@ class NodeActor:
             await asyncio.to_thread(self.process.stop, grace_s)
 
     async def transport(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the transport's end on this node."""
+        """Calls `method` of the transport's receiver on this node and returns the result."""
         return await getattr(self.end, method)(*arguments)
 
 
 class Nodes:
-    """The actors of all nodes of a server except the first, called together."""
+    """The actors on all nodes of a server other than the first, called together."""
 
     def __init__(
         self,
@@ -73,8 +75,10 @@ class Nodes:
         make_end: Callable[[], End] | None,
         deadline_s: float,
     ):
-        """Takes `places` of all nodes except the first, and `deadline_s` of a call to a transport's ends, in
-        seconds."""
+        """Creates the actors without starting processes.
+
+        `places`: placements of all nodes other than the first. `deadline_s`: deadline in seconds of one call to the
+        transport's receivers. The other arguments are those of `NodeActor`."""
         self.name = spec.name
         self.deadline_s = deadline_s
         cpus = spec.threads * spec.sizes.world / (len(places) + 1)
@@ -91,7 +95,8 @@ class Nodes:
         return len(self._actors)
 
     async def start(self, host: str, deadline_s: float) -> NodeShare:
-        """Starts the processes; returns the share of the first node, whose address is `host`."""
+        """Starts the server's processes on these nodes, and returns the share of the first node, whose address is
+        `host`."""
         hosts = (host, *await self._call("address", deadline_s))
         rendezvous = address(host, free_port(host))
         first, *shares = [NodeShare(rank, len(hosts), rendezvous, hosts) for rank in range(len(hosts))]
@@ -99,7 +104,8 @@ class Nodes:
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a sentence about the first process that ended; None while all run, or if one does not respond."""
+        """Returns a description of how the first process that ended did so; None while all run, or if a node does not
+        respond."""
         try:
             answers = await self._call("ended", deadline_s)
         except DeadlineError:
@@ -109,8 +115,9 @@ class Nodes:
         return next((sentence for sentence in answers if sentence is not None), None)
 
     async def transport(self, method: str, messages: Sequence[Any] | None = None) -> list[Any]:
-        """Calls `method` of the transport's end on every node except the first, each with one of `messages`; returns
-        the results."""
+        """Calls `method` of the transport's receiver on each of these nodes and returns the results.
+
+        `messages`: one argument per node; None for calls without an argument."""
         if messages is None:
             arguments: list[tuple[Any, ...]] = [(method,)] * self.count
         else:
@@ -118,7 +125,8 @@ class Nodes:
         return await self._call("transport", self.deadline_s, arguments)
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
-        """Ends the processes and the actors; another start needs new ones. Does not raise."""
+        """Ends the processes, within `grace_s` seconds or by killing them, and the actors; never raises. Another start
+        needs a new object."""
         actors = self._actors
         self._actors = []
         stopping = [asyncio.ensure_future(_result(actor.stop.remote(grace_s))) for actor in actors]
@@ -132,8 +140,10 @@ class Nodes:
     async def _call(
         self, method: str, deadline_s: float, arguments: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Returns the results of `method` of all actors, each called with its arguments. Raises the SlimxError of the
-        first that fails."""
+        """Calls `method` of all actors and returns the results in the order of the nodes.
+
+        `arguments`: arguments for each actor; None for calls without arguments. Raises the first actor's SlimxError if
+        any call fails."""
         if arguments is None:
             arguments = [()] * self.count
         calls = []
@@ -142,7 +152,7 @@ class Nodes:
         return await gather(
             calls,
             what=method,
-            holders=[f"machine {rank} of engine {self.name}" for rank in range(1, self.count + 1)],
+            holders=[f"node {rank} of engine {self.name}" for rank in range(1, self.count + 1)],
             deadline_s=deadline_s,
             logs=self._logs,
         )

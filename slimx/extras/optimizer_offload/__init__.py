@@ -1,1 +1,1 @@
-"""Optimizer moments in host memory."""
+"""Optimizer moments in host memory (`trainer.optimizer.offload_fraction`)."""

@@ -1,12 +1,12 @@
-"""Adam with a fraction of its moments in host memory, which move to the device piece by piece.
+"""Adam with a fraction of its moments in host memory, from which they are moved to the device in pieces during each
+step.
 
     host, pinned   [m v][m v][m v][m v]          device   weights, gradients, the other moments
                      |                                       ^
                      +--> one piece --> Adam's own kernel ---+--> back to the host
 
-megatron-core's HybridDeviceOptimizer steps on the CPU instead and has a different state: its checkpoints fit no other
-run, and without CUDA it moves nothing. Here results are those of the wrapped optimizer, bit for bit.
-"""
+megatron-core's HybridDeviceOptimizer computes steps on the CPU instead and has a different state, so its checkpoints
+fit no other run, and without CUDA it moves nothing. Here results are those of the wrapped optimizer, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from slimx.trainer.device.offload import MOMENTS
 from slimx.trainer.step.optimizer import ExternalState
 
 PIECE_BYTES = 512 * 2**20
-"""Bytes of host moments on the device at once."""
+"""Maximum bytes of host moments that are on the device at the same time."""
 
 
 class HostMoments(ExternalState):
-    """Wrapper around `inner` that keeps moments on the host. `inner`: an Adam with state shaped like apex's FusedAdam
-    (moments per parameter, a step per group); other attributes are those of `inner`."""
+    """Wrapper around an Adam optimizer that keeps a fraction of its moments on the host.
+
+    `inner` must have a state like that of apex's FusedAdam: moments per parameter, and one step count per group. Other
+    attributes are those of `inner`."""
 
     def __init__(self, inner: torch.optim.Optimizer, fraction: float, piece_bytes: int = PIECE_BYTES):
-        """Chooses the parameters. `fraction`: share of the moments' bytes to keep on the host, 0 to 1, rounded up to
-        complete parameters."""
+        """Selects the parameters whose moments are kept on the host.
+
+        `fraction`: fraction of the moments' bytes, from 0 to 1, rounded up to complete parameters. `piece_bytes`:
+        maximum bytes of moments on the device at the same time; a single parameter may exceed it."""
         self.inner = inner
         self.piece_bytes = piece_bytes
         self.moved = _first(inner.param_groups, fraction)
-        """Parameters whose moments are on the host."""
+        """Parameters whose moments are on the host, as keys in order."""
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -58,9 +62,9 @@ class HostMoments(ExternalState):
         self.inner.state = state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads `state`; moments that belong on the host never move to the device.
+        """Loads an optimizer state without moving moments that belong on the host to the device.
 
-        Transformer Engine's Adam copies loaded state to the device, and a second time into its own state."""
+        Transformer Engine's Adam would copy all loaded state to the device, and a second time into its own state."""
         hosted = {}
         for saved, group in zip(state["param_groups"], self.inner.param_groups, strict=True):
             for index, parameter in zip(saved["params"], group["params"], strict=True):
@@ -77,7 +81,7 @@ class HostMoments(ExternalState):
                 self.inner.state[parameter] = loaded
 
     def make_state(self) -> None:
-        """Gives parameters whose moments belong on the host, and that have none yet, zeros there."""
+        """Creates zero moments on the host for those parameters that belong there and have none yet."""
         for parameter in self.moved:
             state = self.inner.state[parameter]
             if not state:
@@ -85,7 +89,8 @@ class HostMoments(ExternalState):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Runs one step of the inner optimizer for every parameter, in pieces; returns when the moments are back."""
+        """Runs one step of the inner optimizer for all parameters, in pieces; on return all copies to the host are
+        complete."""
         groups = self.inner.param_groups
         parameters = []
         before = []
@@ -103,7 +108,7 @@ class HostMoments(ExternalState):
                         group.pop("step", None)
                 with self._visiting(piece):
                     self.inner.step()
-                # A group counts its step once, in however many pieces its parameters came.
+                # A group's step is counted once, even if its parameters are in several pieces.
                 for index, members in enumerate(piece):
                     if members or not parameters[index]:
                         after[index] = groups[index].get("step")
@@ -113,12 +118,13 @@ class HostMoments(ExternalState):
                 if count is not None:
                     group["step"] = count
             if any(parameter.is_cuda for parameter in self.moved):
-                # A checkpoint may read the host copies from now on. Until then pieces follow one another on the stream,
-                # where device memory of one is reused by the next.
+                # A checkpoint may read the host copies from now on. Before, one stream kept the order of the pieces,
+                # which use the same device memory one after the other.
                 torch.cuda.current_stream().synchronize()
 
     def _pieces(self, groups: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
-        """Yields parameters by group: first those whose moments stay on the device, then pieces of the others."""
+        """Yields the parameters to step together, as one list per group: first those whose moments stay on the device,
+        then pieces of the others."""
         on_device: list[list[torch.Tensor]] = [[] for _ in groups]
         for index, parameters in enumerate(groups):
             on_device[index] += [parameter for parameter in parameters if parameter not in self.moved]
@@ -140,7 +146,7 @@ class HostMoments(ExternalState):
 
     @contextmanager
     def _visiting(self, piece: list[list[torch.Tensor]]) -> Iterator[None]:
-        """Moves the moments of a piece to the device inside the block, if they belong on the host."""
+        """Moves those moments of a piece that belong on the host to the device for the duration of the block."""
         parameters = [parameter for parameter in chain(*piece) if parameter in self.moved]
         for parameter in parameters:
             state = self.inner.state[parameter]
@@ -153,7 +159,7 @@ class HostMoments(ExternalState):
             self._rest(parameters)
 
     def _rest(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Queues the copies of moments to the host; moments that are there stay."""
+        """Queues copies of the parameters' moments to the host; does nothing for moments that are there already."""
         for parameter in parameters:
             state = self.inner.state[parameter]
             for key in MOMENTS:
@@ -161,7 +167,8 @@ class HostMoments(ExternalState):
                     state[key] = self._memory(parameter, key).copy_(state[key], non_blocking=True)
 
     def _memory(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """Returns the host memory of a moment, fp32 like main weights."""
+        """Returns the host memory of the moment `key` of a parameter, in the parameter's dtype (fp32, as main
+        weights)."""
         moments = self._host.setdefault(parameter, {})
         if key not in moments:
             moments[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)

@@ -1,1 +1,1 @@
-"""Changes to torch, megatron-core and SGLang where there is no GPU."""
+"""Changes to torch, megatron-core and SGLang that let them run without a GPU."""

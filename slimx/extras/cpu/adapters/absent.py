@@ -1,8 +1,8 @@
-"""Inert stand-ins for packages that SGLang imports but never calls on the CPU: sgl_kernel, torchvision.
+"""Stand-in modules for packages that SGLang imports but never calls on the CPU: sgl_kernel and torchvision.
 
 Written for sglang 0.5.23 with CPU builds of torch. SGLang imports names of these packages at module level, but their
-wheels are CUDA builds (torchvision's even breaks transformers with a CPU torch). Installed packages are never replaced.
-"""
+wheels are CUDA builds (torchvision's even breaks transformers with a CPU torch). Installed packages are never
+replaced."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = {
-    "sgl_kernel": "CUDA kernels; top-level imports in srt/layers",
-    "torchvision": "image transforms; imported by processors of multimodal models, unused for text",
+    "sgl_kernel": "CUDA kernels, imported at the top level of modules in srt/layers",
+    "torchvision": "image transforms, imported by processors of multimodal models and unused for text",
 }
 
 
 class StandIn(ModuleType):
-    """A module with an attribute for every name: classes are empty, functions raise, submodules are stand-ins."""
+    """A module that has an attribute for every name: capitalized names are empty classes, other names are stand-ins,
+    which raise an error when they are called."""
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # import machinery and inspect probe dunder names
+            raise AttributeError(name)  # importlib and inspect look for dunder names, which must be absent
         full = f"{self.__name__}.{name}"
         value: Any = sys.modules.get(full)
         if value is None:
@@ -43,7 +44,9 @@ def _empty_class(name: str) -> type:
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of the modules of absent packages. It is last in `sys.meta_path`, so a real package always wins."""
+    """Import hook that finds stand-ins for the modules of absent packages.
+
+    It is the last entry of `sys.meta_path`, so an installed package always takes precedence."""
 
     def __init__(self, absent: frozenset[str]) -> None:
         self.absent = absent
@@ -57,17 +60,18 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: a stand-in has no code."""
+        """Does nothing, because a stand-in has no code to execute."""
 
 
 def install() -> tuple[str, ...]:
-    """Installs stand-ins for absent packages and returns their names. Call it before `import sglang`."""
+    """Installs stand-ins for those of `PACKAGES` that are absent, and returns their names. Must be called before
+    `import sglang`."""
     for finder in sys.meta_path:
         if isinstance(finder, StandInFinder):
             return tuple(sorted(finder.absent))
     absent = frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)
     if absent:
-        # transformers also looks for torchvision and caches the result: let it look before the stand-in exists.
+        # transformers caches whether torchvision is available, so it must check before the stand-in exists.
         from transformers.utils import is_torchvision_available
 
         is_torchvision_available()

@@ -1,9 +1,8 @@
-"""Lets megatron-core 0.19.2 train without CUDA: the device 'cuda' becomes the CPU, NCCL becomes gloo.
+"""Lets megatron-core 0.19.2 train without CUDA: the device "cuda" becomes the CPU, and NCCL becomes gloo.
 
 `install()` patches torch for the whole process, so only the trainer's process entry calls it, before it imports
-megatron.core. With CUDA it does nothing. Each entry below names the upstream code that needs it. A TorchFunctionMode
-would not work instead of patches: it is off while autograd runs backward.
-"""
+megatron.core. With CUDA it does nothing. Each function below is one change and names the upstream code that requires
+it. A TorchFunctionMode cannot be used instead of patches, because it is off while autograd runs backward."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ _METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
 
 def install() -> list[str]:
-    """Applies every entry that this machine needs; returns their names (empty with CUDA)."""
+    """Applies the changes to torch and returns their names. Does nothing and returns an empty list if CUDA is
+    available."""
     if torch.cuda.is_available():
         return []
     entries = (_devices, _cuda_module, _collectives, _compile)
@@ -35,7 +35,8 @@ def install() -> list[str]:
 
 
 def install_megatron() -> list[str]:
-    """Applies the entries inside megatron.core. Call it after `install()`, before a model is built."""
+    """Applies the changes inside megatron.core and returns their names; must be called after `install()` and before a
+    model is built. Does nothing and returns an empty list if CUDA is available."""
     if torch.cuda.is_available():
         return []
     entries = (_yarn_device, _token_dispatcher, _shared_storage)
@@ -46,13 +47,13 @@ def install_megatron() -> list[str]:
 
 
 def _patch(target: object, **replacements: object) -> None:
-    """Sets attributes of a module or class."""
+    """Sets attributes of the module or class `target`."""
     for name, value in replacements.items():
         setattr(target, name, value)
 
 
 def _is_cuda(device: Any) -> bool:
-    # An int is a CUDA ordinal: Tensor.to(torch.cuda.current_device()).
+    # An int is a CUDA ordinal, as in Tensor.to(torch.cuda.current_device()).
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
@@ -71,9 +72,9 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _devices() -> None:
-    """Creates tensors for 'cuda' on the CPU (megatron.core names the device in about 200 places)."""
-    # torch.device as a context manager looks up its factories once and calls them as they are then: transformers loads
-    # models within torch.device("meta"), and buffers missing from that list stay uninitialized.
+    """Creates tensors for the device "cuda" on the CPU, because megatron.core names that device in about 200 places."""
+    # torch.device as a context manager looks up its factories once, here before they are patched. transformers loads
+    # models within torch.device("meta"), and buffers whose factories are missing would stay uninitialized.
     _device_constructors()
     for name in _FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -88,7 +89,7 @@ def _devices() -> None:
     def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return kind(tensor, *args, **kwargs)
-        # The distributed optimizer groups parameters by type() and asserts that it begins with torch.cuda.
+        # The distributed optimizer groups parameters by type() and asserts that the name starts with torch.cuda.
         return kind(tensor).replace("torch.", "torch.cuda.", 1)
 
     _patch(
@@ -121,7 +122,7 @@ class _CpuStream(torch.cpu.Stream):
 
 
 def _cuda_module() -> None:
-    """Makes torch.cuda behave as one device without streams; its random state is the CPU's."""
+    """Makes torch.cuda behave as one device without streams, with the random state of the CPU."""
     cuda = torch.cuda
     generator = torch.default_generator
     stream = _CpuStream()
@@ -136,7 +137,7 @@ def _cuda_module() -> None:
         stream=lambda s: contextlib.nullcontext(),
         current_stream=lambda *args: stream,
         default_stream=lambda *args: stream,
-        _lazy_call=lambda function, **kwargs: function(),  # used by tensor_parallel.random to set its states
+        _lazy_call=lambda function, **kwargs: function(),  # tensor_parallel.random sets its states by it
         default_generators=(generator,),
     )
     for module in (cuda, cuda.random):
@@ -149,8 +150,8 @@ def _cuda_module() -> None:
 
 
 def _collectives() -> None:
-    """Pads unequal shards, which NCCL's all_gather and reduce_scatter support (used by EP with ETP > 1), but gloo's do
-    not."""
+    """Pads shards of unequal sizes, because NCCL's all_gather and reduce_scatter support them (used by EP with ETP >
+    1), but gloo's do not."""
     dist = torch.distributed
     gather = dist.all_gather
     scatter = dist.reduce_scatter
@@ -186,12 +187,11 @@ def _collectives() -> None:
 
 
 def _compile() -> None:
-    """Disables torch.compile, which is megatron.core's jit_fuser: inductor would run a compiler per small function,
-    without a gain.
+    """Disables torch.compile, which megatron.core uses as jit_fuser: inductor would run a compiler for each small
+    function, without a gain.
 
-    The optimizer's methods are marked as disabled as well: otherwise torch imports the compiler, a second of CPU time,
-    only to skip them.
-    """
+    The optimizer's methods are marked as disabled as well; otherwise torch would import the compiler, which takes a
+    second of CPU time, only to skip them."""
     _patch(torch, compile=lambda model=None, **kwargs: model or (lambda function: function))
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = getattr(torch.optim.Optimizer, name).__wrapped__
@@ -199,7 +199,7 @@ def _compile() -> None:
 
 
 def _yarn_device() -> None:
-    """Makes YarnRotaryEmbedding initialize on the CPU: it enters torch.device(torch.cuda.current_device()), and MLA
+    """Makes YarnRotaryEmbedding initialize on the CPU. It enters torch.device(torch.cuda.current_device()), and MLA
     does not pass on that the model is initialized on the CPU."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -207,8 +207,8 @@ def _yarn_device() -> None:
 
 
 def _token_dispatcher() -> None:
-    """Keeps split sizes as lists, which gloo's all_to_all_single requires; the dispatcher's helper leaves CPU tensors
-    unchanged."""
+    """Keeps split sizes as lists, which gloo's all_to_all_single requires; the token dispatcher's helper then leaves
+    CPU tensors unchanged."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -218,8 +218,8 @@ def _token_dispatcher() -> None:
 
 
 def _shared_storage() -> None:
-    """Copies a recomputed output into the storage of the first one (`CheckpointWithoutOutput`). Upstream shares the
-    storage by a C++ extension, compiled in the first backward pass, which needs ninja and 20 seconds."""
+    """Makes `CheckpointWithoutOutput` copy a recomputed output into the storage of the first one. Upstream shares the
+    storage by a C++ extension that is compiled in the first backward pass, which needs ninja and takes 20 seconds."""
     from megatron.core.tensor_parallel import random
 
     def share(to: torch.Tensor, of: torch.Tensor) -> None:

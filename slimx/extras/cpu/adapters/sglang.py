@@ -1,10 +1,9 @@
-"""Gaps of SGLang's CPU path and their fixes, applied only if the server runs on the CPU.
+"""Fixes for the gaps of SGLang's CPU path, applied only if the server runs on the CPU.
 
-Written for sglang 0.5.23. `Gap.open` returns True while SGLang has the gap. An entry whose gap has closed raises at
-startup, so that it is deleted and does not shadow SGLang's code. Functions are wrapped through SGLang's HookRegistry
+Written for sglang 0.5.23. `Gap.open` returns True while SGLang has the gap. If a newer SGLang has closed it, startup
+fails, so that the fix is deleted instead of hiding SGLang's code. Functions are wrapped through SGLang's HookRegistry
 where possible (it also reaches modules that imported the function by name); the other fixes are entries in SGLang's
-tables.
-"""
+tables."""
 
 from __future__ import annotations
 
@@ -36,12 +35,11 @@ MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Computes MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column): uint32 [seeds,
+    """Returns MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column), uint32 [seeds,
     columns].
 
-    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py): a seed draws the same tokens on
-    the CPU and on a GPU. Words are stored in int64 because torch has no wrapping uint32 arithmetic.
-    """
+    SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py) computes the same function, so a seed samples the same
+    tokens on the CPU and on a GPU. Words are stored in int64, because torch has no wrapping uint32 arithmetic."""
     seed = seed.long()[:, None]
     positions = positions.long()[:, None]
     columns = columns.long()[None, :]
@@ -49,7 +47,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     for word in (seed & MASK, (seed >> 32) & MASK, positions & MASK, columns & MASK):
         mixed = _product(_rotate(_product(word, 0xCC9E2D51), 15), 0x1B873593)
         state = (_product(_rotate(state ^ mixed, 13), 5) + 0xE6546B64) & MASK
-    state = state ^ 16  # the length in bytes
+    state = state ^ 16  # length of the hashed data in bytes
     state = _product(state ^ (state >> 16), 0x85EBCA6B)
     state = _product(state ^ (state >> 13), 0xC2B2AE35)
     return (state ^ (state >> 16)).to(torch.uint32)
@@ -60,7 +58,8 @@ def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _product(word: torch.Tensor, factor: int) -> torch.Tensor:
-    """Computes word * factor mod 2^32 by halves of the factor: the full product would overflow int64."""
+    """Returns word * factor mod 2^32, computed from the two halves of the factor, because the full product would
+    overflow int64."""
     return (word * (factor & 0xFFFF) + (((word * (factor >> 16)) & 0xFFFF) << 16)) & MASK
 
 
@@ -105,14 +104,14 @@ def _add_host_allocator() -> None:
 
 
 def _native_attention() -> Any:
-    """Returns the class of SGLang's torch backend."""
+    """Returns the class of SGLang's attention backend "torch_native"."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     return TorchNativeAttnBackend
 
 
 def _add_idle_length() -> None:
-    _native_attention().get_cpu_graph_seq_len_fill_value = lambda backend: 1  # as SGLang's other CPU backend
+    _native_attention().get_cpu_graph_seq_len_fill_value = lambda backend: 1  # as in SGLang's other CPU backend
 
 
 CHOICES = (
@@ -124,25 +123,25 @@ CHOICES = (
     ),
     Gap(
         # Deterministic mode also makes SGLang use absorbed MLA for every batch, the only form that torch_native
-        # computes. Side effect of the list: the radix cache stays on unless --disable-radix-cache.
+        # computes. As a side effect of the list, the radix cache stays on unless --disable-radix-cache is set.
         "deterministic-mla",
         "--enable-deterministic-inference refuses torch_native for models with absorbed MLA (DeepSeek)",
         open=lambda: "torch_native" not in _deterministic_mla_choices(),
         close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
-"""Gaps of argument checking, closed in every process before arguments are parsed."""
+"""Gaps in the checks of SGLang's arguments; closed in every process before arguments are parsed."""
 
 GAPS = (
     Gap(
         "seeded-sampling",
-        "an operator of sgl_kernel's CPU build, which is not on PyPI; without it a seed crashes the scheduler",
+        "seeds need an operator of sgl_kernel's CPU build, which is not on PyPI, and crash the scheduler without it",
         open=lambda: not _has_murmur(),
         close=_add_murmur,
     ),
     Gap(
         "host-pool",
-        "capture of routed experts would allocate through cudaHostRegister, the default of devices not listed",
+        "capture of routed experts would allocate by cudaHostRegister, the default for devices that are not listed",
         open=lambda: "cpu" not in _host_allocators(),
         close=_add_host_allocator,
     ),
@@ -159,17 +158,18 @@ GAPS = (
 
 
 def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: deterministic mode would install Triton kernels, which exist for CUDA and XPU only."""
+    """Does nothing, because the replaced function would install Triton kernels for deterministic mode, which exist only
+    for CUDA and XPU."""
 
 
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes experts with ids of -1, by which expert parallelism marks experts of other ranks. SGLang's native CPU
-    path would use -1 as an index.
+    """Computes a layer of experts when some expert ids are -1, by which expert parallelism marks experts of other
+    ranks.
 
-    With such ids, one top-k slot is computed at a time, over the rows whose expert is local. x: [tokens, hidden].
-    """
+    SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, it is called for one top-k slot
+    at a time, with the rows whose expert is on this rank. x: [tokens, hidden]."""
     weights, ids, *_ = topk_output
     if bool((ids >= 0).all()):
         return native(layer, x, topk_output, config)
@@ -183,24 +183,27 @@ def moe_without_absent_experts(
 
 
 def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Multiplies the output of Ling-2's routed experts by its factor. Ling-2 leaves that to the kernels, and SGLang's
-    native CPU path ignores it; other families multiply themselves. hidden: [tokens, hidden]."""
+    """Multiplies the output of Ling-2's routed experts by the model's scaling factor; hidden: [tokens, hidden].
+
+    Ling-2 leaves this to the kernels, but SGLang's native CPU path ignores the factor. Other families multiply
+    themselves."""
     return original(block, hidden, batch) * block.routed_scaling_factor
 
 
 def device_module(device: Any = None) -> ModuleType:
-    """Returns torch.cpu instead of torch's choice, which is torch.cuda in a CUDA build even without a GPU: SGLang would
-    synchronize with one to release memory."""
+    """Returns torch.cpu in place of torch's choice of device module. A CUDA build of torch chooses torch.cuda even
+    without a GPU, and SGLang would synchronize with it when it releases memory."""
     return torch.cpu
 
 
 def no_device_to_wait_for(device: Any = None) -> None:
-    """Does nothing instead of torch.cuda.synchronize, which models call after they share embedding and head with their
-    draft."""
+    """Does nothing in place of torch.cuda.synchronize, which models call after they share embedding and output layer
+    with their draft model."""
 
 
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Replaces MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
+    """Returns the sums of squares of the rows of query [tokens, n] and then of key [tokens, m], fp32 [2 * tokens];
+    replaces a Triton kernel of MiniMax-M2."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
 
 
@@ -213,7 +216,8 @@ def normed_by_sums(
     ranks: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replaces MiniMax-M2's Triton kernel: norms query and key with the `sums` of squares of all ranks."""
+    """Returns query and key after their norms, with the `sums` of squares over all `ranks`, [2 * tokens]; replaces a
+    Triton kernel of MiniMax-M2."""
     query_sum, key_sum = sums[:, None].chunk(2)
     normed_query = rms_scale(query, query_sum / (query.shape[-1] * ranks), query_weight, eps)
     normed_key = rms_scale(key, key_sum / (key.shape[-1] * ranks), key_weight, eps)
@@ -221,8 +225,10 @@ def normed_by_sums(
 
 
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
-    """Registers the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: include those of
-    experts, which are unused if numerics.mode replaces them."""
+    """Registers the functions above with SGLang's HookRegistry `registry`.
+
+    `kinds`: SGLang's HookType. `experts`: True to include the function for experts, which numerics modes that replace
+    these layers do not use."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONIZE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
@@ -236,12 +242,12 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
 
 
 def open_choices() -> None:
-    """Makes SGLang's arguments accept the choices that work on the CPU."""
+    """Makes SGLang accept arguments that it would refuse although they work on the CPU with these fixes."""
     _close(CHOICES)
 
 
 def close_gaps() -> None:
-    """Closes the gaps of the scheduler process."""
+    """Closes the gaps of SGLang's scheduler process."""
     _close(_gaps())
 
 
@@ -250,21 +256,21 @@ def _gaps() -> tuple[Gap, ...]:
 
 
 def _layer_kinds() -> Iterable[Any]:
-    """Returns the modules with ROWS, GAPS and REPLACEMENTS of layer kinds."""
+    """Returns the modules of layer kinds, each of which may define ROWS, GAPS and REPLACEMENTS."""
     return entry_points.load_all(GROUP).values()
 
 
 def _close(gaps: tuple[Gap, ...]) -> None:
-    """Closes gaps. Raises SlimxError if SGLang has closed one itself."""
+    """Applies the fixes of `gaps`. Raises SlimxError if SGLang no longer has one of the gaps."""
     for gap in gaps:
         if not gap.open():
             raise SlimxError(
-                f"sglang now provides the entry '{gap.name}' of slimx.extras.cpu.adapters.sglang ({gap.reason}); "
-                "delete that entry",
+                f"the installed SGLang no longer has the gap '{gap.name}' ({gap.reason}): delete it from "
+                "slimx.extras.cpu.adapters.sglang",
             )
         gap.close()
 
 
 def attest() -> dict[str, bool]:
-    """Returns by name of every gap whether it is closed."""
+    """Returns name of each gap -> True if it is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

@@ -1,1 +1,1 @@
-"""Changes to megatron-core and SGLang that adapters need."""
+"""Changes to megatron-core and SGLang that low-rank adapters require."""

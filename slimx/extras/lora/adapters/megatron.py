@@ -1,18 +1,17 @@
 """Low-rank adapters (LoRA) for frozen linear layers: output + alpha / rank * B (A input).
 
-    column-parallel layer   A [rank, in] on every rank       B [out / size, rank] split as the weight's rows
+    column-parallel layer   A [rank, in] on every rank       B [out / size, rank] split like the weight's rows
     row-parallel layer      A [rank, in / size] split        B [out, rank] on every rank
     replicated layer        A [rank, in], B [out, rank]      (latents' projections, routers)
 
-`size` is that of tensor parallelism, for an expert's layer that of expert tensor parallelism. Under sequence
-parallelism each product with a replicated part reads only that rank's tokens, and the intermediate `rank` values per
-token are communicated. Gradients of replicated parts are then partial sums, which megatron-core adds
-(`sequence_parallel`). Ranks that share an expert have the same tokens, and its dispatcher adds their outputs, so only
-these gradients are communicated there.
+`size` is the tensor-parallel size, for layers of experts the expert-tensor-parallel size. Under sequence parallelism
+each product with a replicated matrix reads only that rank's tokens, and the intermediate `rank` values per token are
+communicated. Gradients of replicated matrices are then partial sums, which megatron-core adds (`sequence_parallel`).
+Ranks that share an expert have the same tokens, and megatron-core's dispatcher adds their outputs, so for experts only
+the gradients of replicated matrices are communicated.
 
-A router multiplies by the merged weight instead, rounded as in engines: both sides then choose the same experts. The
-layers of some numerics modes do so as well.
-"""
+A router multiplies by the merged weight instead, rounded as in engines, so that trainers and engines choose the same
+experts. The layers of some numerics modes do so as well."""
 
 from __future__ import annotations
 
@@ -46,27 +45,27 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
 class _Marks(Protocol):
-    """Attributes of parameters that megatron-core reads."""
+    """Attributes of parameters that megatron-core reads; for type checking."""
 
     allreduce: bool
     sequence_parallel: bool
 
 
 class _ShardedLayer(Protocol):
-    """A layer with megatron-core's sharded state."""
+    """A layer with megatron-core's method for sharded checkpoint state; for type checking."""
 
     sharded_state_dict: Callable[..., dict[str, Any]]
 
 
 class _NormLinear(Protocol):
-    """A linear layer with a fused norm."""
+    """A linear layer into which the preceding norm is fused; for type checking."""
 
     config: TransformerConfig
     layer_norm_weight: torch.Tensor
 
 
 class Adapter:
-    """A and B of one weight of this rank."""
+    """The low-rank matrices A and B of one weight of this rank."""
 
     def __init__(
         self,
@@ -79,49 +78,50 @@ class Adapter:
         axis: int | None,
         expert: bool = False,
     ):
-        """Initializes A, determined by `sources` and `seed` for every layout, and B with zeros.
+        """Initializes A with random values that depend only on `sources` and `seed`, so they are the same in every
+        layout, and B with zeros.
 
-        `sources`: names of the checkpoint's tensors in the weight. `axis`: the axis along which ranks split the weight;
-        None: it is replicated. `expert`: the weight is a routed expert's.
-        """
+        `sources`: names of the checkpoint tensors in the weight. `axis`: axis along which ranks split the weight; None
+        if it is replicated. `expert`: True if the weight belongs to a routed expert."""
         self.weight = weight
         self.scale = alpha / rank
         self.axis = axis
         self.expert = expert
         self.sources = sources
         self.enabled = True
-        """False: the layer computes with its weight alone."""
+        """True if the layer adds the adapter's output; False if it computes with its weight alone."""
         if expert:
             self.group = parallel_state.get_expert_tensor_parallel_group()
         else:
             self.group = parallel_state.get_tensor_model_parallel_group()
         self.sequence = not expert and self.group.size() > 1
-        """True if the layer's input or output has this rank's tokens only (TP implies sequence parallelism)."""
+        """True if the layer's input or output contains only this rank's tokens, because tensor parallelism implies
+        sequence parallelism."""
         rows, columns = weight.shape
         split = self.group.size() if axis == 1 else 1
         digest = sha256(f"{seed} {sources}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        bound = 1 / sqrt(columns * split)  # kaiming_uniform_(a=sqrt(5)), the initial values of LoRA's authors
+        bound = 1 / sqrt(columns * split)  # kaiming_uniform_(a=sqrt(5)), as in LoRA's original implementation
         unsplit = torch.empty(rank, columns * split).uniform_(-bound, bound, generator=generator)
         local = unsplit if split == 1 else unsplit.chunk(split, dim=1)[self.group.rank()]
         a = torch.nn.Parameter(local.to(weight).contiguous())
         b = torch.nn.Parameter(weight.new_zeros(rows, rank))
         self.parameters = a, b
-        """A and B of this rank."""
+        """The matrices A and B of this rank."""
         self._mark()
 
     def merged(self) -> torch.Tensor:
-        """Returns weight + scale * B A in new memory (`slimx.extras.lora.merged`)."""
+        """Returns weight + scale * B A in new memory, without gradients (`slimx.extras.lora.merged`)."""
         return merged(self.weight, *self.parameters, self.scale)
 
     def served(self) -> torch.Tensor:
-        """Returns the same with gradients for A and B, or the weight alone if disabled."""
+        """Returns the merged weight with gradients for A and B, or the weight alone if the adapter is disabled."""
         if not self.enabled:
             return self.weight
         return Merged.apply(self.weight, self._reduced(0), self._reduced(1), self.scale)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes scale * B A x for the input x of the layer's product, split over ranks like the layer's output."""
+        """Returns scale * B A x for the layer's input x, split over ranks like the layer's output."""
         inner = x @ self._reduced(0).T
         if self.sequence and self.axis == 0:
             inner = gather_from_sequence_parallel_region(inner, group=self.group)
@@ -130,8 +130,11 @@ class Adapter:
         return self.scale * (inner @ self._reduced(1).T)
 
     def sharded(self, prefix: str, offsets: tuple, metadata: Any, *, gated: bool) -> dict[str, Any]:
-        """Returns the sharded state of A and B for a checkpoint, keys `prefix` + lora_a and lora_b. `gated`: the rows
-        are those of a gate and an up projection, each split over ranks; keys do not depend on the number of ranks."""
+        """Returns the sharded checkpoint state of A and B, with the keys `prefix` + lora_a and `prefix` + lora_b.
+
+        `gated`: True if the weight's rows are those of a gate and an up projection, each split over ranks; the state's
+        keys then do not depend on the number of ranks. `offsets`, `metadata`: as in megatron-core's
+        `sharded_state_dict`."""
         axis = 0 if gated else self.axis
         a, b = self.parameters
         split_axes = {0: {"lora_b": 0}, 1: {"lora_a": 1}, None: {}}
@@ -154,14 +157,15 @@ class Adapter:
         return state
 
     def _mark(self) -> None:
-        """Marks for megatron-core which gradients are summed, and which ranks' parts count in the gradient norm."""
+        """Sets the attributes by which megatron-core decides over which ranks it sums the gradients of A and B, and
+        which ranks' parts it counts in the gradient norm."""
         for index, parameter in enumerate(self.parameters):
             replicated = (
                 self.axis is None or self.axis == index
             )  # A of a column-parallel layer, B of a row-parallel one
             marks = cast(_Marks, parameter)
             if self.expert:
-                # Summed over the ranks that have the expert; a part that several of them have counts on the first.
+                # Summed over the ranks that have the expert; a matrix that several have counts once in the norm.
                 marks.allreduce = cast(_Marks, self.weight).allreduce
                 split = not replicated or self.group.size() == 1
                 set_tensor_model_parallel_attributes(parameter, is_parallel=split, dim=1 - index, stride=1)
@@ -171,7 +175,8 @@ class Adapter:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=1 - index, stride=1)
 
     def _reduced(self, index: int) -> torch.Tensor:
-        """Returns A (0) or B (1). The gradient is summed over the ranks that share an expert."""
+        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each has only
+        a part."""
         parameter = self.parameters[index]
         if self.expert and self.axis == index:
             return copy_to_tensor_model_parallel_region(parameter, group=self.group)
@@ -181,12 +186,10 @@ class Adapter:
 def attach(
     module: torch.nn.Module, parts: Iterable[Part], table: Table, lora: Lora, *, seed: int, merging: bool = False
 ) -> dict[str, Adapter]:
-    """Attaches adapters to the weights of `parts` in `module` that `lora` targets; returns them by the names of these
-    weights.
+    """Attaches adapters to those weights of `parts` in `module` that `lora` targets; returns weight name -> adapter.
 
-    `module`: a rank's only chunk, not yet wrapped for data parallelism. `merging`: all layers multiply by merged
-    weights.
-    """
+    `module`: the only model chunk of a rank, not yet wrapped for data parallelism. `merging`: True if all layers
+    multiply by merged weights instead of adding the adapter's output."""
     shapes = table.checkpoint_shapes()
     adapters: dict[str, Adapter] = {}
     owners: dict[str, list[Adapter]] = {}
@@ -217,7 +220,8 @@ def attach(
 
 
 def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
-    """Returns the axis along which a rank with `part` has less than its concatenated `sources`."""
+    """Returns the axis along which a rank with `part` has only a part of the concatenated `sources`; None if it has
+    all."""
     rows, columns = matrix(part.shape)
     if rows < sum(shape[0] for shape in sources):
         return 0
@@ -225,8 +229,9 @@ def _axis(part: Part, sources: list[tuple[int, ...]]) -> int | None:
 
 
 def _join(owner: torch.nn.Module, adapters: list[Adapter], *, gated: bool, merging: bool) -> None:
-    """Makes the layer `owner`, slimx's or Transformer Engine's, compute and save with the adapters of its weights:
-    several for a layer of experts."""
+    """Makes the layer `owner` compute with the adapters of its weights and include them in its checkpoint state.
+
+    `owner`: a layer of slimx or of Transformer Engine. `adapters`: one, or several for a layer of experts."""
     experts = adapters[0].expert
     if merging or isinstance(owner, TopKRouter):
         for adapter in adapters:
@@ -239,7 +244,7 @@ def _join(owner: torch.nn.Module, adapters: list[Adapter], *, gated: bool, mergi
     if experts:
         layer.sharded_state_dict = partial(_sharded_experts, layer.sharded_state_dict, adapters, gated)
     elif gated or adapters[0].axis is not None:
-        # The layer's sharded_state_dict would write split A or B as if they were replicated.
+        # The layer's own sharded_state_dict would save split matrices as if they were replicated.
         layer.sharded_state_dict = partial(_sharded, layer.sharded_state_dict, adapters[0], gated)
 
 
@@ -256,7 +261,9 @@ def _add(adapter: Adapter, layer: torch.nn.Module, args: tuple[torch.Tensor, ...
 
 
 def _add_to_experts(adapters: list[Adapter], layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Adds the adapters' outputs to those of experts. `args`: tokens sorted by expert, and the count of each expert."""
+    """Adds the adapters' outputs to the output of a layer of experts; a forward hook.
+
+    `args`: tokens sorted by expert, and the number of tokens of each expert."""
     if not adapters[0].enabled:
         return output
     x, counts = args[:2]
@@ -285,7 +292,10 @@ def _sharded_experts(
     sharded_offsets: tuple = (),
     metadata: Any = None,
 ) -> dict[str, Any]:
-    """Returns keys as the layer's: one tensor with an expert axis, or (`singleton_local_shards`) one per expert."""
+    """Returns the checkpoint state of a layer of experts, with its adapters.
+
+    The adapters' keys are like the layer's: one tensor with an expert axis, or one tensor per expert if the metadata
+    sets `singleton_local_shards`."""
     state = layer_state(prefix, sharded_offsets, metadata)
     group = parallel_state.get_expert_model_parallel_group()
     for index, adapter in enumerate(adapters):

@@ -1,9 +1,8 @@
-"""A server with the adapters of its policies: each policy has a slot, which its publications write.
+"""Serves the adapters of policies from slots of SGLang, one per policy, which the policy's publications write.
 
-Written for sglang 0.5.23, active in a server started with `--publish-adapters`. SGLang serves adapters that requests
-name and that it loads itself. Here every slot is pinned and zero at the start, so that nothing evicts published
-adapters. In a server of one policy all requests use its adapters; with several, requests name them.
-"""
+Written for sglang 0.5.23; active in a server started with `--publish-adapters`. By default SGLang loads the adapters
+that requests name. Here every slot is filled with zeros at the start and pinned, so that nothing evicts published
+adapters. In a server with one policy all requests use its adapters; with several policies, requests name them."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """A mode in which memory to be pinned for copies to a GPU is left unpinned."""
+    """Context in which torch leaves memory unpinned that code asks it to pin for copies to a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -32,13 +31,15 @@ class Unpinned(TorchFunctionMode):
 
 
 def unpinned() -> AbstractContextManager[Any]:
-    """Returns a context in which SGLang's layers with adapters work without a GPU: they pin memory, which torch
-    supports with a GPU only."""
+    """Returns a context in which SGLang's layers with adapters work on a machine without a GPU: they pin memory, which
+    torch cannot do there. Has no effect on a machine with a GPU."""
     return nullcontext() if torch.cuda.is_available() else Unpinned()
 
 
 def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
-    """Registers the hooks of a server of `policies` with SGLang's `HookRegistry`; `kinds`: its HookType."""
+    """Registers the hooks of a server with adapters in SGLang's HookRegistry `registry`.
+
+    `kinds`: SGLang's HookType. `policies`: name -> alpha."""
     registry.register(START, partial(with_slots, policies), kinds.AROUND)
     registry.register(PREPARE, as_the_policy, kinds.AROUND)
 
@@ -46,8 +47,8 @@ def register(registry: Any, kinds: Any, policies: Mapping[str, float]) -> None:
 def with_slots(
     policies: Mapping[str, float], original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Runs `LoRAManager.init_state`, then loads zeros as each policy's adapters and makes the receiver write to their
-    slots."""
+    """Runs SGLang's `LoRAManager.init_state`, loads zeros as the adapters of each of `policies`, and registers the
+    slots with the receiver of published weights."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     with unpinned():
@@ -59,11 +60,12 @@ def with_slots(
                 "lora_alpha": alpha,
                 "target_modules": sorted(manager.target_modules),
             }
-            # Missing tensors are zero.
+            # No tensors are passed, because SGLang uses zeros for missing ones.
             result = manager.load_lora_adapter_from_tensors(LoRARef(name, name, name, pinned=True), {}, config)
             if not result.success:
                 raise SlimxError(
-                    f"SGLang rejects adapters of rank {manager.max_lora_rank}: {result.error_message}",
+                    f"SGLang rejected the adapters of policy {name}, of rank {manager.max_lora_rank}: "
+                    f"{result.error_message}",
                 )
         manager.fetch_new_loras({None, *policies})
     slots: dict[str, Slot] = {}
@@ -73,7 +75,8 @@ def with_slots(
 
 
 def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> None:
-    """Runs `LoRAManager.prepare_lora_batch` with the first policy for requests of the batch that name no adapters."""
+    """Runs SGLang's `LoRAManager.prepare_lora_batch` after assigning the first policy's adapters to requests that name
+    none."""
     first = next(iter(manager.loras))
     batch.lora_ids = [first if name is None else name for name in batch.lora_ids]
     with unpinned():
@@ -81,8 +84,8 @@ def as_the_policy(original: Callable[..., None], manager: Any, batch: Any) -> No
 
 
 def attest(manager: Any) -> dict[str, Any] | None:
-    """Returns the rank of this server rank's adapters, and their scale by policy; None for a server without published
-    adapters."""
+    """Returns {rank: rank of the adapters, scales: {policy: alpha / rank}} for this server rank; None for a server
+    without published adapters."""
     policies = {} if manager is None else receiver_of(manager.base_model).adapters
     if not policies:
         return None

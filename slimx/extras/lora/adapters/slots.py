@@ -1,9 +1,8 @@
-"""A policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool.
+"""A policy's adapters on one engine rank: a slot in the buffers of SGLang's memory pool for LoRA.
 
-Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). The A of modules that SGLang fuses (query, key and value; gate and
-up) are concatenated, and rows of B are those of the fused weight. Ranks split B like the weight's rows, A like its
-columns.
-"""
+Written for sglang 0.5.23 (`srt/lora/mem_pool.py`). If SGLang fuses modules (query, key and value; gate and up), their
+matrices A are concatenated, and the rows of B are those of the fused weight. Ranks split B like the weight's rows, and
+A like its columns."""
 
 from __future__ import annotations
 
@@ -33,42 +32,42 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 
 FUSED: tuple[Split, ...] = (qkv, gate_up)
-"""Layout functions of weights that SGLang fuses from several modules, each with a separate A."""
+"""Layout functions of weights that SGLang fuses from several modules, each with its own matrix A."""
 
 
 class AdaptedLayer(NamedTuple):
-    """A layer with an adapter."""
+    """A layer with an adapter, and the slot's part of SGLang's buffers for it."""
 
     name: str
     """Name of the module in the model."""
     base: nn.Module
     a: torch.Tensor
-    """[rank x fused modules, in] of this rank."""
+    """Matrix A of this rank, [rank x fused modules, in]."""
     b: torch.Tensor
-    """[out, rank] of this rank."""
+    """Matrix B of this rank, [out, rank]."""
 
 
 class AdapterSlot:
-    """The slot of one policy, with adapters of the slot's rank."""
+    """The slot of one policy, into which publications write the policy's adapters."""
 
     def __init__(self, manager: Any, slot: int):
-        """Takes `manager`, SGLang's LoRAManager, whose buffers are never moved."""
+        """Wraps the slot with index `slot`. `manager`: SGLang's LoRAManager, whose buffers never move in memory."""
         self._manager = manager
         self._slot = slot
         self.shares: dict[str, int] | None = None
-        """Tensors copied by the slot's last publication, with the number of elements that the slot should have of each;
-        None before the first."""
+        """Tensors that the last publication copied into the slot -> number of their elements that the slot should have;
+        None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns A and B of every layer by the names that `place` records."""
+        """Returns the matrices A and B of every layer, by the names that `place` records."""
         buffers: dict[str, torch.Tensor] = {}
         for layer in self._layers():
             buffers |= {_buffer(layer, "A"): layer.a, _buffer(layer, "B"): layer.b}
         return buffers
 
     def place(self, layout: Layout) -> None:
-        """Records the locations of PEFT's tensors in the buffers. A layer without a matching layout row is
-        uncovered."""
+        """Records in `layout` where each of PEFT's tensors is in the buffers. A layer for which slimx has no layout is
+        recorded as uncovered, with the reason."""
         for layer in self._layers():
             try:
                 self._place(layout, layer)
@@ -76,7 +75,7 @@ class AdapterSlot:
                 layout.uncovered[layer.name] = str(error)
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies published tensors to their locations."""
+        """Copies published tensors, given as names and values, to the places that `layout` records."""
         buffers = self.buffers()
         for name, tensor in named:
             flat = tensor.view(matrix(tensor.shape))
@@ -109,7 +108,7 @@ class AdapterSlot:
             a = [*split(replace(parameter, parameter=layer.a))]
             b = [*whole(parameter)]
         else:
-            raise Unexpected("publishing adapters of such layers is not supported")
+            raise Unexpected("slimx cannot publish adapters of this kind of layer")
         weight = f"{layer.name}.weight"
         place(layout, _buffer(layer, "A"), layer.a, [_named(piece, weight, groups, "A") for piece in a])
         place(layout, _buffer(layer, "B"), layer.b, [_named(piece, weight, groups, "B") for piece in b])
