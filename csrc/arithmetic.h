@@ -1,11 +1,12 @@
-// arithmetic.h: the arithmetic of a thread, whatever the program has set: rounding to nearest, exceptions masked.
+// arithmetic.h: a thread's floating-point mode, independent of what the program has set: round to nearest, exceptions
+// masked.
 #pragma once
 
 #include "intrinsics.h"
 
 namespace slimx {
 
-// Until the end of the scope: denormals as they are, or, where kFlush, as zeros of their sign.
+// Sets the mode until the end of the scope. Denormals are kept, or, with kFlush, flushed to zeros of the same sign.
 template <bool kFlush>
 class Arithmetic {
 #if defined(__x86_64__)

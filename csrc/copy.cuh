@@ -1,4 +1,5 @@
-// copy.cuh: tiles of SLIMX_COPY, SLIMX_COPY_CHECKED and the checksum alone: bytes move, or are only summed.
+// copy.cuh: tiles of SLIMX_COPY and SLIMX_COPY_CHECKED, and of the checksum alone, which reads bytes without copying
+// them.
 #pragma once
 
 #include "vectors.cuh"
@@ -10,7 +11,7 @@ __device__ __forceinline__ uint64_t share_of(uint4 v, uint64_t pos) {
 }
 __device__ __forceinline__ uint64_t share_of(uint32_t v, uint64_t pos) {
   return part_share(v, pos);
-}  // 4 bytes or less
+}  // v contains 4 bytes or fewer
 
 template <int kItem>
 __device__ __forceinline__ uint32_t largest_of(uint4 v, uint32_t most) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void copy_tile(const SlimxPiece& p, const Cut& cut, i
     stage_unit(slot<Unit>(shared, j), reinterpret_cast<const Unit*>(src + from.at(p.src_ld, apart)));
   wait_for_stage();
 
-  uint32_t most_halves = 0, most = 0;  // bf16, fp32
+  uint32_t most_halves = 0, most = 0;  // of bf16 elements, and of fp32 elements
   const bool checked = kStore && p.op == SLIMX_COPY_CHECKED;
 #pragma unroll 2
   for (int j = 0; int(threadIdx.x) + j * kThreads < count; ++j, to.step()) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void copy_tile(const SlimxPiece& p, const Cut& cut, i
   found.nonfinite |= is_nonfinite<2>(join_halves<2>(most_halves)) || is_nonfinite<4>(most);
 }
 
-// Elements byte by byte.
+// Copies elements of any size at any address, byte by byte.
 template <bool kStore>
 __device__ __forceinline__ void copy_items(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                            uint8_t* bucket, Found& found) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void copy_items(const SlimxPiece& p, const Cut& cut, 
   for (int32_t k = threadIdx.x; k < count; k += kThreads, at.step()) {
     const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src) + at.at(p.src_ld, p.src_step);
     const uint64_t dst = p.dst + at.at(p.dst_ld, p.item), pos = p.pos + at.at(p.pos_ld, p.item);
-    uint32_t last = 0;  // the element's highest four bytes
+    uint32_t last = 0;  // the highest four bytes of the element so far
 #pragma unroll 1
     for (int b = 0; b < p.item; ++b) {
       const uint8_t byte = load_cached(src + b);

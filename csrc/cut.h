@@ -1,4 +1,4 @@
-// cut.h: pieces into tiles: records of the same kind, small enough for one thread at a time and its cache.
+// cut.h: cuts pieces into tiles, which are records of the same kind, small enough for one thread and its cache.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 namespace slimx {
 
-// Enough work to pay for taking a tile from the shared counter, small enough to balance threads over a bucket, and for
-// a band of blocks to stay in a core's second cache between its two readings.
+// Large enough to pay for taking a tile from the shared counter; small enough to balance threads over a bucket, and for
+// a band of blocks to stay in a core's L2 cache between its two reads.
 constexpr int64_t kTileBytes = 256 << 10;
-// A transposed tile is brought into row order in a buffer first: small enough for the first cache, and wide and high
+// A transposed tile is first brought into row order in a buffer: small enough for the L1 cache, and wide and high
 // enough that whole cache lines are read and written on both sides.
 constexpr int64_t kTransposedBytes = 32 << 10;
 constexpr int64_t kTransposedCols = 128;
@@ -21,7 +21,7 @@ inline bool is_transposed(const SlimxPiece& p) { return p.src_step != p.item; }
 
 inline bool has_blocks(const SlimxPiece& p) { return p.op >= SLIMX_QUANTIZE_FP8; }
 
-// Bytes of `cols` elements of p where they are written.
+// Bytes that `cols` elements of p occupy in the destination.
 inline int64_t written(const SlimxPiece& p, int64_t cols) {
   return (p.op == SLIMX_QUANTIZE_INT4 ? cols / 2 : cols) * p.out;
 }
@@ -31,7 +31,7 @@ inline int64_t scale_bytes(const SlimxPiece& p) {
   return p.op == SLIMX_QUANTIZE_MXFP8 || p.op == SLIMX_DEQUANTIZE_MXFP8 ? 1 : 4;
 }
 
-// Rows [row, row + rows) and columns [col, col + cols) of p, where blocks begin, as a piece of their own.
+// Returns rows [row, row + rows) and columns [col, col + cols) of p, which start at blocks, as a separate piece.
 inline SlimxPiece part(const SlimxPiece& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   SlimxPiece tile = p;
   tile.src += row * p.src_ld + col * p.src_step;
@@ -47,12 +47,12 @@ inline SlimxPiece part(const SlimxPiece& p, int64_t row, int64_t rows, int64_t c
   return tile;
 }
 
-// The most whole units that `room` holds, but at least one, and no more than `all` is long.
+// Returns the largest multiple of `unit` that is at most `room`, but at least one unit, and at most `all`.
 inline int64_t whole_units(int64_t room, int64_t unit, int64_t all) {
   return std::min(all, std::max<int64_t>(1, room / unit) * unit);
 }
 
-// Appends the tiles of p; `copy`: for slimx_pack.
+// Appends the tiles of p to `tiles`. `copy`: true for slimx_pack, false for slimx_checksum.
 inline void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
   if (p.rows == 0 || p.cols == 0) return;
   if (p.cols == 1) p.src_step = p.item;

@@ -1,4 +1,4 @@
-// delta_cpu.cpp: frames of what has changed (delta.h), made and applied on the CPU, one chunk per thread at a time.
+// delta_cpu.cpp: encodes and applies frames of changes (delta.h) on the CPU, one chunk per thread at a time.
 #include <omp.h>
 #include <string.h>
 
@@ -13,18 +13,18 @@
 namespace {
 
 constexpr int64_t kChunk = SLIMX_DELTA_CHUNK;
-constexpr int64_t kMostGroups = kChunk / SLIMX_DELTA_GROUP;  // of elements of one byte
+constexpr int64_t kMostGroups = kChunk / SLIMX_DELTA_GROUP;  // for elements of one byte
 
-constexpr int64_t kBatch = 4;  // chunks taken at once
+constexpr int64_t kBatch = 4;  // chunks that a thread takes at once
 
-// Threads for so many chunks: waking another one takes longer than a few chunks.
+// Number of threads for `chunks` chunks: waking another thread takes longer than encoding a few chunks.
 int team(int64_t chunks, int threads) { return int(std::clamp<int64_t>(chunks / kBatch, 1, threads)); }
 
 int64_t chunk_bytes(int64_t bytes, int64_t chunk) { return std::min(kChunk, bytes - chunk * kChunk); }
 int64_t groups_of(int64_t chunk, int item) { return chunk / (SLIMX_DELTA_GROUP * item); }
 int64_t bytes_of_bits(int64_t groups) { return (groups + 7) / 8; }
 
-// Bit e says whether element e of a group of eight differs.
+// Bit e of the result is 1 if element e of a group of eight differs.
 template <int kItem>
 SLIMX_INLINE uint32_t differing(const uint8_t* a, const uint8_t* b) {
 #if defined(__x86_64__)
@@ -44,11 +44,11 @@ SLIMX_INLINE uint32_t differing(const uint8_t* a, const uint8_t* b) {
 #endif
 }
 
-// Writes a chunk's body to `body`, which has room for the chunk; its bytes.
+// Encodes a chunk in `body`, which has room for the chunk's bytes; returns the bytes of the body.
 template <int kItem>
 int64_t encode_chunk(const uint8_t* base, const uint8_t* fresh, int64_t bytes, uint8_t* body) {
   uint8_t bits[kMostGroups / 8], masks[kMostGroups];
-  // The elements stand behind masks of which the number is not known yet.
+  // Elements are collected separately, because the number of masks before them is not known yet.
   alignas(16) uint8_t elements[kChunk];
   const int64_t groups = groups_of(bytes, kItem), first = bytes_of_bits(groups);
   memset(bits, 0, size_t(first));
@@ -73,8 +73,9 @@ int64_t encode_chunk(const uint8_t* base, const uint8_t* fresh, int64_t bytes, u
   return first + changed + count;
 }
 
-// Applies a body of `size` bytes to a chunk, or with `kDry` only looks whether that can be done; false where it cannot.
-// Nothing is read outside the body nor written outside the chunk, whatever the body holds and however it changes.
+// Applies a body of `size` bytes to a chunk, or with `kDry` only checks that it can be applied; returns false if it
+// cannot. Reads nothing outside the body and writes nothing outside the chunk, whatever the body contains and however
+// it changes.
 template <int kItem, bool kDry>
 bool apply_chunk(const uint8_t* body, int64_t size, uint8_t* chunk, int64_t bytes) {
   if (size == 0) return true;
@@ -121,7 +122,7 @@ int64_t encode(const uint8_t* base, const uint8_t* fresh, int64_t bytes, uint8_t
     memcpy(frame + 4 * k, &size, 4);
   }
   int64_t end = 0;
-  for (int64_t k = 0; k < chunks; ++k) {  // a body never moves beyond its own chunk's place
+  for (int64_t k = 0; k < chunks; ++k) {  // a body never moves past the start of its own chunk
     uint32_t size;
     memcpy(&size, frame + 4 * k, 4);
     if (end != k * kChunk) memmove(bodies + end, bodies + k * kChunk, size);
@@ -156,7 +157,7 @@ SlimxStatus slimx_delta_encode(const uint8_t* base, const uint8_t* fresh, int64_
 int slimx_delta_apply(const uint8_t* frame, int64_t length, uint8_t* base, int64_t bytes, int item, int threads) {
   const int64_t chunks = slimx_delta_chunks(bytes);
   if (length < 4 * chunks) return SLIMX_DELTA_BROKEN;
-  std::vector<int64_t> starts;  // taken once: the frame's own sizes could change
+  std::vector<int64_t> starts;  // copied, because the sizes in the frame could change
   try {
     starts.reserve(size_t(chunks) + 1);
   } catch (const std::bad_alloc&) {

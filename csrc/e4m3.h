@@ -1,7 +1,8 @@
-// e4m3.h: a run of elements to e4m3 codes, in vectors.
+// e4m3.h: converts runs of elements to e4m3 codes with vector instructions.
 //
-// The steps of slimx_e4m3_number in csrc/numerics.h, 8 or 16 elements at a time. Written out because GCC 12 makes jumps
-// of its minimum and maximum and then vectorizes nothing (AVX2) or badly (AVX-512). Sources: bf16 or fp32, as bits.
+// Performs the steps of slimx_e4m3_number (csrc/numerics.h) on 8 or 16 elements at a time. The vector code is explicit,
+// because GCC 12 compiles the minimum and maximum to jumps and then vectorizes nothing (AVX2) or badly (AVX-512).
+// Sources are the bits of bf16 or fp32.
 #pragma once
 
 #include "words.h"
@@ -11,7 +12,7 @@ namespace slimx {
 inline float element(uint16_t x) { return slimx_from_bf16(x); }
 inline float element(uint32_t x) { return slimx_float(x); }
 
-// codes[i] of x[i] * inverse, for finite products.
+// codes[i] = code of x[i] * inverse, for finite products.
 template <class T>
 void encode_scalar(const T* __restrict x, int64_t n, float inverse, uint8_t* __restrict codes) {
   for (int64_t i = 0; i < n; ++i) codes[i] = slimx_e4m3_number(slimx_mul(element(x[i]), inverse));
@@ -19,13 +20,13 @@ void encode_scalar(const T* __restrict x, int64_t n, float inverse, uint8_t* __r
 
 // ---- many bf16 elements of one block --------------------------------------------------------------------------------
 //
-// Shifted right by 4, a bf16 has in its low byte what e4m3 has: 3 bits of mantissa and an exponent, of another bias. So
-// normal codes are that byte plus a correction, which depends on the 7 bits of mantissa and on the block's factor
-// alone: a table of 128 bytes, in which AVX-512 looks up 64 elements at once.
+// Shifted right by 4, the low byte of a bf16 contains the fields of an e4m3: 3 bits of mantissa and an exponent, but
+// with another bias. Normal codes are therefore that byte plus a correction, which depends only on the 7 bits of
+// mantissa and on the block's factor: a table of 128 bytes, in which AVX-512 looks up 64 elements at once.
 
 struct Corrections {
-  bool usable = false;  // not where the factor is near the end of fp32
-  uint16_t least;       // magnitudes below it become subnormal codes, which have no such form
+  bool usable = false;  // false if the factor is near the limits of fp32
+  uint16_t least;       // smaller magnitudes become subnormal codes, to which corrections do not apply
   alignas(64) uint8_t bytes[128];
 };
 
@@ -55,7 +56,8 @@ SLIMX_TARGET_AVX2 inline __m256i codes8(__m256 x) {
 template <class T>
 SLIMX_TARGET_AVX2 void encode_avx2(const T* x, int64_t n, float inverse, uint8_t* codes) {
   const __m256 factor = _mm256_set1_ps(inverse);
-  const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work on each half apart
+  const __m256i in_order =
+      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // because packs work on each 128-bit half separately
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
     __m256i c[4];
@@ -79,7 +81,8 @@ SLIMX_TARGET_AVX512 inline __m128i codes16(__m512 x) {
       _mm512_and_si512(_mm512_max_epi32(a, _mm512_set1_epi32(SLIMX_NORMAL_BITS)), _mm512_set1_epi32(0x7F800000));
   const __m512 rounder = _mm512_castsi512_ps(_mm512_add_epi32(power, _mm512_set1_epi32(SLIMX_ROUNDER)));
   const __m512i sum = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), rounder));
-  const __m512i code = _mm512_add_epi32(sum, _mm512_srli_epi32(power, 20));  // bit 7 is 0, the conversion cuts the rest
+  const __m512i code =
+      _mm512_add_epi32(sum, _mm512_srli_epi32(power, 20));  // bit 7 is 0; the conversion drops higher bits
   const __m512i sign = _mm512_srli_epi32(_mm512_castps_si512(x), 24);
   return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi32(0x80), 0xF8));  // a | (b & c)
 }
@@ -93,14 +96,14 @@ SLIMX_TARGET_AVX512 void encode_avx512(const T* x, int64_t n, float inverse, uin
   encode_scalar(x + i, n - i, inverse, codes + i);
 }
 
-// Where the low bytes of 32 words, and of 32 more, are.
+// Positions of the low bytes of 64 16-bit words in two vectors.
 alignas(64) constexpr uint8_t kLowBytes[64] = {
     0,  2,  4,  6,  8,  10, 12,  14,  16,  18,  20,  22,  24,  26,  28,  30,  32,  34,  36,  38, 40, 42,
     44, 46, 48, 50, 52, 54, 56,  58,  60,  62,  64,  66,  68,  70,  72,  74,  76,  78,  80,  82, 84, 86,
     88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
 
 SLIMX_TARGET_AVX512 inline void make_corrections(float inverse, Corrections& out) {
-  // Any exponent will do as long as x and its code are normal. With this one x * inverse is in [1, 4).
+  // Any exponent works as long as x and its code are normal. With this one x * inverse is in [1, 4).
   const int32_t exponent = 254 - int32_t(slimx_bits(inverse) >> 23);
   out.usable = exponent >= 1 && exponent <= 253;
   if (!out.usable) return;
@@ -128,7 +131,7 @@ SLIMX_TARGET_AVX512 inline void encode_corrected(const uint16_t* x, int64_t n, f
       encode_avx512(x + i, 64, inverse, codes + i);
       continue;
     }
-    const __m512i mantissas = _mm512_permutex2var_epi8(a, low_bytes, b);  // the look-up ignores their bit 7
+    const __m512i mantissas = _mm512_permutex2var_epi8(a, low_bytes, b);  // the look-up ignores bit 7
     const __m512i cut = _mm512_permutex2var_epi8(_mm512_srli_epi16(a, 4), low_bytes, _mm512_srli_epi16(b, 4));
     const __m512i signs = _mm512_permutex2var_epi8(a, high_bytes, b);
     const __m512i code = _mm512_add_epi8(cut, _mm512_permutex2var_epi8(first, mantissas, second));

@@ -1,11 +1,11 @@
-// elements.cuh: tiles of the element-wise ops: fp32 <-> bf16, and e4m3 codes times their block's scale to either.
+// elements.cuh: tiles of the element-wise ops: fp32 <-> bf16, and e4m3 codes times their block's scale to either type.
 #pragma once
 
 #include "vectors.cuh"
 
 namespace slimx {
 
-// The scale of element (row, col) of a piece of codes. Blocks begin at the piece's own first element.
+// Returns the scale of element (row, col) of a piece of codes. The first block starts at the piece's first element.
 __device__ __forceinline__ float scale_at(const SlimxPiece& p, int32_t row, int32_t col) {
   const uint8_t* line = reinterpret_cast<const uint8_t*>(p.scale) + (row / p.block_rows) * p.scale_ld;
   const int32_t k = col / p.block_cols;
@@ -13,7 +13,8 @@ __device__ __forceinline__ float scale_at(const SlimxPiece& p, int32_t row, int3
   return load_cached(reinterpret_cast<const float*>(line) + k);
 }
 
-// The bits of one destination element. `bits`: those of the source element. kItem 1 are codes, and use `scale`.
+// Returns the bits of one destination element. `bits`: bits of the source element; with kItem 1 it is a code, which is
+// multiplied by `scale`.
 template <int kItem, int kOut>
 __device__ __forceinline__ uint32_t convert(uint32_t bits, float scale) {
   static_assert(kItem == 1 || kItem + kOut == 6, "codes to either, fp32 to bf16, bf16 to fp32");

@@ -1,4 +1,4 @@
-// exact.cu: the C interface of the CUDA library of exact mode.
+// exact.cu: C interface of the CUDA library for exact mode.
 #include "exact_attention.cuh"
 #include "exact_linear.cuh"
 #include "exact_rows.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 unsigned parts(int64_t n, int64_t size) { return unsigned((n + size - 1) / size); }
 
-// Bytes of shared memory for the sum and the maximum of a row.
+// Bytes of shared memory in which a row's sum and maximum are computed.
 int64_t row_bytes(int64_t n) {
   const int64_t floats = int64_t(parts(n, SLIMX_SUM_BLOCK)) * (SLIMX_LANES + 1);
   return 4 * (floats > kRowThreads ? floats : kRowThreads);

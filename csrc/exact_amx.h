@@ -1,22 +1,23 @@
-// exact_amx.h: bf16 linears of exact mode by AMX, one tile of columns at a time.
+// exact_amx.h: bf16 linear layers of exact mode with AMX, one tile of columns at a time.
 //
-// TDPBF16PS adds to each element of a tile the sum of two chains of fused multiply-adds from zero, over the even and
-// the odd ones of 32 products, with denormals as zeros (Intel SDM, volume 2): the order of the contract was chosen so
-// that this instruction follows it. Here the left operand is the weight as it lies in memory, and the result has a
-// column of the output in each row: 16 columns by 16 rows.
+// TDPBF16PS adds to each element of a tile the sum of two chains of fused multiply-adds that start from zero, over the
+// even and the odd ones of 32 products, with denormals as zeros (Intel SDM, volume 2). The contract's order of
+// arithmetic was chosen to be that of this instruction. Here the left operand is the weight as it is in memory, and
+// each row of the result contains a column of the output: 16 columns by 16 rows.
 
-constexpr int kSide = 16;       // rows of a tile, and 32-bit words in one
-constexpr int kTileBlocks = 2;  // of 16 columns, and of 16 rows, at once: four results in registers
+constexpr int kSide = 16;       // rows of a tile, and 32-bit words in each of them
+constexpr int kTileBlocks = 2;  // blocks of 16 columns, and of 16 rows, at once: four results in registers
 constexpr int kTileColumns = 64;
 
 using avx512::Floats;
 
-// Whether the processor has it and the system lets this process use it (Linux wants to be asked).
+// Returns true if the processor has AMX and the system lets this process use it (Linux requires a request).
 static bool available() {
   unsigned a, b, c, d;
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTiles)) != (kBf16 | kTiles)) return false;
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl; the state's number
+  constexpr int kRequestPermission = 0x1023,
+                kTileData = 18;  // arguments of arch_prctl: the request, and the number of the tile state
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
@@ -29,7 +30,7 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Pairs of elements transposed: [row / 16][padded / 2 pairs][16 rows], zeros behind the last row and element.
+// Transposes pairs of elements: [row / 16][padded / 2 pairs][16 rows], with zeros after the last row and element.
 static void prepare(const void* x, int64_t rows, const LinearShape& s, float* out) {
   const uint16_t* from = static_cast<const uint16_t*>(x);
   for (int64_t r = 0; r < rows; r += kSide)
@@ -48,8 +49,8 @@ static int64_t prepared_size(int64_t rows, bool, const LinearShape& s) {
   return rounded_up(rows, kSide) * s.padded() / 2;
 }
 
-// One leaf of 16 kColumns columns by 16 kRows rows: parts [kColumns][kRows][16][16]. `pairs` floats part two row
-// blocks.
+// Computes one leaf of 16 kColumns columns by 16 kRows rows: parts [kColumns][kRows][16][16]. `pairs`: distance in
+// floats between two blocks of rows.
 template <int kColumns, int kRows>
 static inline void chains(const uint16_t* weight, int64_t width, const float* rows, int64_t pairs, int64_t n,
                           float* parts) {
@@ -79,7 +80,7 @@ static inline void chains(const uint16_t* weight, int64_t width, const float* ro
   if (kColumns > 1 && kRows > 1) _tile_stored(3, parts + (kRows + 1) * kSize, 4 * kSide);
 }
 
-// Where a tile's weights are with whole blocks and 16 columns: in place, or in `room` with zeros.
+// Returns a tile's weights with whole blocks and 16 columns: in place, or copied to `room` with zeros appended.
 struct Weights {
   const uint16_t* at;
   int64_t column, leaf;
@@ -94,7 +95,7 @@ static Weights as_weights(const uint16_t* weight, int64_t columns, const LinearS
   return {room, s.padded(), s.padded_leaf};
 }
 
-// kColumns x kRows blocks of 16 from `column` and row `r` on.
+// Computes kColumns x kRows blocks of 16, starting at `column` and row `r`.
 template <int kColumns, int kRows, class Out>
 static inline void blocks(const RowBlock& rows, int64_t r, const Weights& weights, int64_t column, int64_t columns,
                           const LinearShape& s, float* parts, Out* out) {

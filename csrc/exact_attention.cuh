@@ -1,8 +1,8 @@
 // exact_attention.cuh: attention of exact mode on a GPU: one thread block for several queries that read the same keys.
 //
-// Queries are the heads of one group and, in a sequence of several rows, neighbouring rows too; keys and values are
-// read once for all of them. Scores are kept, since no weight is known before the largest of them; then keys are taken
-// in the contract's blocks. A query sees its own keys alone, whatever its neighbours see.
+// The queries are the heads of one group and, in a sequence of several rows, also of neighbouring rows; keys and values
+// are read once for all of them. Scores are stored, because weights can be computed only after the largest score is
+// known. Keys are then processed in the contract's blocks. A query uses only its own keys, whatever its neighbours use.
 #pragma once
 
 #include "exact_elements.cuh"
@@ -10,13 +10,13 @@
 namespace slimx {
 
 constexpr int kAttendThreads = 128;
-constexpr int kQueries = 16;                              // of a thread block
-constexpr int kKeys = 32;                                 // in shared memory at a time
-constexpr int kDepth = 128;                               // elements of a query and a key, likewise
-constexpr int kValueColumns = 128;                        // elements of a value, likewise
-constexpr int kOwnQueries = 2, kOwnKeys = 2;              // scores of a thread
-constexpr int kMixQueries = 4, kMixColumns = 4;           // elements of the result of a thread
-constexpr int kQueryThreads = kAttendThreads / kQueries;  // that look for a query's largest score
+constexpr int kQueries = 16;                              // queries of a thread block
+constexpr int kKeys = 32;                                 // keys in shared memory at a time
+constexpr int kDepth = 128;                               // elements of a query and of a key in shared memory at a time
+constexpr int kValueColumns = 128;                        // elements of a value in shared memory at a time
+constexpr int kOwnQueries = 2, kOwnKeys = 2;              // scores that a thread computes
+constexpr int kMixQueries = 4, kMixColumns = 4;           // elements of the result that a thread computes
+constexpr int kQueryThreads = kAttendThreads / kQueries;  // threads that compute a query's largest score
 static_assert(kQueries / kOwnQueries * (kKeys / kOwnKeys) == kAttendThreads, "every thread has its scores");
 static_assert(kQueries / kMixQueries * (kValueColumns / kMixColumns) == kAttendThreads, "and its part of the result");
 static_assert(kDepth % SLIMX_LANES == 0 && SLIMX_KEY_BLOCK % kKeys == 0, "parts are whole lanes and blocks");
@@ -25,12 +25,12 @@ constexpr int kQueryPitch = kDepth + 4, kWeightPitch = SLIMX_KEY_BLOCK + 4;
 
 // Queries of one thread block that share a list of keys.
 struct Shared {
-  const int32_t* index;  // their keys, the longest list
+  const int32_t* index;  // their keys, in the longest of their lists
   int64_t longest;
   int count;
 };
 
-// In shared memory; keys, values and lanes take turns.
+// Buffers in shared memory; keys, values and lanes use the same memory one after the other.
 struct AttendRoom {
   alignas(16) float query[kQueries][kQueryPitch];
   union {
@@ -44,15 +44,15 @@ struct AttendRoom {
   int64_t length[kQueries];
 };
 
-// One unit as floats: `n` elements of a row are left from `from` on; zeros where there are none.
+// Loads one unit as floats. `n`: elements of the row from `from` on; missing ones are zeros.
 template <class T>
 static __device__ __forceinline__ void stage_unit(const T* from, int64_t n, bool there, float* to) {
   const Words words = there && n > 0 ? load_unit(from, n, aligned(from, kUnit<T>)) : Words{};
   widen_unit(words, static_cast<const T*>(nullptr), to);
 }
 
-// kKeys rows of `table` [*][groups][width] that the list names from key `first` on: their `columns` elements from
-// `column` on as floats, and zeros past the list's end.
+// Loads kKeys rows of `table` [*][groups][width], those that the list names from key `first` on: `columns` elements
+// from `column` on, as floats, with zeros past the end of the list.
 template <class T, int kColumns, int kPitch>
 static __device__ __forceinline__ void stage_keys(const T* table, int64_t groups, int64_t group, int64_t width,
                                                   int64_t column, int64_t first, const Shared& own,
@@ -66,7 +66,8 @@ static __device__ __forceinline__ void stage_keys(const T* table, int64_t groups
   }
 }
 
-// Scores of all queries with keys [first, first + kKeys): lanes of a thread's queries and keys in registers.
+// Computes the scores of all queries with keys [first, first + kKeys), with the lanes of a thread's queries and keys in
+// registers.
 template <class T>
 static __device__ __forceinline__ void score_keys(const SlimxExactAttention& a, const Shared& own, const T* query,
                                                   int64_t group, int64_t first, int64_t row_queries, AttendRoom& room) {
@@ -113,7 +114,7 @@ static __device__ __forceinline__ void score_keys(const SlimxExactAttention& a, 
     }
 }
 
-// room.most: of the scores of each query, and of its sink.
+// Computes room.most, the largest score of each query, its sink included.
 static __device__ __forceinline__ void find_largest(const Shared& own, const float* sinks, int64_t row_queries,
                                                     AttendRoom& room) {
   const int q = int(threadIdx.x) / kQueryThreads;
@@ -135,7 +136,7 @@ static __device__ __forceinline__ void find_largest(const Shared& own, const flo
   __syncthreads();
 }
 
-// room.weight: of the keys of a block from `start` on; with `summed` they join room.sum.
+// Computes room.weight for the keys of the block that starts at `start`; with `summed`, adds them to room.sum.
 static __device__ __forceinline__ void weigh_keys(const Shared& own, int64_t start, bool summed, AttendRoom& room) {
   __syncthreads();
   for (int at = int(threadIdx.x); at < kQueries * SLIMX_KEY_BLOCK; at += kAttendThreads) {
@@ -156,7 +157,7 @@ static __device__ __forceinline__ void weigh_keys(const Shared& own, int64_t sta
     room.sum[threadIdx.x] = room.sum[threadIdx.x] + fold(room.lanes[threadIdx.x]);
 }
 
-// A thread's part of weights times values of the keys of a block.
+// Computes a thread's part of weights times values for the keys of a block.
 template <class T>
 static __device__ __forceinline__ void mix_values(const SlimxExactAttention& a, const Shared& own, int64_t group,
                                                   int64_t start, int64_t column, int q, int c, AttendRoom& room,
@@ -166,7 +167,7 @@ static __device__ __forceinline__ void mix_values(const SlimxExactAttention& a, 
     __syncthreads();
     stage_keys<T, kValueColumns>(value, a.groups, group, a.dv, column, first, own, room.value);
     __syncthreads();
-    int64_t left[kMixQueries];  // keys of this part that are a query's own
+    int64_t left[kMixQueries];  // number of keys in this part that belong to each query
 #pragma unroll
     for (int r = 0; r < kMixQueries; ++r) left[r] = room.length[q + r] - first;
     for (int j = 0; j < kKeys; ++j) {
@@ -182,7 +183,8 @@ static __device__ __forceinline__ void mix_values(const SlimxExactAttention& a, 
   }
 }
 
-// Queries from (row, head) on; `rows` is how many rows a block has, at most, and `row_queries` the heads of each.
+// Computes attention for queries from (row, head) on. `rows`: maximum number of rows in a thread block. `row_queries`:
+// heads of each row.
 template <class T>
 __global__ void __launch_bounds__(kAttendThreads, 3)
     exact_attend(SlimxExactAttention a, float* scores, int64_t longest, int64_t rows, int64_t row_queries) {

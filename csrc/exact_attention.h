@@ -1,6 +1,6 @@
-// exact_attention.h: attention of exact mode, one row and one group of heads. Included by exact_isa.h alone.
+// exact_attention.h: attention of exact mode for one row and one group of heads. Included only by exact_isa.h.
 
-struct AttentionScratch {  // of one row and group: floats, each at a multiple of SLIMX_LANES
+struct AttentionScratch {  // for one row and group: floats, each array at a multiple of SLIMX_LANES
   int64_t share, d, dv, slots;
   float *query, *block, *scores, *mixed, *sums;
 
@@ -18,7 +18,8 @@ struct AttentionScratch {  // of one row and group: floats, each at a multiple o
   int64_t size() const { return sums + rounded_up(share, SLIMX_LANES) - query; }
 };
 
-// Row `at` of a tensor of n wide rows as floats: in place, or made in `room`, zeros up to a multiple of SLIMX_LANES.
+// Returns row `at` of a tensor whose rows have n elements, as floats: in place, or converted into `room` with zeros up
+// to a multiple of SLIMX_LANES.
 static inline const float* as_floats(const float* rows, int64_t at, int64_t n, float* room) {
   if (n % SLIMX_LANES == 0) return rows + at * n;
   widen(rows + at * n, n, SLIMX_LANES, room);
@@ -39,7 +40,7 @@ static void score_keys(const SlimxExactAttention& a, int64_t row, int64_t group,
           s.query + h * s.d);
   for (int64_t start = 0; start < length; start += kWidth) {
     const float* key[kWidth];
-    for (int j = 0; j < kWidth; ++j) {  // past the end the last key again, whose scores are not read
+    for (int j = 0; j < kWidth; ++j) {  // past the end the last key is repeated; its scores are not read
       const int64_t at = start + j < length ? index[start + j] : index[length - 1];
       key[j] = as_floats(static_cast<const T*>(a.key), at * a.groups + group, a.d, s.block + j * s.d);
     }
@@ -59,7 +60,8 @@ static void score_keys(const SlimxExactAttention& a, int64_t row, int64_t group,
   }
 }
 
-// Scores of one head become weights, zeros up to a multiple of SLIMX_LANES; returns what a sink adds to their sum.
+// Converts the scores of one head to weights, with zeros up to a multiple of SLIMX_LANES; returns what a sink adds to
+// the sum of the weights.
 static float weigh_keys(float* scores, int64_t n, const float* sink) {
   Floats high = splat(sink ? *sink : -__builtin_inff());
   for (int64_t j = 0; j < n; j += kWidth) {
@@ -76,7 +78,7 @@ static float weigh_keys(float* scores, int64_t n, const float* sink) {
   return sink ? exp(splat(*sink - most))[0] : 0.0f;
 }
 
-// mixed[h] += the sum over n keys of weight[h][j] * values[j]; kHeads heads, kCount vectors of the values' elements.
+// mixed[h] += sum over n keys of weight[h][j] * values[j], for kHeads heads and kCount vectors of the values' elements.
 template <int kHeads, int kCount>
 static inline void join_values(const float* weight, int64_t slots, const float* const* values, int64_t i, int64_t n,
                                int64_t dv, float* mixed) {
@@ -103,7 +105,7 @@ static inline void join_heads(const float* weight, int64_t slots, const float* c
 
 template <class T>
 static void mix_values(const SlimxExactAttention& a, int64_t row, int64_t group, const AttentionScratch& s) {
-  constexpr int kHeads = kWidth == 16 ? 2 : 1;  // sums for as many heads fit the registers
+  constexpr int kHeads = kWidth == 16 ? 2 : 1;  // the sums of this many heads fit in registers
   const int32_t* index = a.index + a.begin[row];
   for (int64_t i = 0; i < s.share * s.dv; ++i) s.mixed[i] = 0;
   for (int64_t start = 0; start < a.length[row]; start += SLIMX_KEY_BLOCK) {
@@ -122,7 +124,7 @@ static void mix_values(const SlimxExactAttention& a, int64_t row, int64_t group,
   }
 }
 
-// The query heads of `group` of row `row`.
+// Computes the query heads of `group` for row `row`.
 template <class T>
 static void attend_row(const SlimxExactAttention& a, int64_t row, int64_t group, int64_t longest, float* scratch) {
   const AttentionScratch s(a, longest, scratch);

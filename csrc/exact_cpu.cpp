@@ -1,4 +1,4 @@
-// exact_cpu.cpp: the kernels of exact mode on the CPU: which instruction set computes, and which thread computes what.
+// exact_cpu.cpp: the kernels of exact mode on the CPU: selects the instruction set and distributes the work to threads.
 #include <cpuid.h>
 #include <math.h>
 #include <omp.h>
@@ -18,9 +18,9 @@
 
 namespace slimx {
 
-// Each of the following is the same source, compiled for another instruction set. The plain one fuses by the C library,
-// which uses the processor's instruction where there is one.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)  // clang has another way to say it
+// The following namespaces contain the same source, compiled for different instruction sets. The scalar one uses the C
+// library's fused multiply-add, which uses the processor's instruction if it has one.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)  // clang has another pragma for this
 #define SLIMX_HAS_KERNELS 1
 namespace scalar {
 #define SLIMX_WIDTH 4
@@ -65,7 +65,7 @@ namespace amx {
 
 namespace {
 
-// nullptr where the processor lacks the instruction set.
+// Returns the kernels for `isa`; nullptr if the processor lacks the instruction set.
 const Kernels* kernels_for(SlimxExactIsa isa) {
   if (!slimx_exact_has_isa(isa)) return nullptr;
 #ifdef SLIMX_HAS_KERNELS
@@ -81,7 +81,8 @@ const Kernels* kernels_for(SlimxExactIsa isa) {
 #endif
 }
 
-// Of kernels_for(isa), or the tiles of AMX for bf16, unless another instruction set was asked for.
+// Returns the linear kernels of kernels_for(isa), or those of AMX for bf16 unless another instruction set was
+// requested.
 const Linear* linear_for(SlimxExactIsa isa, bool wide) {
 #ifdef SLIMX_HAS_KERNELS
   const bool may = isa == SLIMX_EXACT_BEST || isa == SLIMX_EXACT_AMX;
@@ -91,14 +92,14 @@ const Linear* linear_for(SlimxExactIsa isa, bool wide) {
   return kernels ? &kernels->linear : nullptr;
 }
 
-// Starting a thread costs as much as this many steps of a reduction.
+// Number of steps of a reduction that take as long as starting a thread.
 constexpr int64_t kStepsPerThread = 1 << 16;
 
 int team_for(int64_t tasks, int64_t steps, int threads) {
   return int(std::clamp<int64_t>(std::min(tasks, steps / kStepsPerThread), 1, std::max(threads, 1)));
 }
 
-// Memory for floats, at a multiple of a cache line. `get` is nullptr where there is none.
+// Memory for floats that starts at a multiple of a cache line. `get` returns nullptr if the allocation failed.
 class Memory {
  public:
   explicit Memory(int64_t floats)
@@ -112,7 +113,7 @@ class Memory {
   float* at_;
 };
 
-// Runs task(k, scratch) for every k below `tasks`, each thread with `floats` of scratch of its own.
+// Runs task(k, scratch) for every k < `tasks`; each thread has its own scratch memory of `floats` floats.
 template <bool kFlush, class Task>
 SlimxExactStatus for_each(int64_t tasks, int team, int64_t floats, Task task) {
   floats = rounded_up(floats, 16);
@@ -128,10 +129,10 @@ SlimxExactStatus for_each(int64_t tasks, int team, int64_t floats, Task task) {
   return SLIMX_EXACT_OK;
 }
 
-// Rows of a linear that are computed at once with a tile's weights.
+// Rows of a linear layer that one task computes with a tile's weights.
 constexpr int64_t kRowsOfTask = 256;
 
-struct Group {  // of a linear
+struct Group {  // of a linear layer
   const char *x, *weight;
   char* out;
   int64_t rows;

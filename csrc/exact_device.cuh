@@ -1,5 +1,5 @@
-// exact_device.cuh: what the CUDA kernels of exact mode ask of the machine beyond C++. A test puts threads of a CPU in
-// this file's place and runs the kernels' own source.
+// exact_device.cuh: the features of a GPU that the CUDA kernels of exact mode use beyond C++. A test replaces this file
+// by threads of a CPU and runs the kernels' source.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace slimx {
 
-// a * b + c rounded once, and a + b, with denormals as zeros of their sign.
+// a * b + c rounded once, and a + b, both with denormals flushed to zeros of the same sign.
 __device__ __forceinline__ float chain(float a, float b, float c) {
   float sum;
   asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
@@ -20,12 +20,12 @@ __device__ __forceinline__ float chain_add(float a, float b) {
   return sum;
 }
 
-// The same with denormals as they are; quotient and root rounded to nearest.
+// The same with denormals kept; quotient and root are rounded to nearest.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
 
-// 16 bytes at an address that 16 divides, in one instruction.
+// Loads 16 bytes, at an address divisible by 16, in one instruction.
 struct Words {
   uint32_t at[4];
 };
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_floats(float* to, float a, float b, float 
   *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
 }
 
-// The thread block's memory whose size the launch gives.
+// The thread block's dynamic shared memory, whose size is set at the launch.
 __device__ __forceinline__ float* shared_floats() {
   extern __shared__ float floats[];
   return floats;

@@ -1,8 +1,8 @@
-// exact_elements.cuh: elements of tensors in the CUDA kernels of exact mode: widened, rounded, loaded 16 bytes at a
-// time, and the contract's exp and log.
+// exact_elements.cuh: elements of tensors in the CUDA kernels of exact mode: conversions, loads of 16 bytes, and the
+// contract's exp and log.
 //
-// Which thread computes what changes no bit: sums are made by one thread from first to last, or in the contract's lanes
-// and blocks. Orders of operations are those of slimx/extras/exact/operations/forward/reference.py.
+// Which thread computes what does not affect any bit: a sum is computed by one thread from first to last, or in the
+// contract's lanes and blocks. The order of operations is that of slimx/extras/exact/operations/forward/reference.py.
 #pragma once
 
 #include <string.h>
@@ -26,18 +26,18 @@ static __device__ __forceinline__ float widened(float x) { return x; }
 static __device__ __forceinline__ float widened(uint16_t x) { return as_float(uint32_t(x) << 16); }
 
 static __device__ __forceinline__ void put(float* to, float x) { *to = x; }
-static __device__ __forceinline__ void put(uint16_t* to, float x) {  // to nearest even; NaN becomes 0x7FC0
+static __device__ __forceinline__ void put(uint16_t* to, float x) {  // rounded to nearest even; NaN becomes 0x7FC0
   uint32_t bits;
   memcpy(&bits, &x, 4);
   *to = x == x ? uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7FC0);
 }
 
-// Elements of a load of 16 bytes.
+// Number of elements in a load of 16 bytes.
 template <class T>
 constexpr int kUnit = int(16 / sizeof(T));
 
-// `n` elements from `from` on, fewer than a unit past the end of a row and none outside the tensor; the rest are zeros.
-// `whole`: 16 bytes at `from` are aligned, for any `from` of the caller's.
+// Loads one unit from `from` on. If fewer elements are left in the row, `n`, the others are zeros. `whole`: true if
+// every `from` of the caller is aligned to 16 bytes.
 template <class T>
 static __device__ __forceinline__ Words load_unit(const T* from, int64_t n, bool whole) {
   if (n >= kUnit<T> && whole) return load_words(from);
@@ -48,7 +48,7 @@ static __device__ __forceinline__ Words load_unit(const T* from, int64_t n, bool
   return words;
 }
 
-// The same elements as floats, at an address that 16 divides.
+// Stores the elements of a unit as floats, at an address divisible by 16.
 static __device__ __forceinline__ void widen_unit(const Words& words, const float*, float* to) {
   store_floats(to, as_float(words.at[0]), as_float(words.at[1]), as_float(words.at[2]), as_float(words.at[3]));
 }
@@ -58,7 +58,7 @@ static __device__ __forceinline__ void widen_unit(const Words& words, const uint
                  as_float(words.at[i + 1] << 16), as_float(words.at[i + 1] & 0xFFFF0000u));
 }
 
-// Whether rows of `width` elements at `at` can be loaded 16 bytes at a time.
+// Returns true if rows of `width` elements at `at` can be loaded 16 bytes at a time.
 template <class T>
 static __device__ __forceinline__ bool aligned(const T* at, int64_t width) {
   return (reinterpret_cast<uintptr_t>(at) | uint64_t(width) * sizeof(T)) % 16 == 0;
@@ -74,7 +74,7 @@ static __device__ __forceinline__ float exact_exp(float x) {
          as_float(uint32_t(whole - low + 127) << 23);
 }
 
-// SLIMX_LANES partial sums, the upper half added to the lower one until one is left.
+// Adds SLIMX_LANES partial sums: the upper half to the lower one, until one is left.
 static __device__ __forceinline__ float fold(float* lanes) {
   for (int half = SLIMX_LANES / 2; half; half /= 2)
     for (int l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];

@@ -1,12 +1,12 @@
-// exact_isa.h: all kernels of exact mode for one instruction set, which make up a `Kernels` (exact_shapes.h).
+// exact_isa.h: all kernels of exact mode for one instruction set, which form a `Kernels` (exact_shapes.h).
 //
-// Its user includes exact_shapes.h, and then this file once for each instruction set, in a namespace of its own that
-// defines SLIMX_WIDTH, multiply_add and splat. None of the headers below knows of that user.
+// The including file first includes exact_shapes.h, and then this file once per instruction set, in a separate
+// namespace that defines SLIMX_WIDTH, multiply_add and splat. The headers below do not depend on the including file.
 #ifndef SLIMX_WIDTH
 #error "define SLIMX_WIDTH, multiply_add and splat"
 #endif
 
-// clang-format off: each needs what stands above it
+// clang-format off: each header needs those above it
 #include "exact_vector.h"
 #include "exact_linear.h"
 #include "exact_rows.h"

@@ -1,25 +1,26 @@
-// exact_linear.cuh: linears of exact mode on a GPU: one tile of rows and columns per thread block.
+// exact_linear.cuh: linear layers of exact mode on a GPU: one tile of rows and columns per thread block.
 //
-// The next elements of K are loaded while those in shared memory are multiplied; a thread has several rows times
-// several columns of the tile in registers. Blocks of K are independent until their sums are joined in order, so where
-// rows are few, groups of threads take one block of K each and keep more of the weights under way.
+// The next elements of K are loaded while those in shared memory are multiplied. A thread keeps the results of several
+// rows times several columns of the tile in registers. Blocks of K are independent until their sums are added in order,
+// so if there are few rows, groups of threads process one block of K each and keep more loads of weights in flight.
 #pragma once
 
 #include "exact_elements.cuh"
 
 namespace slimx {
 
-// Threads, and what each of them has of a tile: rows kRows / kOwnRows apart, and likewise columns.
+// The threads of a thread block, and the part of a tile that each computes: rows kRows / kOwnRows apart, and likewise
+// columns.
 template <int kTileRows, int kTileColumns, int kThreadRows, int kThreadColumns, int kKGroups>
 struct LinearTile {
   static constexpr int kRows = kTileRows, kColumns = kTileColumns;
   static constexpr int kOwnRows = kThreadRows, kOwnColumns = kThreadColumns;
   static constexpr int kRowStep = kRows / kOwnRows, kColumnStep = kColumns / kOwnColumns;
-  static constexpr int kGroups = kKGroups;                      // blocks of K at a time, each one group's of threads
+  static constexpr int kGroups = kKGroups;                      // blocks of K at a time, one per group of threads
   static constexpr int kGroupThreads = kRowStep * kColumnStep;  // whole warps, so that none diverges
   static constexpr int kThreads = kGroups * kGroupThreads;
   static constexpr int kSlab = kGroups * SLIMX_K_BLOCK;  // elements of K at a time
-  static constexpr int kPitch = kSlab + 4;               // floats from row to row: consecutive rows lie in other banks
+  static constexpr int kPitch = kSlab + 4;  // floats per row, so that consecutive rows start in different banks
   static_assert(kGroupThreads % 32 == 0 && kRows * kColumns % kThreads == 0, "every thread has its part of a tile");
 };
 
@@ -34,15 +35,15 @@ struct LinearCall {
   int64_t columns, width, first, leaf;
 };
 
-// A thread's units of `kRows` rows of a slab, on their way to shared memory.
+// A thread's units of `kRows` rows of a slab, in registers before they are stored in shared memory.
 template <class T, class Tile, int kRows>
 struct Slab {
-  static constexpr int kUnits = Tile::kSlab / kUnit<T>;  // of a row
+  static constexpr int kUnits = Tile::kSlab / kUnit<T>;  // units in a row
   static constexpr int kOwn = kRows * kUnits / Tile::kThreads;
   static_assert(kRows * kUnits % Tile::kThreads == 0, "every thread loads as much");
   Words words[kOwn];
 
-  // `rows` of the matrix are left, and `n` elements of each from `from` on.
+  // `rows`: rows of the matrix from here on; `n`: elements of each row from `from` on.
   __device__ __forceinline__ void load(const T* from, int64_t width, int64_t rows, int64_t n, bool whole) {
 #pragma unroll
     for (int u = 0; u < kOwn; ++u) {
@@ -60,7 +61,7 @@ struct Slab {
   }
 };
 
-// even + odd of one block of K, for a thread's rows and columns.
+// Computes even + odd of one block of K, for a thread's rows and columns.
 template <class Tile>
 static __device__ __forceinline__ void multiply_block(const float (*x)[Tile::kPitch],
                                                       const float (*weight)[Tile::kPitch], int first, int row,
@@ -93,7 +94,8 @@ static __device__ __forceinline__ void multiply_block(const float (*x)[Tile::kPi
 
 template <class T, class Out, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) exact_linear(LinearCall<T> call, Out* out) {
-  constexpr int kJoined = Tile::kGroups > 1 ? Tile::kRows * Tile::kColumns : 1;  // elements that groups join
+  constexpr int kJoined =
+      Tile::kGroups > 1 ? Tile::kRows * Tile::kColumns : 1;  // elements that groups of threads add up
   alignas(16) __shared__ float x[2][Tile::kRows][Tile::kPitch], weight[2][Tile::kColumns][Tile::kPitch];
   __shared__ float parts[Tile::kGroups][kJoined];
   const int64_t start = call.starts[blockIdx.z], row = int64_t(blockIdx.y) * Tile::kRows,
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(Tile::kThreads) exact_linear(LinearCall<T> cal
   float joined[kElements] = {};
   int buffer = 0;
   for (int64_t k = 0; k < call.leaf; k += Tile::kSlab, buffer ^= 1) {
-    // Whoever still multiplies has the other buffer: all were here before the one before was filled.
+    // Threads that still multiply use the other buffer: all threads passed here before the previous one was filled.
     next_x.store(x[buffer]);
     next_weight.store(weight[buffer]);
     __syncthreads();
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads) exact_linear(LinearCall<T> cal
           parts[group][(own_row + r * Tile::kRowStep) * Tile::kColumns + own_column + c * Tile::kColumnStep] =
               part[r][c];
       __syncthreads();
-      const int64_t left = (call.leaf - k + SLIMX_K_BLOCK - 1) / SLIMX_K_BLOCK;  // a block past the end joins nothing
+      const int64_t left = (call.leaf - k + SLIMX_K_BLOCK - 1) / SLIMX_K_BLOCK;  // a block past the end is not added
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
         for (int g = 0; g < Tile::kGroups && g < left; ++g)

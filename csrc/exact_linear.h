@@ -1,20 +1,21 @@
-// exact_linear.h: linears of exact mode, one tile of columns at a time. Included by exact_isa.h alone.
+// exact_linear.h: linear layers of exact mode, one tile of columns at a time. Included only by exact_isa.h.
 //
-// Order of operations, for each element of the result: see reference.py. The chains run along K, so vectors lie across
-// rows (many rows: weights are broadcast) or across columns (few rows: weights are transposed); both give the same
-// bits.
+// reference.py defines the order of operations for each element of the result. The chains of operations run along K, so
+// a vector contains several rows (if there are many: weights are broadcast) or several columns (if there are few rows:
+// weights are transposed). Both give the same bits.
 
-constexpr int kFew = kWidth / 2;              // from so many rows on vectors lie across rows
-constexpr int kBroad = kWidth == 16 ? 8 : 4;  // columns at once: two chains and a sum for each fit the registers
+constexpr int kFew = kWidth / 2;              // with this many rows or more, a vector contains rows
+constexpr int kBroad = kWidth == 16 ? 8 : 4;  // columns at once, so that two chains and a sum for each fit in registers
 static_assert(SLIMX_K_BLOCK % kWidth == 0 && kWidth % kBroad == 0, "the tiles below have no remainders in these");
 
-// Columns of a tile: a multiple of kWidth, so many that their weights as floats stay in a cache of 256 KiB.
+// Number of columns of a tile: a multiple of kWidth whose weights, as floats, fit in a cache of 256 KiB.
 static int64_t tile_columns(const LinearShape& s) {
   const int64_t fit = 65536 / s.padded() / kWidth * kWidth;
   return fit < kWidth ? kWidth : fit > 64 ? 64 : fit;
 }
 
-// The rows of one group as tiles read them. Few rows: [rows][padded], many: [row / kWidth][padded][kWidth].
+// Converts the rows of one group to the layout that tiles read. Few rows: [rows][padded]; many rows: [row /
+// kWidth][padded][kWidth].
 template <class T>
 static void prepare_rows(const T* x, int64_t rows, const LinearShape& s, float* out) {
   for (int leaf = 0; leaf < s.leaves; ++leaf) {
@@ -35,13 +36,13 @@ static void prepare_rows(const T* x, int64_t rows, const LinearShape& s, float* 
   }
 }
 
-// Where a tile's weights are as floats: column j, leaf l at at + j * column + l * leaf.
+// Location of a tile's weights as floats: leaf l of column j starts at at + j * column + l * leaf.
 struct Weights {
   const float* at;
   int64_t column, leaf;
 };
 
-// In place, where they are floats and a leaf is whole blocks, else in `room`.
+// Returns the weights in place if they are floats and a leaf consists of whole blocks; else converts them in `room`.
 template <class T>
 static Weights as_weights(const T* weight, int64_t columns, const LinearShape& s, float* room) {
   if constexpr (sizeof(T) == 4)
@@ -52,7 +53,7 @@ static Weights as_weights(const T* weight, int64_t columns, const LinearShape& s
   return {room, s.padded(), s.padded_leaf};
 }
 
-// sums[j] = one leaf's dot products of kWidth rows, [n][kWidth], with the column weight[j] [n].
+// sums[j] = one leaf's dot products of kWidth rows, [n][kWidth], with column j, weight[j] [n].
 static inline void chains_across_rows(const float* rows, const float* const* weight, int64_t n, Floats* sums) {
   Floats sum[kBroad] = {};
   for (int64_t k = 0; k < n; k += SLIMX_K_BLOCK) {
@@ -69,7 +70,7 @@ static inline void chains_across_rows(const float* rows, const float* const* wei
   for (int j = 0; j < kBroad; ++j) sums[j] = sum[j];
 }
 
-// Leaves in a binary tree, parts [leaves][n]; the result is parts[0]. Denormals count here.
+// Adds leaves in a binary tree, parts [leaves][n]; the result is in parts[0]. Denormals are not flushed here.
 static inline void join_leaves(Floats* parts, int leaves, int64_t n) {
   if (leaves == 1) return;
   const Arithmetic<false> as_they_are;
@@ -78,15 +79,16 @@ static inline void join_leaves(Floats* parts, int leaves, int64_t n) {
       for (int64_t j = 0; j < n; ++j) parts[leaf * n + j] = parts[2 * leaf * n + j] + parts[(2 * leaf + 1) * n + j];
 }
 
-// kWidth rows and up to kWidth columns from `column` on: block[j] has column j of all rows.
+// Computes kWidth rows and up to kWidth columns from `column` on: block[j] contains column j of all rows.
 static inline void many_rows(const float* rows, const Weights& weights, int64_t column, int64_t columns,
                              const LinearShape& s, Floats* block) {
   for (int first = 0; first < kWidth && column + first < columns; first += kBroad) {
     Floats parts[SLIMX_MOST_LEAVES * kBroad];
-    for (int j = 0; j < kBroad; ++j) parts[j] = Floats{};  // the compiler cannot know that there is a leaf
+    for (int j = 0; j < kBroad; ++j)
+      parts[j] = Floats{};  // initialized because the compiler does not know that there is at least one leaf
     for (int leaf = 0; leaf < s.leaves; ++leaf) {
       const float* at[kBroad];
-      for (int j = 0; j < kBroad; ++j) {  // past the end the last column again, which is not stored
+      for (int j = 0; j < kBroad; ++j) {  // past the end the last column is repeated; its result is not stored
         const int64_t own = column + first + j < columns ? column + first + j : columns - 1;
         at[j] = weights.at + own * weights.column + leaf * weights.leaf;
       }
@@ -97,7 +99,7 @@ static inline void many_rows(const float* rows, const Weights& weights, int64_t 
   }
 }
 
-// Up to kWidth columns of fewer than kFew rows: parts [leaf][row] has all columns of a row.
+// Computes up to kWidth columns of fewer than kFew rows: parts [leaf][row] contains all columns of a row.
 template <class T>
 static void few_rows(const RowBlock& rows, const T* weight, int64_t columns, const LinearShape& s, Floats* parts) {
   for (int leaf = 0; leaf < s.leaves; ++leaf) {
@@ -129,7 +131,8 @@ static void few_rows(const RowBlock& rows, const T* weight, int64_t columns, con
   join_leaves(parts, s.leaves, rows.count);
 }
 
-// `columns` columns from `weight` on, at most tile_columns; out: the first of them in the first row of [.][s.columns].
+// Computes `columns` columns, at most tile_columns, whose first weight is `weight`. `out`: first of these columns in
+// the first row of [.][s.columns].
 template <class T, class Out>
 static void linear_tile(const RowBlock& rows, const T* weight, int64_t columns, const LinearShape& s, float* scratch,
                         Out* out) {
@@ -152,10 +155,10 @@ static void linear_tile(const RowBlock& rows, const T* weight, int64_t columns, 
     }
 }
 
-// Floats of scratch for a tile.
+// Number of floats of scratch memory for a tile.
 static int64_t linear_scratch(const LinearShape& s) { return tile_columns(s) * s.padded(); }
 
-// Floats that prepare_rows writes.
+// Number of floats that prepare_rows writes.
 static int64_t prepared_size(int64_t rows, bool few, const LinearShape& s) {
   return s.padded() * (few ? rows : rounded_up(rows, kWidth));
 }

@@ -1,8 +1,9 @@
-// exact_math.h: exp and log of exact mode, for floats and vectors of them; where they come from says
-// slimx/extras/exact/operations/forward/elementary.py. Included where SLIMX_MATH says how functions are declared: no
-// include guard. Products and additions are rounded one by one: compile without contraction.
+// exact_math.h: exp and log of exact mode, for floats and vectors of floats;
+// slimx/extras/exact/operations/forward/elementary.py documents their derivation. The including file defines
+// SLIMX_MATH, which declares the functions, so there is no include guard. Products and additions are rounded
+// separately: compile without contraction.
 
-// e^r for |r| <= ln(2) / 2.
+// Returns e^r for |r| <= ln(2) / 2.
 template <class F>
 SLIMX_MATH F exp_polynomial(F r) {
   F y = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -13,7 +14,7 @@ SLIMX_MATH F exp_polynomial(F r) {
   return (y * (r * r) + r) + 1.0f;
 }
 
-// What e^x is a whole power of two times: x = n ln(2) + r. n is a whole number, not yet limited.
+// Returns n of x = n ln(2) + r, for e^x = 2^n e^r: an integer that is not limited yet.
 template <class F>
 SLIMX_MATH F exp_power(F x) {
   return (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
@@ -24,8 +25,8 @@ SLIMX_MATH F exp_rest(F x, F n) {
   return (x - n * 0.693359375f) - n * -2.12194440e-4f;
 }
 
-#define SLIMX_EXP_LEAST -87.3365447505f  // below it e^x counts as 0
-#define SLIMX_EXP_MOST 88.7228391116f    // above it as infinite
+#define SLIMX_EXP_LEAST -87.3365447505f  // e^x is 0 below this value
+#define SLIMX_EXP_MOST 88.7228391116f    // e^x is infinite above this value
 
 SLIMX_MATH float exact_log(float x) {
   if (!(x == x)) return x;

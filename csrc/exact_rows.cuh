@@ -1,4 +1,4 @@
-// exact_rows.cuh: operations of exact mode on the rows of a tensor, on a GPU: one thread block for each row.
+// exact_rows.cuh: operations of exact mode on the rows of a tensor, on a GPU: one thread block per row.
 #pragma once
 
 #include "exact_elements.cuh"
@@ -7,9 +7,9 @@ namespace slimx {
 
 constexpr int kRowThreads = 64;
 
-// ---- sums and maxima of a row: every thread calls, and gets the result ----------------------------------------------
+// ---- sums and maxima of a row: all threads must call, and all get the result ----------------------------------------
 
-// at(i) summed over [0, n) in blocks of kBlock. shared: SLIMX_LANES + 1 floats for each block.
+// Returns the sum of at(i) over [0, n), computed in blocks of kBlock. shared: SLIMX_LANES + 1 floats for each block.
 template <int kBlock, class At>
 static __device__ float row_sum(int64_t n, float* shared, At at) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;

@@ -1,5 +1,5 @@
-// exact_rows.h: operations of exact mode on one row. Included by exact_isa.h alone.
-// `scratch`: floats for one row, up to the next multiple of SLIMX_LANES.
+// exact_rows.h: operations of exact mode on one row. Included only by exact_isa.h. `scratch`: memory for the floats of
+// one row, rounded up to a multiple of SLIMX_LANES.
 
 template <class T>
 static void rms_norm_row(const T* x, const T* weight, int64_t n, float eps, float* scratch, T* out) {
@@ -27,7 +27,7 @@ static void log_normalizer_row(const T* logits, int64_t n, float temperature, fl
   Floats high = splat(-__builtin_inff());
   for (int64_t i = 0; i < end; i += kWidth) {
     Floats z = load_some(logits + i, n - i < 0 ? 0 : n - i) / divisor;
-    for (int64_t l = n - i < 0 ? 0 : n - i; l < kWidth; ++l) z[l] = -__builtin_inff();  // adds nothing
+    for (int64_t l = n - i < 0 ? 0 : n - i; l < kWidth; ++l) z[l] = -__builtin_inff();  // contributes nothing
     store(scratch + i, z);
     high = larger(z, high);
   }

@@ -1,4 +1,4 @@
-// exact_shapes.h: what the kernels of exact mode on the CPU are called with, the same for each instruction set.
+// exact_shapes.h: the types by which the CPU kernels of exact mode are called, the same for each instruction set.
 #pragma once
 
 #include <stdint.h>
@@ -12,12 +12,12 @@ static inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1
 struct LinearShape {
   int64_t columns, width;  // N, K
   int leaves;
-  int64_t leaf, padded_leaf;  // elements of a leaf; up to a whole block
+  int64_t leaf, padded_leaf;  // elements of a leaf; the same rounded up to whole blocks
   bool wide, wide_out;
   int64_t padded() const { return leaves * padded_leaf; }
 };
 
-// Rows as Linear::prepare left them: all of a group with few rows, or up to kRowsOfTask of another.
+// Rows in the layout of Linear::prepare: all rows of a group if there are few, else up to kRowsOfTask of them.
 struct RowBlock {
   const float* at;
   int64_t count;
@@ -25,15 +25,15 @@ struct RowBlock {
 };
 
 struct Linear {
-  int few;  // groups with fewer rows have a layout of their own
+  int few;  // groups with fewer rows have another layout
   int64_t (*tile_columns)(const LinearShape&);
-  int64_t (*prepared_size)(int64_t rows, bool few, const LinearShape&);  // floats that `prepare` writes
-  int64_t (*scratch)(const LinearShape&);                                // floats for a tile
+  int64_t (*prepared_size)(int64_t rows, bool few, const LinearShape&);  // number of floats that `prepare` writes
+  int64_t (*scratch)(const LinearShape&);  // number of floats of scratch memory for a tile
   void (*prepare)(const void* x, int64_t rows, const LinearShape&, float* out);
   void (*tile)(const RowBlock&, const void* weight, int64_t columns, const LinearShape&, float* scratch, void* out);
 };
 
-// What an instruction set offers; each function computes the same bits.
+// The kernels of one instruction set; each function computes the same bits for all of them.
 struct Kernels {
   Linear linear;
   void (*rms_norm)(const void* x, const void* weight, int64_t n, float eps, bool wide, float* scratch, void* out);

@@ -1,7 +1,7 @@
-// exact_vector.h: vectors of kWidth floats, and what the kernels of exact mode do with them.
+// exact_vector.h: vectors of kWidth floats, and the operations on them that the kernels of exact mode use.
 //
-// Included by exact_isa.h alone, once for each instruction set: no include guard. It needs SLIMX_WIDTH, multiply_add
-// and splat. Compile with -ffp-contract=off: only multiply_add fuses.
+// Included only by exact_isa.h, once per instruction set, so there is no include guard. Needs SLIMX_WIDTH, multiply_add
+// and splat. Compile with -ffp-contract=off, so that only multiply_add is fused.
 
 constexpr int kWidth = SLIMX_WIDTH;
 typedef float Floats __attribute__((vector_size(4 * SLIMX_WIDTH)));
@@ -25,14 +25,14 @@ static inline Floats load(const uint16_t* p) {
 
 static inline void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
 
-static inline void store(uint16_t* p, Floats x) {  // to nearest even; NaN becomes 0x7FC0
+static inline void store(uint16_t* p, Floats x) {  // rounded to nearest even; NaN becomes 0x7FC0
   const Words bits = (Words)x;
   const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const Halves halves = __builtin_convertvector(x == x ? rounded : Words{} + 0x7FC0u, Halves);
   memcpy(p, &halves, sizeof halves);
 }
 
-// The first n elements, zeros behind them.
+// Loads the first n elements, and zeros after them.
 template <class T>
 static inline Floats load_some(const T* p, int64_t n) {
   if (n >= kWidth) return load(p);
@@ -49,7 +49,7 @@ static inline void store_some(T* p, Floats x, int64_t n) {
   for (int64_t l = 0; l < n; ++l) p[l] = some[l];
 }
 
-// out[0, n) = x, then zeros up to the next multiple of `unit`, itself a multiple of kWidth.
+// out[0, n) = x, followed by zeros up to a multiple of `unit`, which is a multiple of kWidth.
 template <class T>
 static inline void widen(const T* x, int64_t n, int64_t unit, float* out) {
   const int64_t end = (n + unit - 1) / unit * unit;
@@ -82,7 +82,7 @@ struct Lanes {  // SLIMX_LANES partial sums
   Floats part[kParts] = {};
 };
 
-// The upper half is added to the lower one until one vector is left, and then until one number is.
+// Adds the upper half to the lower one until one vector is left, and then until one number is left.
 static inline Floats folded(Lanes lanes) {
   for (int half = kParts / 2; half; half /= 2)
     for (int p = 0; p < half; ++p) lanes.part[p] += lanes.part[p + half];
@@ -98,7 +98,8 @@ static inline float total(const Lanes& lanes) {
   return x[0];
 }
 
-// a and b hold sums of 2 kHalf lanes each, one behind the other; returns those of a, then those of b, of kHalf lanes.
+// a and b each contain sums of 2 kHalf lanes, one after the other; returns those of a, then those of b, in kHalf lanes
+// each.
 template <int kHalf, size_t... kLane>
 static inline Floats fold_pair(Floats a, Floats b, std::index_sequence<kLane...>) {
   const Floats low = __builtin_shufflevector(a, b, int(kLane / kHalf * 2 * kHalf + kLane % kHalf)...);
@@ -106,7 +107,7 @@ static inline Floats fold_pair(Floats a, Floats b, std::index_sequence<kLane...>
   return low + high;
 }
 
-// The totals of kWidth sums in lanes, one in each place.
+// Returns the totals of kWidth sums in lanes, one in each element.
 template <int kHalf = kWidth / 2>
 static inline Floats totals(Floats* folded) {
   for (int i = 0; i < kHalf; ++i)
@@ -115,7 +116,7 @@ static inline Floats totals(Floats* folded) {
   return folded[0];
 }
 
-static inline Floats larger(Floats a, Floats b) { return a > b || a != a ? a : b; }  // NaN stays
+static inline Floats larger(Floats a, Floats b) { return a > b || a != a ? a : b; }  // NaN is kept
 
 static inline float largest(Floats x) {
   float most = x[0];
@@ -123,7 +124,7 @@ static inline float largest(Floats x) {
   return most;
 }
 
-// Sum of a block of n values, a multiple of SLIMX_LANES; at(i) gives kWidth of them from i on.
+// Returns the sum of a block of n values, a multiple of SLIMX_LANES; at(i) returns kWidth of them from i on.
 template <class At>
 static inline float block_sum(int64_t n, At at) {
   Lanes lanes;
@@ -132,7 +133,7 @@ static inline float block_sum(int64_t n, At at) {
   return total(lanes);
 }
 
-// The same of any number of values: that of each SLIMX_SUM_BLOCK, added in order.
+// Returns the sum of any number of values: the sums of SLIMX_SUM_BLOCK values each, added in order.
 template <class At>
 static inline float row_sum(int64_t n, At at) {
   float sum = 0;

@@ -1,4 +1,4 @@
-// int4.cu: the C interface of INT4 on a GPU (int4_interface.cuh).
+// int4.cu: C interface of INT4 quantization on a GPU (int4_interface.cuh).
 #include <algorithm>
 
 #include "int4.cuh"

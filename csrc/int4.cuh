@@ -1,4 +1,4 @@
-// int4.cuh: INT4 on a device: a thread takes a group, by the functions that the CPU takes it by.
+// int4.cuh: INT4 quantization on a GPU: each thread quantizes a group, with the same functions as the CPU.
 #pragma once
 
 #include "device.cuh"
@@ -6,7 +6,7 @@
 
 namespace slimx {
 
-// Sets bit 0 of `flags` where a group is not finite.
+// Sets bit 0 of `flags` if a group contains a value that is not finite.
 template <class T>
 __global__ void __launch_bounds__(kThreads) int4_round(SlimxInt4 m, uint32_t* __restrict__ flags) {
   const int64_t step = int64_t(gridDim.x) * kThreads;

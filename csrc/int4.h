@@ -1,34 +1,36 @@
-// int4.h: matrices in INT4 with a bf16 scale per group of 32 columns, as compressed-tensors packs them, and the plain C
-// interface that makes them on the CPU. The CUDA library (int4.cu) makes the same bytes by the same functions.
+// int4.h: INT4 matrices with a bf16 scale per group of 32 columns, in compressed-tensors' format, and the plain C
+// interface that quantizes them on the CPU. The CUDA library (int4.cu) uses the same functions and gives the same
+// bytes.
 //
-// amax is the largest magnitude in a group of bf16 elements, an fp32 element counting as the bf16 that is nearest:
+// amax is the largest magnitude in a group of bf16 elements; an fp32 element counts as the nearest bf16:
 //
-//     s = bf16(amax / 7), or 2^-7 where that is zero or subnormal
-//     q = rne(clamp(bf16(x / s), -8, 7)), which is written as q + 8 in four bits, the even column in the low ones
+//     s = bf16(amax / 7), or 2^-7 if that is zero or subnormal
+//     q = rne(clamp(bf16(x / s), -8, 7)), stored as q + 8 in four bits, with the even column in the lower half
 //     v = bf16(q * s), the value that engines compute with
 //
-// The codes for a given scale, and the scale of zeros, are compressed-tensors' own. Its own scale is bf16(amax / 7.5),
-// whose values have other codes when they are rounded again. With amax / 7 the largest q is 7, so that v has the same
-// scales and the same codes: rounding again changes nothing. Subnormal scales would be an exception; hence their rule.
+// The codes for a given scale, and the scale of a group of zeros, are those of compressed-tensors. Its scale of other
+// groups is bf16(amax / 7.5), with which values get other codes when they are quantized again. With amax / 7 the
+// largest q is 7, so v has the same scale and the same codes: quantizing again changes nothing. Subnormal scales would
+// be an exception, so they are replaced.
 #pragma once
 
 #include <stdint.h>
 
 #include "numerics.h"
 
-// Changes with the functions or with any rounding, so that a stale library is refused when it is loaded.
+// Changes with the functions and with any rounding, so that a stale library is refused when it is loaded.
 #define SLIMX_INT4_ABI 1
 
 #define SLIMX_INT4_GROUP 32
-#define SLIMX_INT4_NO_SCALE 0x3C00u  // 2^-7: the epsilon of bf16
-#define SLIMX_INT4_ZERO 8u           // the code of 0
+#define SLIMX_INT4_NO_SCALE 0x3C00u  // 2^-7, the epsilon of bf16
+#define SLIMX_INT4_ZERO 8u           // code of 0
 
 SLIMX_INLINE uint16_t slimx_int4_element(uint16_t x) { return x; }
 SLIMX_INLINE uint16_t slimx_int4_element(uint32_t x) { return slimx_bf16(slimx_float(x)); }
 SLIMX_INLINE void slimx_int4_store(uint16_t value, uint16_t* to) { *to = value; }
 SLIMX_INLINE void slimx_int4_store(uint16_t value, uint32_t* to) { *to = (uint32_t)value << 16; }
 
-// The scale of a group, as bf16; SLIMX_NAN_BF16 where an element, or a value, is not finite. amax: bf16.
+// Returns the scale of a group as bf16; SLIMX_NAN_BF16 if an element or a value is not finite. amax: bf16.
 SLIMX_INLINE uint16_t slimx_int4_scale(uint16_t amax) {
   const uint16_t s = slimx_bf16(slimx_div(slimx_from_bf16(amax), 7.0f));
   const uint16_t largest = slimx_bf16(slimx_mul(slimx_from_bf16(s), 7.0f));
@@ -47,9 +49,9 @@ SLIMX_INLINE uint16_t slimx_int4_value(uint32_t code, float scale) {
   return slimx_bf16(slimx_mul((float)((int32_t)code - (int32_t)SLIMX_INT4_ZERO), scale));
 }
 
-// One group of elements T (bf16 or fp32, as bits): its 16 bytes of codes and its scale, unless `codes` is NULL, and its
-// values, in the type of the elements, unless `values` is NULL; they may lie where the elements do. Returns 1 where the
-// group is not finite: its scale and its values are NaN then, and its codes 0.
+// Quantizes one group of elements T (bf16 or fp32, as bits). Writes 16 bytes of codes and the scale, unless `codes` is
+// NULL, and the values, in the type of the elements, unless `values` is NULL; `values` may be `x`. Returns 1 if the
+// group contains a value that is not finite; its scale and values are then NaN, and its codes 0.
 template <class T>
 SLIMX_INLINE uint32_t slimx_int4_group(const T* x, uint8_t* codes, uint16_t* scale, T* values) {
   uint16_t elements[SLIMX_INT4_GROUP], amax = 0;
@@ -73,9 +75,9 @@ SLIMX_INLINE uint32_t slimx_int4_group(const T* x, uint8_t* codes, uint16_t* sca
   return bad;
 }
 
-// Matrices, all on one device. `rows` lie `src_ld` bytes apart, and `groups` groups in a row side by side; codes [rows]
-// [groups * 16] and scales [rows][groups] are dense. NULL `codes` leaves out both, NULL `values` (dense, or `src`
-// itself with its rows) those.
+// A matrix, all in memory of one device. Its rows are `src_ld` bytes apart and contain `groups` consecutive groups.
+// Codes [rows][groups * 16] and scales [rows][groups] are contiguous. Codes and scales are written unless `codes` is
+// NULL, values (contiguous, or in place of `src`) unless `values` is NULL.
 typedef struct {
   const uint8_t* src;
   int64_t src_ld;
@@ -84,7 +86,7 @@ typedef struct {
   uint8_t* codes;
   uint16_t* scales;
   uint8_t* values;
-  int64_t values_ld;  // bytes
+  int64_t values_ld;  // bytes from one row of values to the next
   int32_t item;       // bytes of an element: 2 or 4
   int32_t reserved;
 } SlimxInt4;
@@ -102,6 +104,6 @@ extern "C" {
 
 int slimx_int4_abi(void);
 
-// Rounds `matrix`, in memory of the host; returns 1 where a group is not finite, else 0.
+// Quantizes `matrix`, in host memory; returns 1 if a group contains a value that is not finite, else 0.
 int slimx_int4(const SlimxInt4* matrix, int threads);
 }

@@ -1,4 +1,4 @@
-// int4_cpu.cpp: INT4 on the CPU (int4.h).
+// int4_cpu.cpp: INT4 quantization on the CPU (int4.h).
 #include <algorithm>
 
 #include "arithmetic.h"
@@ -8,7 +8,7 @@ using namespace slimx;
 
 namespace {
 
-// Groups that a thread takes at once.
+// Number of groups that a thread takes at once.
 constexpr int64_t kBatch = 512;
 
 template <class T>
@@ -18,7 +18,7 @@ uint32_t run(const SlimxInt4& m, int threads) {
   uint32_t bad = 0;
 #pragma omp parallel num_threads(team) reduction(| : bad)
   {
-    const IeeeArithmetic arithmetic;  // which csrc/numerics.h promises
+    const IeeeArithmetic arithmetic;  // numerics.h relies on this mode
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < all; ++index) bad |= slimx_int4_at<T>(m, index);
   }

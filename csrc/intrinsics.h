@@ -1,8 +1,8 @@
-// intrinsics.h: the instructions of x86-64 by name.
+// intrinsics.h: includes the x86-64 intrinsics.
 #pragma once
 
 #if defined(__x86_64__)
-// GCC 12 warns inside its own AVX-512 header (GCC bug 105593).
+// GCC 12 emits a warning for its own AVX-512 header (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

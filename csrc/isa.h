@@ -1,8 +1,9 @@
 // isa.h: the instruction sets of the CPU kernels, and the loops that are written once and compiled for each of them.
 //
-// What is marked SLIMX_INLINE has no instruction set of its own: it becomes part of its caller, and the tile functions
-// in reshard_cpu.cpp, which carry target attributes, are compiled with all loops below in 16, 32 or 64 byte vectors.
-// Only integers, and floats under IEEE rules, are computed: so all of them agree to the last bit.
+// A function marked SLIMX_INLINE has no instruction set of its own, because it is inlined into its caller. The tile
+// functions in reshard_cpu.cpp, which have target attributes, are thereby compiled with all loops below in vectors of
+// 16, 32 or 64 bytes. Only integers, and floats under IEEE rules, are computed, so all instruction sets give the same
+// bits.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +14,9 @@
 
 namespace slimx {
 
-// An instruction set is the two loops that a compiler does not find by itself.
+// A class of an instruction set contains the two loops that a compiler cannot vectorize well itself.
 struct Scalar {
-  static constexpr bool kCorrects = false;  // has Corrections
+  static constexpr bool kCorrects = false;  // true if it uses Corrections
   template <bool kCopy, int kElement>
   static constexpr Words words = words_scalar<kCopy, kElement>;
   template <class T>
@@ -63,7 +64,7 @@ SLIMX_INLINE void fold_magnitudes(const T* __restrict x, int64_t n, T* __restric
   }
 }
 
-// The largest magnitude of a run.
+// Returns the largest magnitude of a run.
 template <class T>
 SLIMX_INLINE uint32_t largest(const T* x, int64_t n) {
   T most = 0;
@@ -96,7 +97,7 @@ SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale
 
 // ---- runs of bytes --------------------------------------------------------------------------------------------------
 
-// Fewer than four bytes, all in the word that holds offset `pos` of the tensor.
+// Copies fewer than four bytes, all in the word that contains offset `pos` of the tensor.
 template <bool kCopy, int kElement>
 SLIMX_INLINE Summed part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos) {
   uint32_t word = 0;
@@ -107,8 +108,8 @@ SLIMX_INLINE Summed part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes
   return {uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2)), most_of_word<kElement>(word)};
 }
 
-// Copies bytes that stand at offset `pos` of their tensor, and returns their share of its checksum and their largest
-// magnitude. `ahead` as in Words.
+// Copies bytes that are at offset `pos` of their tensor, and returns their contribution to its checksum and their
+// largest magnitude. `ahead`: as in Words.
 template <class Isa, bool kCopy, int kElement = 0>
 SLIMX_INLINE Summed put(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos, int64_t ahead = 0) {
   const int64_t head = std::min<int64_t>(bytes, -pos & 3);  // up to the tensor's next word boundary

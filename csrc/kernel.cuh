@@ -1,4 +1,4 @@
-// kernel.cuh: the persistent kernel: thread blocks take every gridDim.x-th tile of a bucket and do its piece's op.
+// kernel.cuh: the persistent kernel: each thread block processes every gridDim.x-th tile of a bucket.
 #pragma once
 
 #include "copy.cuh"
@@ -6,8 +6,9 @@
 
 namespace slimx {
 
-// The piece that tile `t` belongs to: the last k with first[k] <= t. A warp probes 32 places at once, so that thousands
-// of pieces cost three dependent loads. first[lo] <= t < first[hi], and all lanes have the same arguments.
+// Returns the piece that contains tile `t`: the last k with first[k] <= t. A warp probes 32 positions at once, so the
+// search in thousands of pieces takes three dependent loads. first[lo] <= t < first[hi], and all lanes pass the same
+// arguments.
 __device__ __forceinline__ int64_t piece_of(const int64_t* first, int64_t lo, int64_t hi, int64_t t) {
   const int lane = int(threadIdx.x) % kWarp;
   while (hi - lo > 1) {
@@ -19,7 +20,7 @@ __device__ __forceinline__ int64_t piece_of(const int64_t* first, int64_t lo, in
   return lo;
 }
 
-// Adds what the warp has found to its tensor's sums.
+// Adds the warp's results to the sums and flags of its tensor.
 __device__ __forceinline__ void flush(Found& found, uint64_t* sums, uint32_t* flags) {
   if (found.tensor < 0) return;
   const uint64_t values = warp_sum(found.values);
@@ -33,13 +34,13 @@ __device__ __forceinline__ void flush(Found& found, uint64_t* sums, uint32_t* fl
   found = Found();
 }
 
-// `pieces` [n] and `first` [n + 1] are the device's; see count_tiles. The checksum writes sums alone.
+// `pieces` [n] and `first` [n + 1] (see count_tiles) are in memory of the device. The checksum kernel writes only sums.
 template <Kernel kKernel>
 __global__ void __launch_bounds__(kThreads, 4)
     reshard(const SlimxPiece* __restrict__ pieces, const int64_t* __restrict__ first, int64_t n, int64_t tiles,
             uint8_t* __restrict__ bucket, uint64_t* __restrict__ sums, uint32_t* __restrict__ flags) {
   constexpr bool kStore = kKernel != Kernel::kChecksum;
-  extern __shared__ __align__(kSlot) uint8_t memory[];  // shared_bytes
+  extern __shared__ __align__(kSlot) uint8_t memory[];  // its size is shared_bytes(...)
   Scratch& scratch = *reinterpret_cast<Scratch*>(memory);
   uint8_t* shared = memory + sizeof(Scratch);  // the stage
   Found found;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   flush(found, sums, flags);
 }
 
-// {s, 1 / s} of the rule TRITON for every finite bf16 amax, in the order of its bits: [SLIMX_TRITON_SCALES][2].
+// Writes {s, 1 / s} of the rule TRITON for every finite bf16 amax, in the order of its bits: [SLIMX_TRITON_SCALES][2].
 __global__ void triton_scales(float* __restrict__ out) {
   const uint32_t bits = blockIdx.x * kThreads + threadIdx.x;
   if (bits >= SLIMX_TRITON_SCALES) return;

@@ -15,7 +15,7 @@ int slimx_cuda_allocate(int64_t bytes, uint64_t* address) {
   void* memory = nullptr;
   const cudaError_t error = cudaMalloc(&memory, size_t(bytes));
   *address = reinterpret_cast<uint64_t>(memory);
-  if (error) cudaGetLastError();  // a lack of memory is no reason for the next launch to fail
+  if (error) cudaGetLastError();  // cleared, so that the next launch does not report the failed allocation
   return error;
 }
 
@@ -34,7 +34,7 @@ int slimx_cuda_open(const uint8_t* handle, uint64_t* address) {
   void* memory = nullptr;
   const cudaError_t error = cudaIpcOpenMemHandle(&memory, given, cudaIpcMemLazyEnablePeerAccess);
   *address = reinterpret_cast<uint64_t>(memory);
-  if (error) cudaGetLastError();  // whoever cannot reach it goes on by other means
+  if (error) cudaGetLastError();  // cleared, because the caller may continue without this memory
   return error;
 }
 

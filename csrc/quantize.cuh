@@ -1,17 +1,17 @@
-// quantize.cuh: tiles of the quantizing ops: the scale of a block from its largest magnitude, then its codes.
+// quantize.cuh: tiles of the quantizing ops: computes a block's scale from its largest magnitude, and then its codes.
 #pragma once
 
 #include "elements.cuh"
 
 namespace slimx {
 
-// One word per warp, twice: while slow warps still read one half, the next tile writes the other.
+// Two words per warp, so that the next tile can write one while slow warps still read the other.
 struct Scratch {
   uint32_t most[2][kThreads / kWarp];
 };
 static_assert(sizeof(Scratch) == kScratch && kScratch % kSlot == 0, "shared_bytes");
 
-// `amax` is finite.
+// Returns the scale of a block; `amax` must be finite.
 __device__ __forceinline__ SlimxScale scale_of(int rule, float amax, int item) {
   if (rule != SLIMX_RULE_TRITON) return slimx_scale(rule, amax, item);
   const float s = divide_full(slimx_at_least(amax, SLIMX_LEAST_AMAX), SLIMX_MAX_E4M3);
@@ -58,17 +58,18 @@ __device__ __forceinline__ void write_codes(const SlimxPiece& p, int64_t row, in
 
 // ---- one block of up to kEdge x kEdge elements, in the stage --------------------------------------------------------
 
-// `block`: which of the piece's, in row-major order. `turn` alternates from one call to the next.
+// Quantizes block number `block` of the piece, in row-major order. `turn` alternates between 0 and 1 from call to call.
 template <int kItem>
 __device__ __forceinline__ void quantize_block(const SlimxPiece& p, const Cut& cut, int32_t block, uint8_t* shared,
                                                uint8_t* bucket, Found& found, Scratch& scratch, int turn) {
-  constexpr int kLanes = kEdge / kVector, kStep = kThreads / kLanes;  // 16 lanes for a row, 16 rows at a time
+  constexpr int kLanes = kEdge / kVector, kStep = kThreads / kLanes;  // 16 lanes per row, 16 rows at a time
   const int32_t block_row = block / cut.units, block_col = block % cut.units;
   const int64_t row0 = int64_t(block_row) * p.block_rows, col0 = int64_t(block_col) * p.block_cols;
   const int32_t rows = int32_t(min(int64_t(p.block_rows), p.rows - row0));
   const int32_t cols = int32_t(min(int64_t(p.block_cols), p.cols - col0));
   const int32_t row = int32_t(threadIdx.x) / kLanes, col = int32_t(threadIdx.x) % kLanes * kVector;
-  const int32_t mine = col < cols && row < rows ? (rows - row + kStep - 1) / kStep : 0;  // rows of this thread
+  const int32_t mine =
+      col < cols && row < rows ? (rows - row + kStep - 1) / kStep : 0;  // number of rows of this thread
 
   const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src) + (row0 + row) * p.src_ld + (col0 + col) * kItem;
 #pragma unroll 4
@@ -101,8 +102,8 @@ __device__ __forceinline__ void quantize_block(const SlimxPiece& p, const Cut& c
 constexpr int kQuad = kMxCols / kVector;
 static_assert(kQuad == 4, "quad_max");
 
-// Calls write(row, col, x, most) with each vector x of this thread: `col` counts vectors, and `most` is the largest
-// magnitude in its block, as bits. The first lane of a block has a `col` that kQuad divides.
+// Calls write(row, col, x, most) for each vector x of this thread. `col` counts vectors; `most` is the largest
+// magnitude in the vector's block, as bits. The `col` of the first lane of a block is divisible by kQuad.
 template <int kItem, class Write>
 __device__ __forceinline__ void for_each_in_quads(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                   uint8_t* shared, const Write& write) {
@@ -114,10 +115,10 @@ __device__ __forceinline__ void for_each_in_quads(const SlimxPiece& p, const Cut
   wait_for_stage();
 
 #pragma unroll 1
-  for (int j = 0; j * kThreads < count; ++j, to.step()) {  // all lanes go round as often: they share amax
+  for (int j = 0; j * kThreads < count; ++j, to.step()) {  // all lanes iterate equally often, because they share amax
     const bool mine = int(threadIdx.x) + j * kThreads < count;
     const Vector<kItem> x = mine ? staged_vector<kItem>(shared, j) : Vector<kItem>{};
-    const uint32_t most = quad_max(join_halves<kItem>(largest_of(x, 0)));  // rows have whole blocks
+    const uint32_t most = quad_max(join_halves<kItem>(largest_of(x, 0)));  // a row consists of whole blocks
     if (mine) write(to.row(), to.col(), x, most);
   }
 }
@@ -169,7 +170,7 @@ __device__ __forceinline__ void quantize_by_warp(const SlimxPiece& p, const Cut&
   found.nonfinite |= poisoned;
 #pragma unroll 1
   for (int64_t k = lane; k < count; k += kWarp) {
-    const float x = as_float<kItem>(load(k));  // all its bits, the sign too
+    const float x = as_float<kItem>(load(k));  // with all bits, including the sign
     const uint8_t code = poisoned ? SLIMX_NAN_E4M3 : slimx_quantize(x, scale);
     const int64_t row = row0 + int64_t(uint64_t(k) / cols), col = col0 + int64_t(uint64_t(k) % cols);
     bucket[p.dst + row * p.dst_ld + col] = code;

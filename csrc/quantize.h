@@ -1,7 +1,7 @@
-// quantize.h: tiles of block-quantized tensors, both ways.
+// quantize.h: tiles of block-quantized tensors: quantizing and dequantizing.
 //
 // A band is a row of blocks. Quantizing reads a band twice, the second time from the cache: first for the largest
-// magnitude of each block, then for the codes. All loops run along whole rows, across blocks, as memory does.
+// magnitude of each block, then for the codes. All loops run along whole rows, across blocks, in the order of memory.
 #pragma once
 
 #include "int4.h"
@@ -9,7 +9,7 @@
 
 namespace slimx {
 
-// How many columns of a row from c on, up to `stop`, belong to one block.
+// Returns the number of columns of a row, from c on and before `stop`, that belong to the block of column c.
 SLIMX_INLINE int64_t columns_of_block(int64_t c, int64_t stop, int64_t block_cols) {
   return std::min(stop, (c / block_cols + 1) * block_cols) - c;
 }
@@ -17,24 +17,24 @@ SLIMX_INLINE int64_t columns_of_block(int64_t c, int64_t stop, int64_t block_col
 // T: the type of a source element. Scale: uint32_t (fp32, as bits) for FP8, uint8_t (E8M0) for MXFP8.
 template <class T, class Scale>
 struct Band {
-  alignas(64) T most[kChunk];  // of each column
+  alignas(64) T most[kChunk];  // largest magnitude of each column
   alignas(64) uint8_t codes[kChunk];
-  uint32_t amax[kBlocks];  // of each block, as bits
+  uint32_t amax[kBlocks];  // largest magnitude of each block, as bits
   SlimxScale scales[kBlocks];
   Scale written[kBlocks];
   Corrections corrections[kBlocks];
 };
 
-// The elements of a block that pay for a table of corrections.
+// Minimum number of elements of a block for which a table of corrections saves time.
 constexpr int64_t kCorrectable = 4096;
 
-// Asks for the row that is read two rows later: the processor's own prefetch starts anew on every row.
+// Prefetches the row that is read two rows later, because the processor's own prefetch starts anew on every row.
 SLIMX_INLINE void prefetch_row(const SlimxPiece& p, int64_t r, int64_t offset, int64_t bytes) {
   const uint8_t* later = source_row(p, r + 2) + offset;
   for (int64_t k = 0; k < bytes; k += 64) __builtin_prefetch(later + k, 0, 2);
 }
 
-// band.amax of rows [start, stop).
+// Computes band.amax of rows [start, stop).
 template <class T, class Scale>
 SLIMX_INLINE void find_amax(const SlimxPiece& p, int64_t start, int64_t stop, Band<T, Scale>& band) {
   std::fill_n(band.amax, (p.cols + p.block_cols - 1) / p.block_cols, 0u);
@@ -84,7 +84,7 @@ SLIMX_INLINE void encode_run(const T* x, int64_t n, float inverse, const Correct
   Isa::encode(x, n, inverse, codes);
 }
 
-// Rows [start, stop) of codes. A block that is not finite is NaN throughout.
+// Computes the codes of rows [start, stop). A block that contains a value that is not finite becomes NaN as a whole.
 template <class Isa, class T, class Scale>
 SLIMX_INLINE uint64_t write_codes(const SlimxPiece& p, uint8_t* bucket, int64_t start, int64_t stop,
                                   Band<T, Scale>& band) {
@@ -137,7 +137,7 @@ SLIMX_INLINE Share quantize_tile(const SlimxPiece& p, uint8_t* bucket, const flo
   return share;
 }
 
-// T: the type of a source element. A tile has no more than kBlocks groups in a row.
+// T: type of a source element. A tile has at most kBlocks groups in a row.
 template <class Isa, class T>
 SLIMX_INLINE Share quantize_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) uint8_t codes[kBlocks * SLIMX_INT4_GROUP / 2];
@@ -158,7 +158,7 @@ SLIMX_INLINE Share quantize_int4_tile(const SlimxPiece& p, uint8_t* bucket) {
   return share;
 }
 
-// T: the type of a destination element.
+// T: type of a destination element.
 template <class Isa, class T>
 SLIMX_INLINE Share dequantize_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) T out[kChunk];

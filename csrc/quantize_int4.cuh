@@ -1,4 +1,4 @@
-// quantize_int4.cuh: tiles of SLIMX_QUANTIZE_INT4: a bf16 scale for each group of 32 columns, and codes, two in a byte.
+// quantize_int4.cuh: tiles of SLIMX_QUANTIZE_INT4: a bf16 scale per group of 32 columns, and two codes per byte.
 #pragma once
 
 #include "int4.h"
@@ -12,13 +12,13 @@ __device__ __forceinline__ void write_scale_bf16(const SlimxPiece& p, int64_t ro
   found.scales += part_share(scale, p.scale_pos + row * p.scale_pos_ld + 2 * group);
 }
 
-// `bits`: of an element of kItem bytes.
+// `bits`: those of an element of kItem bytes.
 template <int kItem>
 __device__ __forceinline__ uint16_t int4_element(uint32_t bits) {
   return kItem == 2 ? uint16_t(bits) : slimx_int4_element(bits);
 }
 
-// `most`: the bits of the largest magnitude among a group's elements, which is also the largest once they are bf16.
+// `most`: bits of the largest magnitude in a group; the same element is also the largest after rounding to bf16.
 template <int kItem>
 __device__ __forceinline__ uint16_t int4_scale(uint32_t most) {
   return slimx_int4_scale(int4_element<kItem>(most) & 0x7FFFu);
@@ -28,13 +28,13 @@ __device__ __forceinline__ uint32_t int4_code(uint16_t x, uint16_t scale) {
   return scale == SLIMX_NAN_BF16 ? SLIMX_INT4_ZERO : slimx_int4_code(x, slimx_from_bf16(scale));
 }
 
-// Element k of a vector, as bits.
+// Returns element k of a vector, as bits.
 template <int kItem>
 __device__ __forceinline__ uint32_t bits_of(const Vector<kItem>& v, int k) {
   return kItem == 4 ? v.words[k] : v.words[k / 2] >> (16 * (k % 2)) & 0xFFFFu;
 }
 
-// Four neighbouring lanes share a group, and each writes a word of codes.
+// Quantizes groups of four neighbouring lanes each; every lane writes a word of codes.
 template <int kItem>
 __device__ __forceinline__ void quantize_int4_vectors(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                       uint8_t* shared, uint8_t* bucket, Found& found) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void quantize_int4_vectors(const SlimxPiece& p, const
   for_each_in_quads<kItem>(p, cut, first, count, shared, write);
 }
 
-// A group at any address: one warp, an element for each lane. Lanes of even number write what two have found.
+// Quantizes a group at any address with one warp, one element per lane. Even lanes write the byte of two lanes.
 template <int kItem>
 __device__ __forceinline__ void quantize_int4_by_warp(const SlimxPiece& p, const Cut& cut, int64_t block,
                                                       uint8_t* bucket, Found& found) {

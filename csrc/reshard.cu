@@ -1,5 +1,5 @@
-// reshard.cu: the C interface of the CUDA library. It shares the record, the numerics and the checksum with the CPU
-// library (reshard.h, numerics.h): the same pieces give the same bucket, sums and flags, to the last bit.
+// reshard.cu: C interface of the CUDA library. It shares the record, the numerics and the checksum with the CPU library
+// (reshard.h, numerics.h), so the same pieces give the same bucket, sums and flags, bit for bit.
 #include <algorithm>
 
 #include "interface.cuh"
@@ -42,7 +42,7 @@ int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int bl
   if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
     return error;
   const Reshard run = kernel_of(launch->kernel);
-  const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;  // 48 KiB unless raised
+  const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;  // 48 KiB by default
   if (const cudaError_t error = cudaFuncSetAttribute(run, limit, shared_bytes(2 * kUnits))) return error;
   int fit = 0;
   if (const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, run, kThreads, launch->shared))

@@ -1,4 +1,5 @@
-// reshard_cpu.cpp: the reshard kernels on the CPU: cut the pieces into tiles, one tile per thread at a time.
+// reshard_cpu.cpp: the packing kernels on the CPU: divides pieces into tiles and processes one tile per thread at a
+// time.
 #include <omp.h>
 
 #include <algorithm>
@@ -19,12 +20,13 @@ static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/ke
 
 namespace {
 
-// Tiles taken at once: a plan of many small pieces would otherwise spend its time on the shared counter.
+// Number of tiles that a thread takes at once; otherwise a plan of many small pieces would spend its time on the shared
+// counter.
 constexpr int kBatch = 4;
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
-// Brings the elements of a transposed tile into `buffer`, in row order; returns the same tile there.
+// Copies the elements of a transposed tile to `buffer`, in row order; returns the tile as a piece there.
 SLIMX_INLINE SlimxPiece in_row_order(SlimxPiece p, uint8_t* buffer) {
   const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src);
   for (int64_t c = 0; c < p.cols; ++c)
@@ -72,7 +74,7 @@ SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_s
   }
 }
 
-// Everything above becomes part of these three, each for its instruction set.
+// Everything above is inlined into these three functions, one per instruction set.
 using Run = Share (*)(const SlimxPiece&, uint8_t*, const float*, uint8_t*);
 
 template <bool kCopy>
@@ -93,7 +95,7 @@ SLIMX_TARGET_AVX512 Share run_avx512(const SlimxPiece& p, uint8_t* bucket, const
 }
 #endif
 
-// The function to run, or nullptr where the processor lacks the instruction set.
+// Returns the function for `isa`; nullptr if the processor lacks the instruction set.
 template <bool kCopy>
 Run run_for(SlimxIsa isa) {
   if (!slimx_has_isa(isa)) return nullptr;
@@ -136,7 +138,7 @@ SlimxStatus run(const SlimxPiece* pieces, int64_t n, const Output& out, const fl
   if (!run_one) return SLIMX_NO_SUCH_ISA;
   std::vector<SlimxPiece> tiles;
   std::vector<uint8_t> buffers;
-  int64_t buffer = 0;  // bytes for one thread
+  int64_t buffer = 0;  // bytes of one thread's buffer
   int team = 1;
   try {
     for (int64_t k = 0; k < n; ++k) {
@@ -153,7 +155,7 @@ SlimxStatus run(const SlimxPiece* pieces, int64_t n, const Output& out, const fl
   }
 #pragma omp parallel num_threads(team)
   {
-    const IeeeArithmetic arithmetic;  // which csrc/numerics.h promises
+    const IeeeArithmetic arithmetic;  // numerics.h relies on this mode
     uint8_t* mine = buffers.data() + omp_get_thread_num() * buffer;
 #pragma omp for schedule(dynamic, kBatch)
     for (size_t t = 0; t < tiles.size(); ++t) {

@@ -1,18 +1,19 @@
-// tile.h: what becomes of one tile, for each op. A tile is a piece small enough for one thread's cache.
+// tile.h: processes one tile, for each op. A tile is a piece small enough for one thread's cache.
 //
-// What an op computes goes to a short buffer in the cache, and from there by `put` to the bucket and into the checksum.
+// The result of an op is written to a short buffer in the cache, from which `put` copies it to the bucket and adds it
+// to the checksum.
 #pragma once
 
 #include "isa.h"
 
 namespace slimx {
 
-// Elements of a row that are converted at a time. A tile of several blocks in a row has no more than these columns.
+// Number of elements of a row that are converted at a time, and maximum columns of a tile with several blocks in a row.
 constexpr int64_t kChunk = 2048;
-// Blocks in a row of a tile, at most.
+// Maximum number of blocks in a row of a tile.
 constexpr int64_t kBlocks = 64;
 
-// What a tile adds to its tensors.
+// Contribution of a tile to the checksums and flags of its tensors.
 struct Share {
   uint64_t values = 0, scales = 0;  // checksums
   bool nonfinite = false;
@@ -24,7 +25,7 @@ SLIMX_INLINE const uint8_t* source_row(const SlimxPiece& p, int64_t r) {
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
-// kElement: bytes of an element, to check that all are finite; 0 not to.
+// kElement: bytes of an element, to check that all are finite; 0 for no check.
 template <class Isa, bool kCopy, int kElement>
 SLIMX_INLINE Share copy_tile(const SlimxPiece& p, uint8_t* bucket) {
   const int64_t row_bytes = p.cols * p.item, rows_ahead = (kAhead + row_bytes - 1) / row_bytes;
@@ -37,7 +38,7 @@ SLIMX_INLINE Share copy_tile(const SlimxPiece& p, uint8_t* bucket) {
   return {all.sum, 0, kElement && all.most >= (kElement == 2 ? SLIMX_INF_BF16 : SLIMX_INF_FP32)};
 }
 
-// bf16 <-> fp32.
+// Converts bf16 to fp32 or fp32 to bf16.
 template <class Isa, class From, class To>
 SLIMX_INLINE Share convert_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) To out[kChunk];

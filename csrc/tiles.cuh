@@ -1,5 +1,5 @@
-// tiles.cuh: how a piece is cut into the tiles that thread blocks take one by one. Both sides compute it from the
-// record alone: the host to count tiles, a thread block to know what its tile is.
+// tiles.cuh: divides a piece into the tiles that thread blocks process one by one. Host and GPU both compute this from
+// the record alone: the host to count tiles, a thread block to locate its tile.
 #pragma once
 
 #include <stdint.h>
@@ -8,20 +8,20 @@
 
 namespace slimx {
 
-constexpr int kThreads = 256;  // in a thread block
+constexpr int kThreads = 256;  // threads in a thread block
 constexpr int kWarp = 32;
-constexpr int kUnits = 8;   // of a row-major tile, for each thread
-constexpr int kVector = 8;  // elements of a unit, where memory is aligned for that
+constexpr int kUnits = 8;   // units of a row-major tile per thread
+constexpr int kVector = 8;  // elements of a unit, if memory is aligned for that
 constexpr int kTileUnits = kUnits * kThreads;
 constexpr int kEdge = 128;   // longest side of a quantization block that a thread block holds in its stage
-constexpr int kMxCols = 32;  // of an MXFP8 block, or an INT4 group, that the vector path takes
+constexpr int kMxCols = 32;  // columns of an MXFP8 block or INT4 group on the vector path
 
 enum class Kernel : int32_t { kPack, kChecksum };
 
-// What a thread block does with a tile.
+// Code path by which a thread block processes a tile.
 enum class Path : uint8_t {
-  kCopy16,        // units of 16, 4, 2 or 1 bytes: the most that every address and row length allows; elements whose
-                  // sources lie apart (a transposed source) are units of 4 or 2
+  kCopy16,        // units of 16, 4, 2 or 1 bytes: the largest that all addresses and row lengths allow; transposed
+                  // elements are units of 4 or 2 bytes
   kCopy4,         //
   kCopy2,         //
   kCopy1,         //
@@ -32,8 +32,8 @@ enum class Path : uint8_t {
   kBlocksByWarp,  // any other quantization blocks, each read twice by one warp
 };
 
-// A piece as rows x units, of which a tile takes the next `tile_units` in row-major order. On the last two paths a unit
-// is a quantization block.
+// A piece as rows x units, of which each tile takes the next `tile_units` in row-major order. On the last two paths a
+// unit is a quantization block.
 struct Cut {
   Path path;
   int32_t rows, units, tile_units;
@@ -41,14 +41,14 @@ struct Cut {
 
 SLIMX_INLINE bool aligned(uint64_t bits, uint64_t bytes) { return (bits & (bytes - 1)) == 0; }
 
-// Shared memory of a thread block: a word for each warp, twice, and the stage, where each thread has slots.
+// Shared memory of a thread block: two words per warp, and the stage, in which each thread has slots.
 constexpr int kSlot = 16;  // bytes
 constexpr int kScratch = 2 * 4 * (kThreads / kWarp);
 SLIMX_INLINE constexpr int shared_bytes(int slots) { return kScratch + slots * kSlot * kThreads; }
 
 SLIMX_INLINE int32_t ceil_div(int64_t a, int64_t b) { return int32_t((a + b - 1) / b); }
 
-// A row length matters to alignment only where there is a second row.
+// Returns the row length, or 0 for a single row, whose length does not matter to alignment.
 SLIMX_INLINE uint64_t apart(const SlimxPiece& p, int64_t ld) { return p.rows > 1 ? uint64_t(ld) : 0; }
 
 SLIMX_INLINE Cut cut_apart(const SlimxPiece& p, bool to_bucket) {
@@ -77,14 +77,15 @@ SLIMX_INLINE Cut cut_copy(const SlimxPiece& p, bool to_bucket) {
   return cut(Path::kCopy1, 1);
 }
 
-// Whether units of kVector elements can be read and written whole, and lie on words of the destination tensor.
+// Returns true if units of kVector elements can be read and written whole, and start at words of the destination
+// tensor.
 SLIMX_INLINE bool vectors_fit(const SlimxPiece& p) {
   const uint64_t read = p.item == 1 ? 8 : 16, written = p.out == 1 ? 8 : 16;
   return p.src_step == p.item && aligned(uint64_t(p.cols), kVector) && aligned(p.src | apart(p, p.src_ld), read) &&
          aligned(p.dst | apart(p, p.dst_ld), written) && aligned(p.pos | apart(p, p.pos_ld), 4);
 }
 
-// Units of fp32, which are of 32 bytes, are half as many: they take two slots.
+// A tile has half as many units of fp32, which have 32 bytes and take two slots.
 SLIMX_INLINE Cut cut_vectors(const SlimxPiece& p) {
   return {Path::kVectors, int32_t(p.rows), int32_t(p.cols / kVector), p.item == 4 ? kTileUnits / 2 : kTileUnits};
 }
@@ -104,7 +105,7 @@ SLIMX_INLINE Cut cut_quantized(const SlimxPiece& p) {
   return {Path::kBlocksByWarp, rows, cols, kThreads / kWarp};
 }
 
-// `p` is not empty. Its rows, and the bytes of a row on both sides, are fewer than 2^31.
+// `p` must not be empty. The number of its rows, and the bytes of a row in source and destination, must be below 2^31.
 SLIMX_INLINE Cut cut_of(const SlimxPiece& p, Kernel kernel) {
   if (kernel == Kernel::kChecksum) return cut_copy(p, false);
   switch (p.op) {
@@ -125,7 +126,8 @@ SLIMX_INLINE Cut cut_of(const SlimxPiece& p, Kernel kernel) {
 
 // ---- on the host ----------------------------------------------------------------------------------------------------
 
-// first[k] = tiles before piece k, for k = 0 .. n. `slots`: of the stage, that each thread needs.
+// first[k] = number of tiles before piece k, for k = 0 .. n. `slots`: number of slots of the stage that each thread
+// needs.
 inline void count_tiles(const SlimxPiece* pieces, int64_t n, Kernel kernel, int64_t* first, int* slots) {
   first[0] = 0;
   *slots = kUnits;

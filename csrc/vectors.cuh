@@ -1,14 +1,15 @@
-// vectors.cuh: what all tiles are made of: a thread's way through a tile, its slots of shared memory, vectors of
-// elements in registers, and what is found on the way: checksums and magnitudes.
+// vectors.cuh: the building blocks of all tiles: a thread's iteration over a tile, its slots of shared memory, vectors
+// of elements in registers, and the checksums and magnitudes that it computes.
 #pragma once
 
 #include "device.cuh"
 
 namespace slimx {
 
-// ---- the way through a tile -----------------------------------------------------------------------------------------
+// ---- iteration over a tile ------------------------------------------------------------------------------------------
 
-// Every kThreads-th unit of a piece of `units` units a row, in row-major order. A division starts it; steps need none.
+// Iterates over every kThreads-th unit of a piece with `units` units per row, in row-major order. Only the start
+// divides.
 class Walk {
  public:
   __device__ Walk(uint64_t first, int32_t units)
@@ -35,16 +36,16 @@ class Walk {
   int32_t row_, col_, row_step_, col_step_, units_;
 };
 
-// A thread's own slots of the stage, in shared memory, kThreads apart. On every path a thread reads
-// and writes its own alone, so that a tile begins without waiting for the other threads to end the one before.
+// Returns a thread's slot j of the stage, in shared memory; its slots are kThreads apart. On every path a thread
+// accesses only its own slots, so a tile can begin before other threads have finished the previous one.
 template <class Unit>
 __device__ __forceinline__ Unit* slot(uint8_t* stage, int j) {
   return reinterpret_cast<Unit*>(stage + kSlot * (int(threadIdx.x) + j * kThreads));
 }
 
-// ---- what a thread has found ----------------------------------------------------------------------------------------
+// ---- results of a thread --------------------------------------------------------------------------------------------
 
-// A thread's sums for one tensor, kept over tiles as long as they belong to it.
+// A thread's sums for one tensor, kept from tile to tile as long as these belong to the same tensor.
 struct Found {
   int32_t tensor = -1, scale_tensor = -1;
   uint64_t values = 0, scales = 0;
@@ -55,14 +56,14 @@ __device__ __forceinline__ uint64_t word_share(uint32_t word, uint64_t pos) {
   return uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2));
 }
 
-// Of a value of fewer bytes, within the word that holds `pos`.
+// The same for a value of fewer than four bytes, within the word that contains `pos`.
 __device__ __forceinline__ uint64_t part_share(uint32_t part, uint64_t pos) {
   return word_share(part << (8 * (pos & 3)), pos);
 }
 
 // ---- magnitudes: the largest element as an unsigned number ----------------------------------------------------------
 
-// bf16 elements are kept in two halves until all have been seen.
+// The largest magnitudes of bf16 elements are kept in two halves until all elements were processed.
 template <int kItem>
 __device__ __forceinline__ uint32_t larger(uint32_t most, uint32_t word) {
   return kItem == 2 ? max_halves(most, word & 0x7FFF7FFFu) : max(most, word & 0x7FFFFFFFu);
@@ -91,7 +92,7 @@ struct Vector {
   uint32_t words[kWords];
 };
 
-// Unit j of a thread: one slot, or two for fp32.
+// Stages unit j of a thread, in one slot, or in two for fp32.
 template <int kItem>
 __device__ __forceinline__ void stage_vector(uint8_t* to, int j, const uint8_t* from) {
   if constexpr (kItem == 1) stage(slot<uint2>(to, j), reinterpret_cast<const uint2*>(from));
@@ -142,7 +143,7 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<kItem>& v, uint32_t 
   return most;
 }
 
-// Element k of bf16 or fp32.
+// Returns element k of a vector of bf16 or fp32.
 template <int kItem>
 __device__ __forceinline__ float element(const Vector<kItem>& v, int k) {
   if (kItem == 4) return slimx_float(v.words[k]);

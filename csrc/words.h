@@ -1,10 +1,10 @@
-// words.h: the inner loop of the CPU kernels: copy a run of words and return their share of the checksum.
+// words.h: the inner loop of the CPU kernels: copies a run of words and returns its contribution to the checksum.
 //
-// Each function copies `words` 4-byte words from src to dst (kCopy) and returns the sum of w_i * B_i, where the first
-// word has index `first` in its tensor, and the largest magnitude of an element (kElement bytes: 2 for bf16, 4 for
-// fp32, 0 for none), as bits. Any byte alignment. All do the same integer arithmetic: they agree to the last bit. The
-// vector loops are written out because GCC 12 finds no 32 x 32 -> 64 bit multiply in the scalar one: compiled for the
-// same processor it ran at a third to a half of their speed.
+// Each function copies `words` 4-byte words from src to dst (if kCopy) and returns the sum of w_i * B_i, where the
+// first word has index `first` in its tensor, and the largest magnitude of an element (kElement bytes: 2 for bf16, 4
+// for fp32, 0 for none), as bits. Any byte alignment is allowed. All functions do the same integer arithmetic, so they
+// give the same bits. The vector loops are explicit because GCC 12 does not find a 32 x 32 -> 64 bit multiply in the
+// scalar one: compiled for the same processor, that ran at a third to a half of their speed.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +19,9 @@
 
 namespace slimx {
 
-// How far ahead the vector loops ask for their source, in bytes of the order in which it is read: the processor's own
-// prefetch starts anew on every page and on every row of a strided source. A prefetch never faults, so it may point
-// past the end.
+// Distance of prefetches in the vector loops, in bytes in the order of reading. The processor's own prefetch starts
+// anew on every page and on every row of a strided source. A prefetch never faults, so it may refer to addresses past
+// the end.
 constexpr int64_t kAhead = 4096;
 
 struct Summed {
@@ -34,10 +34,10 @@ struct Summed {
   }
 };
 
-// `dst` is nullptr without kCopy. `ahead`: bytes from a source byte to the one that will be read kAhead bytes later.
+// `dst`: nullptr without kCopy. `ahead`: distance from a source byte to the one that is read kAhead bytes later.
 using Words = Summed (*)(const uint8_t* src, uint8_t* dst, int64_t words, uint32_t first, int64_t ahead);
 
-// The largest magnitude among a word's elements.
+// Returns the largest magnitude among a word's elements.
 template <int kElement>
 inline uint32_t most_of_word(uint32_t word) {
   if (kElement == 2) return std::max(word & 0x7FFFu, word >> 16 & 0x7FFFu);
@@ -62,15 +62,16 @@ Summed words_scalar(const uint8_t* __restrict src, uint8_t* __restrict dst, int6
 
 #if defined(__x86_64__)
 
-// The words to copy before `dst` reaches a cache line, from where stores go past the cache; -1 where no word can start
-// one. A bucket is larger than any cache, and a line written whole need not be read first. With the prefetch, on a Xeon
-// and 256 MiB: 1.5 times as fast as plain stores in one run, about twice where rows are short.
+// Returns the number of words to copy before `dst` reaches a cache line, from which on stores bypass the cache; -1 if
+// no word starts at a line. A bucket is larger than any cache, and a line that is written whole need not be read first.
+// With prefetching, on a Xeon and for 256 MiB, this was 1.5 times as fast as plain stores for one run, and about twice
+// for short rows.
 inline int64_t words_to_line(const uint8_t* dst, int64_t words) {
   const int64_t bytes = -reinterpret_cast<int64_t>(dst) & 63;
   return bytes % 4 ? -1 : std::min(bytes / 4, words);
 }
 
-// Such stores are not ordered with others: to be called before a tile counts as done.
+// Orders streaming stores before later ones; must be called before a tile is reported as done.
 inline void finish_stores() { _mm_sfence(); }
 
 template <bool kCopy, int kElement>
@@ -103,7 +104,7 @@ SLIMX_TARGET_AVX512 Summed words_avx512(const uint8_t* src, uint8_t* dst, int64_
     odd = _mm512_add_epi64(odd, _mm512_mul_epu32(_mm512_srli_epi64(w, 32), _mm512_srli_epi64(b, 32)));
     x = _mm512_add_epi32(x, step);
   }
-  uint64_t lanes[8];  // _mm512_reduce_add_epi64 adds as signed numbers, whose overflow is undefined
+  uint64_t lanes[8];  // because _mm512_reduce_add_epi64 adds signed numbers, whose overflow is undefined
   uint32_t magnitudes[16];
   _mm512_storeu_si512(lanes, _mm512_add_epi64(even, odd));
   _mm512_storeu_si512(magnitudes, most);
@@ -127,7 +128,7 @@ SLIMX_TARGET_AVX2 Summed words_avx2(const uint8_t* src, uint8_t* dst, int64_t wo
   __m256i even = _mm256_setzero_si256(), odd = even, most = even;
   while (k + 16 <= words) {
     _mm_prefetch(reinterpret_cast<const char*>(src + 4 * k + ahead), _MM_HINT_T1);
-    for (int half = 0; half < 2; ++half, k += 8) {  // a cache line is streamed whole
+    for (int half = 0; half < 2; ++half, k += 8) {  // streams a whole cache line
       const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 4 * k));
       if (kCopy && stream)
         _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + 4 * k), w);
