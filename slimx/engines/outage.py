@@ -104,7 +104,7 @@ class Outages:
 
 
 class RemoteOutage:
-    """An outage as seen from another event loop than the one that it belongs to, by polling."""
+    """An outage as seen, by polling, from an event loop other than its own."""
 
     def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
         """Wraps `outage`. `hopeless`: returns True if no engine can serve again, in which case callers do not wait."""
@@ -120,7 +120,7 @@ class RemoteOutage:
 
 
 AnyOutage = Outage | RemoteOutage
-"""An outage, in the own or another event loop, as a request sees it that waits for engines."""
+"""An outage as seen by a request that waits for engines, in the outage's own event loop or in another one."""
 
 
 class EnginesTurn:

@@ -32,8 +32,8 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Layout of a family's engine table on the ranks of one engine. Raises SlimxError for sizes that do not fit the
-    model."""
+    """Distribution of the tensors of a family's engine table over the ranks of one engine. Raises SlimxError for sizes
+    that do not fit the model."""
 
     table: Table
     sizes: EngineSizes

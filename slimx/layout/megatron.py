@@ -15,7 +15,8 @@ from slimx.layout.table import Entry, Row, Stage, Table
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """Layout of a family's weight table on the trainer ranks. Raises SlimxError for sizes that do not fit the model."""
+    """Distribution of the tensors of a family's weight table over trainer ranks. Raises SlimxError for sizes that do
+    not fit the model."""
 
     table: Table
     sizes: Sizes

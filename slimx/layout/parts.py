@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     @property
     def matrix(self) -> Shape:
-        """Shape of the matrix as which `rects` address the tensor."""
+        """Rows and columns of the tensor as the matrix to which `rects` refer."""
         return (math.prod(self.shape), 1) if self.column else matrix(self.shape)
 
 

@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Parallel sizes of the trainer, with the names of section `trainer` of the configuration.
+    """Parallel sizes of the trainer, set in section `trainer` of the configuration.
 
     `data`: number of data-parallel ranks. `expert_tensor`: tensor-parallel size of experts. `context`: context-parallel
     size."""

@@ -2,9 +2,9 @@
 
     Source --gather--> Delivery --bring--> Recipient (one per engine; `Members` lists them)
 
-The publisher calls all four. Among themselves only a delivery calls another participant: it moves a bucket to an engine
-and calls its recipient to stage it. A *verb* is a method of `Receiver`, such as `stage`; a recipient forwards it by
-name to the process that performs it."""
+The publisher calls all four. Only the delivery calls another of them: it moves a bucket to an engine and makes the
+engine's recipient stage it. A *verb* is a method of `Receiver`, such as `stage`; a recipient forwards it by name to the
+process that performs it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Publisher:
         self.rule = rule
         self.vacate = vacate
         self.checked: dict[str, int] = {}
-        """Engine -> its incarnation when its tensors were compared with the source's; a new one is compared again."""
+        """Engine -> its incarnation when its tensors were compared with the source's; repeated after a restart."""
         self._current: int | None = None
         """Version that is being published; None between publications."""
 
@@ -152,7 +152,7 @@ class _Attempt:
     # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
-        """Compares every tensor's name, shape and dtype with the lists of engines that were not checked since start."""
+        """Compares all names, shapes and dtypes with those of engines that were not checked since they started."""
         with self._timed("check"):
             sent = await self._by_deadline("check", self.source.forms())
         checked = self.publisher.checked

@@ -20,7 +20,7 @@ from slimx.runtime.tasks import race
 
 
 class Standing(StrEnum):
-    """Role of an engine in the run, which decides whether it gets requests and publications.
+    """Standing of an engine in the run, which decides whether it gets requests and publications.
 
     The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 

@@ -145,8 +145,7 @@ class Membership:
         await asyncio.shield(removal)
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
-        """Kills the server of a lost engine after its `removal` from the router, and restarts it as often as "
-        "allowed."""
+        """Kills a lost engine's server after its `removal` from the router, and restarts it as often as allowed."""
         async with self.turn.ending():
             await removal
             await self.before_ending(error)

@@ -1,8 +1,8 @@
 """Keeps the router in front of the engines running.
 
 A router that ends or does not respond is restarted at the same address, and the engines that serve are registered
-again, which is its whole state. Clients repeat requests that were lost with it, and requests that find no router wait
-(slimx/rollout/client/sending.py)."""
+again; their list is its only state. Clients repeat requests that were lost with it, and requests that find no router
+wait (slimx/rollout/client/sending.py)."""
 
 from __future__ import annotations
 

@@ -65,19 +65,25 @@ class Keys:
             try:
                 if stat.S_IMODE(os.stat(where).st_mode) & 0o077:
                     raise SlimxError(
-                        f"--keys {where}: other users may read it; chmod 600 {where}", code="keys.mode", about=where
+                        f"--keys {where}: other users may read it: run `chmod 600 {where}`",
+                        code="keys.mode",
+                        about=where,
                     )
                 text = Path(where).read_text()
             except OSError as error:
                 raise SlimxError(
-                    f"--keys {where} cannot be read ({error.strerror}); name a file", code="keys.file", about=where
+                    f"--keys {where} cannot be read ({error.strerror}): pass the path of a readable file",
+                    code="keys.file",
+                    about=where,
                 ) from None
         try:
             return Keys(**json.loads(text))
         except (ValueError, TypeError):
-            # Without the cause: its message would show what was read.
+            # The cause is omitted, because its message would show the content that was read.
             raise SlimxError(
-                f'--keys {where}: give {{"api_key": "...", "admin_api_key": "..."}}', code="keys.form", about=where
+                f'--keys {where} must contain the JSON object {{"api_key": "...", "admin_api_key": "..."}}',
+                code="keys.form",
+                about=where,
             ) from None
 
 
@@ -95,7 +101,7 @@ def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | 
     key = variables.get(name)
     if not key:
         raise SlimxError(
-            f"{where} names the environment variable {name}, which is not set; export it where the run is started",
+            f"{where} names the environment variable {name}, which is not set: export it where the run is started",
             code="keys.variable",
             about=name,
         )

@@ -122,7 +122,7 @@ class DevicePlan:
 
 
 class _Launch(ctypes.Structure):
-    """SlimxCudaLaunch in csrc/reshard.cu: the size of a plan's launch and the kernel that it runs."""
+    """Mirror of SlimxCudaLaunch in csrc/interface.cuh: the size of a plan's launch and the kernel that it runs."""
 
     _fields_ = [
         ("tiles", ctypes.c_int64),

@@ -18,7 +18,7 @@ class OP(IntEnum):
     "Flags" means that the op sets the tensor's bit NONFINITE if it writes an infinite or NaN value."""
 
     COPY = 0
-    """Bytes of any item size; no flags."""
+    """Copies elements of any size, byte for byte; no flags."""
     COPY_CHECKED = 1
     """Copies bf16 or fp32 elements unchanged; flags."""
     FP32_TO_BF16 = 2
@@ -137,9 +137,9 @@ def rectangle(
     tensor.
 
     `tensor`: index of the tensor in `sums`. `pos`, `pos_ld`: byte offset of the view's first element in the whole
-    tensor, and bytes per row there. `dst`, `dst_ld`: the same in the bucket; `dst_ld` defaults to `pos_ld`. `device`:
-    type of the device whose kernel reads the view, "cpu" or "cuda". The record does not keep `view` alive. Raises
-    SlimxError if `view` is on another device or its elements overlap."""
+    tensor, and bytes per row of that tensor. `dst`, `dst_ld`: the same in the bucket; `dst_ld` defaults to `pos_ld`.
+    `device`: type of the device whose kernel reads the view, "cpu" or "cuda". The record does not keep `view` alive.
+    Raises SlimxError if `view` is on another device or its elements overlap."""
     flat = view.unsqueeze(0) if view.dim() == 1 else view
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
@@ -208,7 +208,7 @@ def check_sums(pieces: np.ndarray) -> None:
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
-    """Raises SlimxError if a piece's op, element sizes, rule, block, scales and alignment do not fit together."""
+    """Raises SlimxError if a piece's op does not support its element sizes, rule, block, scales or alignment."""
     op = pieces["op"].astype(np.int64)
     rule = pieces["rule"].astype(np.int64)
     item = pieces["item"].astype(np.int64)

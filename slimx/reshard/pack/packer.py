@@ -47,7 +47,7 @@ class Packer:
     ):
         """Creates the packer of trainer rank `rank`.
 
-        `made`: tensors that are computed before packing and are read in place of parameters; computed once per part of
+        `made`: tensors that are computed before packing and are packed instead of parameters; computed once per part of
         a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory
         (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU memory through which data is
         packed into host memory."""
@@ -57,7 +57,7 @@ class Packer:
         self.portion = portion
         self._made = DerivedTensors() if made is None else made
         self.parts = plan.targets if apart else 1
-        """Number of memories that a bucket consists of."""
+        """Number of memories of a bucket: one per target with `apart`, else one."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}

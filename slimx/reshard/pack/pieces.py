@@ -21,8 +21,8 @@ region alone."""
 
 
 class BucketForm:
-    """Layout of one bucket in memory: the regions of all targets, with one array element per tensor in each
-    attribute."""
+    """Layout of one bucket in memory: the regions of all targets. Arrays such as `offset` have one element per
+    tensor."""
 
     def __init__(self, buckets: list[Bucket], *, apart: bool = False):
         """Lays out the bucket whose contents for each target are in `buckets`.

@@ -63,12 +63,12 @@ class BucketTensor(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """Elements per row of the matrix as which moves address the tensor."""
+        """Number of columns when moves address the tensor as a matrix."""
         return 1 if self.column else matrix(self.shape)[1]
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """Tensors that are sent together to one target rank. `size`: bytes from the first to the end of the last."""
+    """Tensors sent together to one target rank. `size`: bytes from the first tensor's start to the last one's end."""
 
     tensors: tuple[BucketTensor, ...]
     size: int

@@ -77,8 +77,8 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
-    """Returns first row, number and step of the checkpoint tensor's rows that are in both rectangles; None if there are
-    none."""
+    """Returns (first row, number, step) of the checkpoint tensor's rows that are in both rectangles; None if none
+    is."""
     if a.step != b.step and 1 not in (a.step, b.step):
         raise SlimxError(
             f"plan: rectangles with row steps {a.step} and {b.step} cannot be intersected: one of the steps must be 1, "
