@@ -1,4 +1,4 @@
-"""Interface of transports, which bring packed buckets from the trainers to the engines, and those for a single node.
+"""Interface of transports, which bring packed buckets from trainers to engines, and the transports for one node.
 
 Entry points of `slimx.transports`, by their name in `publish.transport`:
 
@@ -90,8 +90,8 @@ class Transport:
 
 
 def transport_of(publish: Publish) -> Transport:
-    """Returns the transport that `publish.transport` selects; for "auto", which remains in a run without engines,
-    memory."""
+    """Returns the transport that `publish.transport` selects; "memory" for "auto", which remains unresolved in a
+    run without engines."""
     name = "memory" if publish.transport == "auto" else publish.transport
     return entry_points.load("slimx.transports", name)()
 

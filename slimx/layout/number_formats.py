@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GROUP = "slimx.number_formats"
 StoredTensors = dict[str, tuple[tuple[int, ...], Collection[str]]]
-"""Name -> shape, and the dtypes that are allowed, in the notation of safetensors files."""
+"""Name of a stored tensor -> its shape, and the dtypes that it may have, as safetensors names them."""
 ModelDtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 """Dtype in which weights are sent -> bytes per element."""
@@ -37,9 +37,9 @@ class Quantization:
     rule: str
     """Rule that computes a block's scale (docs/numerics.md)."""
     block: tuple[int, int]
-    """Number of rows and of columns of a block."""
+    """(rows, columns) of a block."""
     operation: str
-    """Name of the kernels' op, a member of `slimx.reshard.kernels.record.OP`."""
+    """Name of the op by which the packing kernels quantize, a member of `slimx.reshard.kernels.record.OP`."""
     code_dtype: str
     """Dtype of the tensor of codes."""
     scale_dtype: str

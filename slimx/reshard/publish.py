@@ -87,7 +87,7 @@ class Publisher:
         trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published until the publication of {self._current} ends: wait for it",
+                f"version {version} cannot be published until that of version {self._current} has ended: wait for it",
                 code="publish.under_way",
                 about=f"version {version}",
             )

@@ -93,7 +93,7 @@ class Membership:
         self._ran = False  # True once engines of all roles have run
         self._served = False  # True once engines of all roles have served
         self._patience: asyncio.Task[None] | None = None
-        """Task that ends the run if no engine has been restarted by the outage deadline; None while all roles run."""
+        """Task that ends the run if no engine has been restarted by the outage deadline; None while each role runs."""
 
     # Members ----------------------------------------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class Membership:
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics `engines/*`: engines that serve and do not run, losses, restarts, and duration of
-        outages."""
+        """Returns the metrics `engines/*`: numbers of engines that serve, of engines that do not run, of losses and
+        restarts, and the duration of outages."""
         router_restarts = sum(not restart.error for restart in self.keeper.restarts.history)
         restarts = sum(not restart.error for restart in self.history())
         return {

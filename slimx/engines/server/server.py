@@ -60,7 +60,7 @@ class Machines(Protocol):
         ...
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process that ended did so; None while all run or do not respond."""
+        """Returns a description of how the first process to fail ended; None while all run or do not respond."""
         ...
 
     async def transport(self, method: str, messages: Sequence[object] | None = None) -> list[Any]:

@@ -175,7 +175,7 @@ def server_args(spec: EngineSpec) -> Json:
 
 
 def check_keyless(args: Json) -> None:
-    """Raises SlimxError if an argument of the user would show a key to other users of the machine, or make SGLang
+    """Raises SlimxError if an argument of the user would expose a key to other users of the machine, or make SGLang
     ignore keys."""
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         if args.get(name) is not None:

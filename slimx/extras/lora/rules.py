@@ -174,7 +174,7 @@ def served_unmerged(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Prob
 
 @rule("lora.alone_transport", "publish.transport")
 def brings_adapters(publish: Publish, device: str) -> Problems:
-    """Checks the transport; if the configuration sets auto, the one that is chosen for `device`."""
+    """Checks that the transport, or the one chosen for `device` if it is auto, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
             "publish.adapters=alone requires the transport memory, on one machine: set it to memory, or set "

@@ -104,7 +104,7 @@ class Nodes:
         return first
 
     async def ended(self, deadline_s: float) -> str | None:
-        """Returns a description of how the first process that ended did so; None while all run, or if a node does not
+        """Returns a description of how the first process to fail ended; None while all run, or if a node does not
         respond."""
         try:
             answers = await self._call("ended", deadline_s)

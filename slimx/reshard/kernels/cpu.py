@@ -120,7 +120,9 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 def triton_scales(path: Path) -> np.ndarray:
     """Returns the table of scales for the rule triton, [32640, 2] fp32, read from `path`. Raises SlimxError if the file
     is missing or is not that table."""
-    remedy = "copy the triton_scales.npy that `make gpu` writes on a machine with a GPU to it, or use the rule ieee"
+    remedy = (
+        "put the triton_scales.npy that `make gpu` writes on a machine with a GPU at this path, or use the rule ieee"
+    )
     if not path.exists():
         raise SlimxError(
             f"{path}, the table of scales that the quantization rule triton needs, does not exist: {remedy}",
@@ -209,7 +211,7 @@ def threads_of(threads: int | None) -> int:
     """Returns `threads`, or torch's number of threads if it is None. Raises SlimxError if it is less than 1."""
     if threads is not None and threads < 1:
         raise SlimxError(
-            f"threads is {threads}, but must be at least 1: pass a larger number, or None for torch's",
+            f"threads is {threads}, but must be at least 1: pass a larger number, or None for torch's number",
             code="kernel.threads",
             about=str(threads),
         )

@@ -235,7 +235,11 @@ def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
         ("kernel.blocks", no_blocks, "has a block shape that its op does not support"),
         ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "has an MXFP8 block shape other than 1 x 32"),
         ("kernel.int4_blocks", int4 & ((high != 1) | (wide != 32)), "has an INT4 block shape other than 1 x 32"),
-        ("kernel.int4_groups", int4 & (pieces["cols"] % 32 != 0), "is INT4, but its columns are no multiple of 32"),
+        (
+            "kernel.int4_groups",
+            int4 & (pieces["cols"] % 32 != 0),
+            "is INT4 with a number of columns not divisible by 32",
+        ),
         ("kernel.scale_sum", no_sum, f"has a scale tensor outside the {len(sums)} sums, or one its op does not write"),
         ("kernel.triton_item", triton_fp32, "quantizes fp32 by the rule triton, which is defined only for bf16"),
         ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),

@@ -255,7 +255,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.sources:
                 raise SlimxError(
-                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has: correct its table",
+                    f"plan: {part.name} needs checkpoint tensor {name}, which no trainer rank has: correct the table",
                     code="plan.unheld",
                     about=name,
                 )

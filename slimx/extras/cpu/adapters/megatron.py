@@ -207,8 +207,8 @@ def _yarn_device() -> None:
 
 
 def _token_dispatcher() -> None:
-    """Keeps split sizes as lists, which gloo's all_to_all_single requires; the token dispatcher's helper then leaves
-    CPU tensors unchanged."""
+    """Replaces the token dispatcher's helper that moves split sizes to the host, because it leaves CPU tensors
+    unchanged, but gloo's all_to_all_single requires lists."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

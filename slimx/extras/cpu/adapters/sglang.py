@@ -158,8 +158,8 @@ GAPS = (
 
 
 def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, because the replaced function would install Triton kernels for deterministic mode, which exist only
-    for CUDA and XPU."""
+    """Does nothing in place of SGLang's function, which would install Triton kernels for deterministic mode that exist
+    only for CUDA and XPU."""
 
 
 def moe_without_absent_experts(
@@ -185,8 +185,8 @@ def moe_without_absent_experts(
 def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
     """Multiplies the output of Ling-2's routed experts by the model's scaling factor; hidden: [tokens, hidden].
 
-    Ling-2 leaves this to the kernels, but SGLang's native CPU path ignores the factor. Other families multiply
-    themselves."""
+    Ling-2 leaves this to the kernels, but SGLang's native CPU path ignores the factor. Other families apply it
+    in the model."""
     return original(block, hidden, batch) * block.routed_scaling_factor
 
 

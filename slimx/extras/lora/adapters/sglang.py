@@ -23,7 +23,7 @@ PREPARE = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
 
 
 class Unpinned(TorchFunctionMode):
-    """Context in which torch leaves memory unpinned that code asks it to pin for copies to a GPU."""
+    """Context in which torch ignores requests to pin memory for copies to a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
