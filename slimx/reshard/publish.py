@@ -344,7 +344,7 @@ class _Attempt:
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
             step = steps.pop()
             raise NoReceiverLeft(
-                f"all engines refused {version} in step {step}: {reasons}", code="publish.refused", about=step
+                f"every engine refused {version} in step {step}: {reasons}", code="publish.refused", about=step
             )
         raise NoReceiverLeft(f"no engine received {version}: {reasons}", code="publish.lost", about=version)
 

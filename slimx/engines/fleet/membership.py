@@ -126,7 +126,7 @@ class Membership:
                 self.restarts[engine.name].serves()
                 self.changed()
         if engine.standing is not Standing.MEMBER:
-            message = f"engine {engine.name} was lost before the router could send requests to it"
+            message = f"engine {engine.name} was lost before it could serve"
             raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:

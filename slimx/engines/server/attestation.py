@@ -53,7 +53,7 @@ async def _attest(wire: ControlClient, name: str) -> list[Json]:
         if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"the slimx plugin of {wire.who} at {wire.url} does not respond ({error}): start the server with "
+            f"{wire.who} at {wire.url} does not attest the slimx plugin ({error}): start the server with "
             "`python -m slimx.engines.server.launch` in an environment where slimx is installed",
             code="engine.unattested",
             about=name,

@@ -109,7 +109,7 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
     if len(bad):
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
-            f"{first} contains a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
+            f"{first} has a value that is infinite, NaN or too large for bf16 ({len(bad)} such tensors in this "
             "bucket), so these weights cannot be published: check the last optimizer steps",
             code="kernel.nonfinite",
             about=first,

@@ -212,7 +212,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     bad = np.flatnonzero(flag_bits & NONFINITE)
     if len(bad):
         raise SlimxError(
-            f"{plan.names[bad[0]]} in bucket {plan.bucket} contains a value that is infinite, NaN or too large for "
+            f"{plan.names[bad[0]]} in bucket {plan.bucket} has a value that is infinite, NaN or too large for "
             f"bf16 ({len(bad)} such tensors in this bucket): check the last optimizer steps",
             code="kernel.nonfinite",
             about=plan.names[bad[0]],

@@ -57,8 +57,7 @@ class DeviceMemory:
                 status = library.slimx_cuda_allocate(nbytes, ctypes.byref(address))
             _raise_for(
                 status,
-                f"{self.device} has too little free memory for a bucket of {nbytes >> 20} MiB: lower "
-                "publish.bucket_mib",
+                f"{self.device} has no room for a bucket of {nbytes >> 20} MiB: lower publish.bucket_mib",
                 code="device.room",
                 about="publish.bucket_mib",
             )
@@ -125,7 +124,7 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
         status = library.slimx_cuda_open(bytes.fromhex(handle), ctypes.byref(mapped))
         _raise_for(
             status,
-            f"the bucket of process {owner.rpartition('/')[2]} on GPU {gpu} cannot be opened from {local_device} (GPU "
+            f"the bucket of process {owner.rpartition('/')[2]} on GPU {gpu} cannot be reached from {local_device} (GPU "
             f"{_gpu(local_device)}): check that the process is running and that the two GPUs have peer access "
             "(nvidia-smi topo -p2p r)",
             code="bucket.gone",
