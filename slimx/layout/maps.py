@@ -271,8 +271,7 @@ class Deinterleave:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Map from one source to the whole tensor on the first rank and zeros on the others, for tensors that ranks sum
-    up."""
+    """Map that gives the first rank the whole source and the other ranks zeros, because the ranks sum them."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
