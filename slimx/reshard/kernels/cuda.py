@@ -147,7 +147,7 @@ def pack(
     checksums. The kernel adds to `sums`, so the caller zeroes it first on the same stream and adds the seeds on the
     host. `flags`: [tensors] int32, in which bits such as NONFINITE are set. Raises SlimxError if the launch fails;
     later failures are reported by `results`."""
-    _check_tensor(plan, "the memory", bucket, torch.uint8, 0 if plan.checksum else plan.bucket_bytes)
+    _check_tensor(plan, "the bucket", bucket, torch.uint8, 0 if plan.checksum else plan.bucket_bytes)
     pack_at(plan, bucket.data_ptr(), sums, flags, stream)
 
 
@@ -320,8 +320,8 @@ def _check_tensor(plan: DevicePlan, name: str, t: torch.Tensor, dtype: torch.dty
     good = t.dtype == dtype and t.device == plan.device and t.is_contiguous() and t.dim() == 1
     if not good or t.numel() < count:
         raise SlimxError(
-            f"{name} for bucket {plan.bucket} is a {t.dtype} tensor of shape {list(t.shape)} on {t.device}: pass a "
-            f"contiguous 1-D {dtype} tensor of {count} or more elements on {plan.device}",
+            f"bucket {plan.bucket}: the tensor passed for {name} has dtype {t.dtype} and shape {list(t.shape)} on "
+            f"{t.device}: pass a contiguous 1-D {dtype} tensor of {count} or more elements on {plan.device}",
             code="kernel.argument",
             about=name,
         )
