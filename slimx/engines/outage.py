@@ -56,7 +56,7 @@ class Outage:
             for stack in self._clocks.values():
                 stack.close()
 
-    async def over(self) -> None:
+    async def wait_until_over(self) -> None:
         """Waits until an engine serves."""
         await self._served.wait()
 
@@ -114,7 +114,8 @@ class RemoteOutage:
     def lasts(self) -> bool:
         return self._outage.lasts and not self._hopeless()
 
-    async def over(self) -> None:
+    async def wait_until_over(self) -> None:
+        """Waits until an engine serves, or none can serve again."""
         while self.lasts:
             await asyncio.sleep(LOOK_S)
 

@@ -91,8 +91,8 @@ class WeightExport:
         engine rank has separate memory."""
         weights = self.model.weights
         copy_plan = Plan.from_bytes(plan)
-        parameters, made = weights.attached.leaving(name, copy_plan, self.rank, weights.parameters)
-        packer = Packer(copy_plan, self.rank, parameters, made=made, apart=holders > 1)
+        parameters, derived = weights.attached.leaving(name, copy_plan, self.rank, weights.parameters)
+        packer = Packer(copy_plan, self.rank, parameters, derived=derived, apart=holders > 1)
         if on_device:  # None: NCCL's default group of all ranks
             self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None, holders=holders)
         else:

@@ -28,8 +28,8 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any,
         bucket_bytes=2**30,
     )
     form = AttachedForm() if attached is None else attached
-    leaving, made = form.leaving("export", plan, parallel.rank, tensors)
-    packer = Packer(plan, parallel.rank, leaving, made=made)
+    leaving, derived = form.leaving("export", plan, parallel.rank, tensors)
+    packer = Packer(plan, parallel.rank, leaving, derived=derived)
     group, world = parallel.host_group, parallel.sizes.world
     # The last rank as one on another machine: it sends its part.
     gatherer = Gatherer(packer, remote=[world - 1] if world > 1 else [], group=group)

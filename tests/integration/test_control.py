@@ -87,7 +87,7 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
     """Calls are made without a key, with a wrong one, and with the one that is for generation only."""
     await publish(engine, tiny_weights, 9)
     keys, shape = engine.spec.keys, ModelShape.of(read_model(tiny_model))
-    (before,) = await engine.wire.ask("status")
+    (before,) = await engine.wire.request_ranks("status")
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     save_file(perturbed(tiny_weights, 8), tmp_path / "model.safetensors")
@@ -101,7 +101,7 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
                             assert answer.status in (401, 403), (path, key)
         found = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3))
     assert found.token_ids.tolist() == expected.token_ids.tolist() and found.versions == [(0, 12, 9)]
-    assert await engine.wire.ask("status") == [before]
+    assert await engine.wire.request_ranks("status") == [before]
     assert (await present(engine, 10)).membership_epoch < 10**6, "no stranger's publication has begun"
     await publish(engine, tiny_weights, 10)
     assert engine.state is State.READY
@@ -168,4 +168,4 @@ async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tin
         with pytest.raises(SlimxError) as error:
             await engine.stage(type(bucket.packed)(path, bucket.packed.size, bucket.packed.targets), 0)
     assert (error.value.code, error.value.about) == ("bucket.foreign", path)
-    assert [rank["open"] for rank in await engine.wire.ask("status")] == [None], "its publication has ended"
+    assert [rank["open"] for rank in await engine.wire.request_ranks("status")] == [None], "its publication has ended"

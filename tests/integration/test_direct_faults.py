@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.server.http_calls import ControlClient
 from slimx.errors import SlimxError
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
@@ -135,12 +135,12 @@ class Stand:
         if moment.kind == "receiver":
             (owner,) = [p for p in server.parents() if "ray::Engine" in command_of(p)]
             return owner.pid
-        return (await ControlClient(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
+        return (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("attest"))[0]["pid"]
 
     async def back(self) -> None:
         """Wait until every engine runs."""
         async with asyncio.timeout(BACK_S):
-            while any(e.standing not in (Standing.JOINING, Standing.MEMBER) for e in self.group.engines):
+            while any(e.state not in (MemberState.JOINING, MemberState.MEMBER) for e in self.group.engines):
                 assert self.group.members.failure() is None
                 await asyncio.sleep(0.2)
 
@@ -232,7 +232,7 @@ async def struck(stand: Stand, moment: Moment, calls: int, seconds: float) -> st
         struck = stand.group.engines[moment.number]
         assert done is not None, str(error)
         other = stand.group.engines[1 - moment.number]
-        assert done.lost in ([], [struck.name]) and other.standing is Standing.MEMBER
+        assert done.lost in ([], [struck.name]) and other.state is MemberState.MEMBER
         if done.lost:
             assert done.engines[struck.name].error.about in (struck.name, "trainers"), done.engines[struck.name].error
             told += f", lost by {done.engines[struck.name].error.code} in {done.engines[struck.name].step}"
@@ -256,9 +256,9 @@ async def assert_whole(stand: Stand, engine: EngineHandle, old: int, *, struck: 
     """An engine that generates holds one version, of which it says that it holds it; else it serves nobody."""
     try:
         async with asyncio.timeout(STEP_S):
-            if engine.standing is not Standing.MEMBER or not await engine.perform("serves", None):
+            if engine.state is not MemberState.MEMBER or not await engine.perform("serves", None):
                 return
-            status = (await ControlClient(engine.url, keys=engine.spec.keys).ask("status"))[0]
+            status = (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("status"))[0]
             held = await stand.held(engine)
     except (SlimxError, TimeoutError):
         if not struck:

@@ -20,7 +20,7 @@ from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.engines.server.engine import Engine
 from slimx.extras.direct.delivery import DirectDelivery, DirectSource
 from slimx.extras.served_models.client import FrozenEngine
@@ -107,7 +107,7 @@ async def test_a_server_over_two_machines_is_lost_with_either(
         publisher, weights = await publishing_of(config, group, tiny_model, tiny_weights, encoding)
         for _ in range(2):  # the second one brings what has changed: nothing
             done = await publisher.publish(3, trainer_step=3)
-            assert not done.lost and engine.standing is Standing.MEMBER
+            assert not done.lost and engine.state is MemberState.MEMBER
         assert 0 < done.wire < 0.05 * done.nbytes
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
@@ -121,7 +121,7 @@ async def test_a_server_over_two_machines_is_lost_with_either(
         assert servers, "the second machine's share has a process of its own"
         servers[0].kill()
         group.members.watch()
-        await until(lambda: engine.standing is Standing.GONE)
+        await until(lambda: engine.state is MemberState.GONE)
         with refused("engines.gone", about="wide-0"):
             await group.members.failed()
         left = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=0)]

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.server.http_calls import ControlClient
 from slimx.engines.transport import MemoryDelivery
 from slimx.errors import LOST
@@ -59,8 +59,8 @@ class Stand:
     async def back(self, engine: EngineHandle) -> None:
         """Wait until a lost engine runs again. It is not in the router: nothing was published to it."""
         async with asyncio.timeout(RESTART_S):
-            while engine.standing is not Standing.JOINING:
-                assert engine.standing is Standing.OUT
+            while engine.state is not MemberState.JOINING:
+                assert engine.state is MemberState.OUT
                 await asyncio.sleep(0.1)
         assert engine.url not in await self.registered()
 
@@ -76,7 +76,7 @@ class Stand:
 
 async def process_of(engine: EngineHandle) -> int:
     """The server's scheduler, which holds the model."""
-    return (await ControlClient(engine.url, keys=engine.spec.keys).ask("attest"))[0]["pid"]
+    return (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("attest"))[0]["pid"]
 
 
 @asynccontextmanager

@@ -209,7 +209,7 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
 
 
 def follow(groups: Sequence[EngineGroup], path: Path) -> None:
-    """Writes address and standing of every engine and router of `groups` to `path`, RUN/engines.json, now and after
+    """Writes address and state of every engine and router of `groups` to `path`, RUN/engines.json, now and after
     every change. `slimx status` reads the file."""
 
     def write() -> None:
@@ -235,7 +235,7 @@ def _engine_entry(engine: EngineHandle, frozen: bool, restarts: Restarts) -> Jso
         "frozen": frozen,
         "nodes": engine.nodes,
         "url": engine.url,
-        "standing": str(engine.standing),
+        "standing": str(engine.state),
         **_restarts(restarts),
     }
 

@@ -19,8 +19,8 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import race
 
 
-class Standing(StrEnum):
-    """Standing of an engine in the run, which decides whether it gets requests and publications.
+class MemberState(StrEnum):
+    """State of an engine as a member of the run, which decides whether it gets requests and publications.
 
     The state of the engine's server is separate: `slimx.engines.server.engine.State`."""
 
@@ -37,7 +37,7 @@ class Standing(StrEnum):
     @property
     def runs(self) -> bool:
         """True while the engine's server runs, whether or not the router sends requests to it."""
-        return self in (Standing.JOINING, Standing.MEMBER)
+        return self in (MemberState.JOINING, MemberState.MEMBER)
 
 
 class EngineHandle:
@@ -65,7 +65,7 @@ class EngineHandle:
         """Specification of the server at its last start, with address and ports."""
         self.actor: Actor = make_actor()
         """Ray actor of the engine; None after it was killed, until the next start."""
-        self.standing = Standing.OUT
+        self.state = MemberState.OUT
         self.incarnation = 0
         self.attestation: list[Json] = []
         """Report of each rank at the last start (version, sizes, kernels, ...); empty if the server attests nothing."""
@@ -85,7 +85,7 @@ class EngineHandle:
     # Life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, deadline_s: float) -> None:
-        """Starts a server within `deadline_s` seconds and sets the standing to JOINING. If that fails, the process tree
+        """Starts a server within `deadline_s` seconds and sets the state to JOINING. If that fails, the process tree
         is killed."""
         if self.actor is None:
             self.actor = self.make_actor()
@@ -98,7 +98,7 @@ class EngineHandle:
             await self.stop(grace_s=0)
             raise
         self.spec, self.attestation = result
-        self.standing = Standing.JOINING
+        self.state = MemberState.JOINING
 
     def mark(self, text: str) -> None:
         """Writes a separator line with `text` into the engine's log, without waiting for it."""
@@ -106,8 +106,8 @@ class EngineHandle:
             self.actor.mark.options(num_returns=0).remote(text)
 
     def lose(self, error: SlimxError) -> None:
-        """Sets the standing to OUT because of `error`: pending calls fail with it, and late responses are discarded."""
-        self.standing = Standing.OUT
+        """Sets the state to OUT because of `error`: pending calls fail with it, and late responses are discarded."""
+        self.state = MemberState.OUT
         self._reason = self._reason or error
         self._lost.set()
 
@@ -116,7 +116,7 @@ class EngineHandle:
 
         If the actor does not respond or fails, it is killed as well; the server's guard process, which watches the
         actor, then kills the tree."""
-        self.standing = Standing.OUT
+        self.state = MemberState.OUT
         if self.actor is None:
             return
         try:

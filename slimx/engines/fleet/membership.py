@@ -18,7 +18,7 @@ from itertools import chain
 from slimx.cluster.restarts import Restart, Restarts, describe_restarts
 from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.fleet.router_keeper import RouterKeeper
 from slimx.engines.outage import EnginesTurn, Outage
 from slimx.engines.server.router import Router
@@ -34,7 +34,7 @@ async def _nothing(error: SlimxError) -> None:
 
 
 class Membership:
-    """All engines of a group and their standings, for the publisher (`slimx.reshard.parties.Members`) and the training
+    """All engines of a group and their states, for the publisher (`slimx.reshard.parties.Members`) and the training
     loop."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Membership:
         """Sends a typical request directly to an engine and raises SlimxError if it fails. If None, only the health
         check decides whether an engine works."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called after every restart and whenever an engine's standing may have changed."""
+        """Called after every restart and whenever an engine's state may have changed."""
         self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
         """Called with the name of an engine that was lost, and the error."""
         self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
@@ -99,15 +99,15 @@ class Membership:
 
     def candidates(self) -> list[EngineHandle]:
         """Returns the engines whose server runs, whether or not the router sends requests to them."""
-        return [engine for engine in self.engines if engine.standing.runs]
+        return [engine for engine in self.engines if engine.state.runs]
 
     def joining(self) -> list[EngineHandle]:
         """Returns the engines whose server runs and that wait for a publication."""
-        return [engine for engine in self.engines if engine.standing is Standing.JOINING]
+        return [engine for engine in self.engines if engine.state is MemberState.JOINING]
 
     def members(self) -> list[EngineHandle]:
         """Returns the engines to which the router sends requests."""
-        return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
+        return [engine for engine in self.engines if engine.state is MemberState.MEMBER]
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
         """Returns True if `engines` have all roles (regular, prefill, decode) that the group has, so that they can
@@ -118,14 +118,14 @@ class Membership:
         """Registers `engine`, which has a verified version, with the router. Raises ReceiverLost if it was lost before
         it served."""
         incarnation = engine.incarnation
-        if engine.standing is Standing.JOINING:
+        if engine.state is MemberState.JOINING:
             await self.keeper.add(engine)
             # An engine lost meanwhile may have restarted already, with other weights and at another URL.
-            if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
-                engine.standing = Standing.MEMBER
+            if engine.state is MemberState.JOINING and engine.incarnation == incarnation:
+                engine.state = MemberState.MEMBER
                 self.restarts[engine.name].serves()
                 self.changed()
-        if engine.standing is not Standing.MEMBER:
+        if engine.state is not MemberState.MEMBER:
             message = f"engine {engine.name} was lost before it could serve"
             raise ReceiverLost(message, code="engine.lost", about=engine.name)
 
@@ -162,9 +162,9 @@ class Membership:
                     continue
                 self.changed()
                 return
-        engine.standing = Standing.GONE
+        engine.state = MemberState.GONE
         self.changed()
-        if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
+        if not self._every_role([other for other in self.engines if other.state is not MemberState.GONE]):
             role = engine.spec.role
             kind = "engine" if role == "regular" else f"{role} engine"
             limit = f"rollout.health.restarts is {self.health.restarts}"
@@ -327,7 +327,7 @@ class Membership:
         elif self.run:
             cause = "a publication to a restarted engine"
         else:
-            out = ", ".join(engine.name for engine in self.engines if engine.standing is Standing.OUT)
+            out = ", ".join(engine.name for engine in self.engines if engine.state is MemberState.OUT)
             cause = f"an engine ({out}), which is being restarted"
         return {"what": cause, "since": self.outage.since}
 

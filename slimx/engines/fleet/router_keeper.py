@@ -161,7 +161,7 @@ class RouterKeeper:
         incarnation = engine.incarnation
         await self.router.add(spec.url, role=spec.role, bootstrap_port=spec.bootstrap_port, keys=spec.keys)
         # An engine lost meanwhile may have restarted already, with other weights and at another URL.
-        if not engine.standing.runs or engine.incarnation != incarnation:
+        if not engine.state.runs or engine.incarnation != incarnation:
             await self.router.remove(spec.url)
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> None:

@@ -48,12 +48,12 @@ async def _attest(wire: ControlClient, name: str) -> list[Json]:
     Raises SlimxError if the slimx plugin does not respond, because SGLang does not report that it failed to load a
     plugin."""
     try:
-        return await wire.ask("attest")
+        return await wire.request_ranks("attest")
     except SlimxError as error:
         if error.code not in ("http.refused", "engine.no_plugin"):
             raise
         raise SlimxError(
-            f"{wire.who} at {wire.url} does not attest the slimx plugin ({error}): start the server with "
+            f"{wire.server_name} at {wire.url} does not attest the slimx plugin ({error}): start the server with "
             "`python -m slimx.engines.server.launch` in an environment where slimx is installed",
             code="engine.unattested",
             about=name,
@@ -88,11 +88,11 @@ async def check_guarded(wire: ControlClient) -> None:
             {"action": "slimx.status"},
             deadline_s=wire.deadline_s,
             headers={},
-            who=wire.who,
+            server_name=wire.server_name,
         )
         if status not in REFUSED:
             raise SlimxError(
-                f"{wire.who} responds to {method} {wire.url}{path} without a key (status {status}): remove the "
+                f"{wire.server_name} responds to {method} {wire.url}{path} without a key (status {status}): remove the "
                 "arguments that disable keys from rollout.engines.sglang",
                 code="engine.unguarded",
                 about=path,

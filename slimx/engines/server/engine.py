@@ -237,7 +237,7 @@ class Engine(EngineServer):
     async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
         """Returns the tensors that a publication must contain, name -> "dtype:d0,d1": one dict per rank for the
         encoding "local", else one for all ranks."""
-        return forms_of(self.spec.name, await self.ask("inventory", encoding=encoding), encoding)
+        return forms_of(self.spec.name, await self.request_ranks("inventory", encoding=encoding), encoding)
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
         """Begins a publication; refused if another of the same membership epoch has begun. Nothing else changes.
@@ -245,7 +245,7 @@ class Engine(EngineServer):
         `staging`: "model" if `load` is called once, after all buckets are staged; "bucket" if it is called after each
         bucket."""
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
-        await self.ask("begin", manifest=manifest.to_json(), staging=staging)
+        await self.request_ranks("begin", manifest=manifest.to_json(), staging=staging)
         self.publication = manifest
         self.staging = staging
 
@@ -268,7 +268,7 @@ class Engine(EngineServer):
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
             manifest = self._open("stage")
-            await self.ask(
+            await self.request_ranks(
                 "stage",
                 policy=manifest.policy,
                 version=manifest.version,
@@ -280,7 +280,7 @@ class Engine(EngineServer):
     async def abort(self) -> None:
         """Aborts the publication. Before the first copy nothing has changed; after it the engine remains DIRTY."""
         self.publication = None
-        await self.ask("abort")
+        await self.request_ranks("abort")
 
     async def load(self) -> None:
         """Copies all staged tensors into the model. The engine is DIRTY from before the first copy; an error ends the
@@ -288,7 +288,7 @@ class Engine(EngineServer):
         self.require("load", State.PAUSED, State.DIRTY)
         manifest = self._open("load")
         if self.staging == "model":
-            check_staged(self.spec.name, await self.ask("status"))
+            check_staged(self.spec.name, await self.request_ranks("status"))
         self.move(State.DIRTY)
         self.versions.pop(manifest.policy, None)
         async with self._ending_on_error():
@@ -302,7 +302,7 @@ class Engine(EngineServer):
                 "selector": "target",
             }
             await self.call("/update_weights_from_tensor", update)
-            check_copied(self.spec.name, await self.ask("status"))
+            check_copied(self.spec.name, await self.request_ranks("status"))
 
     async def _open_update(self) -> None:
         """Opens SGLang's weight update, which converts weights to the layout that model loaders expect; closing it
@@ -326,7 +326,7 @@ class Engine(EngineServer):
         if self.updating:
             await self.call("/end_weight_update", {})
             self.updating = False
-        verified = verified_by(self.spec.name, await self.ask("verify"))
+        verified = verified_by(self.spec.name, await self.request_ranks("verify"))
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
         return verified
@@ -339,7 +339,7 @@ class Engine(EngineServer):
         they mix versions; SGLang would refuse to empty it."""
         self.require("commit", State.PAUSED)
         policy = self._open("commit").policy
-        await self.ask("commit", version=version)
+        await self.request_ranks("commit", version=version)
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.call("/flush_cache")

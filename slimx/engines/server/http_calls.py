@@ -2,7 +2,8 @@
 message.
 
 Control calls go directly to a server, because sglang-router does not forward them: `ControlClient.call` calls SGLang's
-endpoints, and `ControlClient.ask` the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`)."""
+endpoints, and `ControlClient.request_ranks` calls the slimx plugin inside the server
+(`slimx/adapters/sglang/plugin.py`)."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ REFUSED = (401, 403)
 
 
 async def request(
-    method: str, url: str, body: Json | None = None, *, deadline_s: float, headers: Mapping[str, str], who: str
+    method: str, url: str, body: Json | None = None, *, deadline_s: float, headers: Mapping[str, str], server_name: str
 ) -> tuple[int, Json]:
     """Sends one request with the JSON `body` and returns the status and the JSON body of the response.
 
-    `who`: name of the server in messages. Raises DeadlineError if there is no response within `deadline_s` seconds, and
-    SlimxError if the server cannot be reached."""
+    `server_name`: name of the server in messages. Raises DeadlineError if there is no response within `deadline_s`
+    seconds, and SlimxError if the server cannot be reached."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with (
@@ -37,10 +38,10 @@ async def request(
         ):
             return response.status, parse_body(await response.read())
     except TimeoutError:
-        raise DeadlineError(f"{method} {url}", deadline_s, who) from None
+        raise DeadlineError(f"{method} {url}", deadline_s, server_name) from None
     except aiohttp.ClientError as error:
         raise SlimxError(
-            f"{who}: {method} {url} failed: {type(error).__name__}: {error}", code="http.unreachable", about=url
+            f"{server_name}: {method} {url} failed: {type(error).__name__}: {error}", code="http.unreachable", about=url
         ) from None
 
 
@@ -91,13 +92,13 @@ class ControlClient:
 
     Each call opens its own connection, because calls are rare and come from any event loop."""
 
-    def __init__(self, url: str, who: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
+    def __init__(self, url: str, server_name: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
         """Stores the address and the keys.
 
-        `url`: "http://host:port". `who`: name of the server in messages. `keys`: keys that the server requires.
+        `url`: "http://host:port". `server_name`: name of the server in messages. `keys`: keys that the server requires.
         `deadline_s`: default deadline of one call in seconds."""
         self.url = url.rstrip("/")
-        self.who = who
+        self.server_name = server_name
         self.keys = keys
         self.deadline_s = deadline_s
 
@@ -120,9 +121,9 @@ class ControlClient:
             body,
             deadline_s=self.deadline_s if deadline_s is None else deadline_s,
             headers=bearer(key or self.keys.control),
-            who=self.who,
+            server_name=self.server_name,
         )
-        failure = f"{self.who}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
+        failure = f"{self.server_name}: {method} {self.url}{path} returned status {status}: {message_of(response)}"
         if status in REFUSED:
             raise SlimxError(
                 f"{failure}; the server requires another key: set api_key_env and admin_api_key_env of its group in "
@@ -134,7 +135,7 @@ class ControlClient:
             raise SlimxError(failure, code="http.refused", about=path)
         return response
 
-    async def ask(self, verb: str, *, deadline_s: float | None = None, **arguments: object) -> list[Json]:
+    async def request_ranks(self, verb: str, *, deadline_s: float | None = None, **arguments: object) -> list[Json]:
         """Returns the responses of all ranks to the request `verb` to the slimx plugin, in rank order. Raises
         SlimxError if any rank reports an error."""
         action = f"slimx.{verb}"
@@ -144,7 +145,7 @@ class ControlClient:
         for index, rank in enumerate(ranks):
             if "error" in rank:
                 raise SlimxError(
-                    f"{self.who} rank {index}, {action}: {rank['error']}",
+                    f"{self.server_name} rank {index}, {action}: {rank['error']}",
                     code=rank.get("code", ""),
                     about=rank.get("about", ""),
                 )
@@ -158,9 +159,9 @@ class ControlClient:
         rank."""
         if not responses or any("pid" not in entry["checksums"] for entry in responses):
             raise SlimxError(
-                f"{self.who} at {self.url} has no slimx plugin that responds to {action}",
+                f"{self.server_name} at {self.url} has no slimx plugin that responds to {action}",
                 code="engine.no_plugin",
-                about=self.who,
+                about=self.server_name,
             )
         ranks: dict[int, Json] = {}
         size = 0
@@ -171,16 +172,16 @@ class ControlClient:
             size = position["size"]
             if ranks.setdefault(rank, response)["pid"] != response["pid"]:
                 raise SlimxError(
-                    f"{self.who}: two processes respond as rank {rank}, because they are replicas (dp_size without "
-                    "enable_dp_attention): start one engine per replica",
+                    f"{self.server_name}: two processes respond as rank {rank}, because they are replicas (dp_size "
+                    "without enable_dp_attention): start one engine per replica",
                     code="engine.replicas",
-                    about=self.who,
+                    about=self.server_name,
                 )
         if sorted(ranks) != list(range(size)):
             raise SlimxError(
-                f"{self.who}: only ranks {sorted(ranks)} of {size} responded to {action}; with pp_size above 1 SGLang "
-                "returns only the responses of the first stage: use tensor and expert parallelism",
+                f"{self.server_name}: only ranks {sorted(ranks)} of {size} responded to {action}; with pp_size above 1 "
+                "SGLang returns only the responses of the first stage: use tensor and expert parallelism",
                 code="engine.ranks_missing",
-                about=self.who,
+                about=self.server_name,
             )
         return [ranks[rank] for rank in range(size)]

@@ -261,10 +261,10 @@ class EngineServer:
         not respond, and SlimxError if it refuses."""
         return await self._answer(self.wire.call(path, body))
 
-    async def ask(self, verb: str, **arguments: object) -> list[Json]:
+    async def request_ranks(self, verb: str, **arguments: object) -> list[Json]:
         """Returns the responses of all ranks to the request `verb` to the slimx plugin. Raises the same errors as
         `call`."""
-        return await self._answer(self.wire.ask(verb, deadline_s=None, **arguments))
+        return await self._answer(self.wire.request_ranks(verb, deadline_s=None, **arguments))
 
     async def _answer[T](self, call: Awaitable[T]) -> T:
         try:
@@ -273,7 +273,7 @@ class EngineServer:
             problem = error
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self.wire.ask("status")
+                await self.wire.request_ranks("status")
         except (SlimxError, TimeoutError):
             # A server that has lost its scheduler drops connections for up to a second before its process ends.
             until = time.monotonic() + ENDING_S
@@ -310,7 +310,7 @@ class EngineServer:
         if not self.spec.external or self.spec.frozen:
             return
         with contextlib.suppress(SlimxError):
-            await self.wire.ask("abort", deadline_s=LEAVE_S)
+            await self.wire.request_ranks("abort", deadline_s=LEAVE_S)
         if paused:
             with contextlib.suppress(SlimxError):
                 await self.wire.call("/continue_generation", {}, deadline_s=LEAVE_S)

@@ -84,8 +84,8 @@ class RankSenders:
 
 
 @dataclass(slots=True)
-class Fate:
-    """Outcome at all engines of one bucket, or of connecting to them. Engines are identified by index."""
+class DeliveryOutcome:
+    """Outcome of delivering one bucket to all engines, or of connecting to them. Engines are identified by index."""
 
     awaited: set[int] = field(default_factory=set)
     """Engines whose outcome is not known yet."""
@@ -165,9 +165,9 @@ class DirectDelivery(Delivery):
         """Actors of the ranks that pack the current publication."""
         self._replaced = asyncio.Event()
         """Set when other ranks have replaced those in `_owners`."""
-        self._fates: dict[int, Fate] = {}
+        self._outcomes: dict[int, DeliveryOutcome] = {}
         """Bucket of the current publication, or MEETING -> its outcome."""
-        self._mute = ""
+        self._previous_culprits = ""
         """Trainer ranks whose bytes reached no engine in the previous publication; "" if there are none."""
 
     def _deal(self) -> None:
@@ -194,7 +194,7 @@ class DirectDelivery(Delivery):
         self.transfer += 1
         self.taking = {}
         self.failed = {}
-        self._fates = {}
+        self._outcomes = {}
         self.wire = 0
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
@@ -259,7 +259,7 @@ class DirectDelivery(Delivery):
                 self._connected.pop(recipient.name, None)
                 raise
         if bucket == self.plan.count - 1:
-            self._mute = ""
+            self._previous_culprits = ""
 
     @asynccontextmanager
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
@@ -267,36 +267,38 @@ class DirectDelivery(Delivery):
 
         If bytes are missing at several engines and reached none, the ranks or their links are considered the cause. The
         publication can be repeated once; if it fails in this way again, these ranks are considered lost."""
-        fate = self._fates.setdefault(bucket, Fate())
-        fate.awaited.add(index)
+        outcome = self._outcomes.setdefault(bucket, DeliveryOutcome())
+        outcome.awaited.add(index)
         try:
             yield
         except BaseException as error:
             if isinstance(error, SlimxError) and error.code in UNREACHED:
-                fate.lacking[index] = error.about
-                fate.settle(index)
-                await self._unless_mute(fate, bucket, error)
+                outcome.lacking[index] = error.about
+                outcome.settle(index)
+                await self._raise_for_culprits(outcome, bucket, error)
             else:
-                fate.settle(index)
+                outcome.settle(index)
             raise
-        fate.reached = True
-        fate.settle(index)
+        outcome.reached = True
+        outcome.settle(index)
 
-    async def _unless_mute(self, fate: Fate, bucket: int, error: SlimxError) -> None:
+    async def _raise_for_culprits(self, outcome: DeliveryOutcome, bucket: int, error: SlimxError) -> None:
         await asyncio.sleep(0)  # lets the calls to other engines begin
         # A bucket is late at all engines at the same time, but trainer ranks connect to engines one after the other.
         fraction = PATIENCE - 2 * INQUIRY if bucket == MEETING else INQUIRY
         with suppress(TimeoutError):
             async with asyncio.timeout(fraction * self.step_deadline_s):
-                await fate.known.wait()
-        ranks = fate.culprits
+                await outcome.known.wait()
+        ranks = outcome.culprits
         if not ranks:
             return
         subject = "connect" if bucket == MEETING else f"write bucket {bucket}"
-        message = f"{ranks} could {subject} to none of {len(fate.lacking)} engines: {error}"
-        if self._mute and self.broken is None and not self._replaced.is_set():
+        message = f"{ranks} could {subject} to none of {len(outcome.lacking)} engines: {error}"
+        if self._previous_culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; in the previous publication {self._mute} failed, too", code="direct.mute", about=ranks
+                f"{message}; in the previous publication {self._previous_culprits} failed, too",
+                code="direct.mute",
+                about=ranks,
             )
         raise TransportLost(message, code="direct.sender", about=ranks) from error
 
@@ -331,15 +333,15 @@ class DirectDelivery(Delivery):
         received.result()
 
     async def end(self) -> None:
-        for fate in self._fates.values():
-            if fate.culprits:
-                self._mute = fate.culprits
+        for outcome in self._outcomes.values():
+            if outcome.culprits:
+                self._previous_culprits = outcome.culprits
                 return
 
     def renew(self) -> None:
         self._prepared = False
         self.broken = None
-        self._mute = ""
+        self._previous_culprits = ""
         self._deal()  # there may be fewer ranks
         self._connected.clear()
         self._replaced.set()

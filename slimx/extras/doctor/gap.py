@@ -86,9 +86,9 @@ async def _first_difference(run: Run, trajectory: Trajectory) -> str:
     actor = run.policies[ACTOR]
     assert actor.engines is not None and actor.client is not None
     engines = actor.engines.engines
-    await asyncio.gather(*(engine.perform("ask", None, "begin_trace") for engine in engines))
+    await asyncio.gather(*(engine.perform("request_ranks", None, "begin_trace") for engine in engines))
     await actor.client.score(trajectory.token_ids.tolist())  # on one of them
-    answers = await asyncio.gather(*(engine.perform("ask", None, "end_trace") for engine in engines))
+    answers = await asyncio.gather(*(engine.perform("request_ranks", None, "end_trace") for engine in engines))
     traces = [ranks[0] for ranks in answers]
     served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1

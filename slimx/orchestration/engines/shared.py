@@ -99,7 +99,7 @@ class SharedMembers:
         those of every policy. Raises ReceiverLost if the engine has been lost in the meantime."""
         if self._shared.record_adapters(self._policy, engine):
             await self._members.admit(engine)
-        elif not engine.standing.runs:
+        elif not engine.state.runs:
             raise ReceiverLost(
                 f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
             )

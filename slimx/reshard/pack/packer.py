@@ -41,13 +41,13 @@ class Packer:
         rank: int,
         parameters: Mapping[str, torch.Tensor],
         *,
-        made: DerivedTensors | None = None,
+        derived: DerivedTensors | None = None,
         apart: bool = False,
         portion: int = PORTION,
     ):
         """Creates the packer of trainer rank `rank`.
 
-        `made`: tensors that are computed before packing and are packed instead of parameters; computed once per part of
+        `derived`: tensors that are computed before packing and packed instead of parameters; computed once per part of
         a bucket that contains them. `apart`: True if each target's part of a bucket has its own memory
         (`slimx.reshard.pack.pieces.BucketForm`). `portion`: size in bytes of the GPU memory through which data is
         packed into host memory."""
@@ -55,7 +55,7 @@ class Packer:
         self.rank = rank
         self.parameters = parameters
         self.portion = portion
-        self._made = DerivedTensors() if made is None else made
+        self._derived = DerivedTensors() if derived is None else derived
         self.parts = plan.targets if apart else 1
         """Number of memories of a bucket: one per target with `apart`, else one."""
         self.form = PlannedBuckets(plan, apart=apart).form
@@ -134,7 +134,7 @@ class Packer:
     def _records(self, bucket: int, part: int) -> np.ndarray:
         if (bucket, part) not in self._pieces:
             moves = self._moves(bucket, part)
-            parameters = {**self.parameters, **self._made.places(bucket)}
+            parameters = {**self.parameters, **self._derived.places(bucket)}
             self._pieces[bucket, part] = pieces_of(self.plan, moves, self.form(bucket), parameters)
         for name, address in self._addresses.items():
             if self.parameters[name].data_ptr() != address:
@@ -153,7 +153,7 @@ class Packer:
     def _run(self, bucket: int, part: int, pieces: np.ndarray, memory: torch.Tensor) -> Contribution:
         contribution = self._nothing(bucket)
         if len(pieces):  # with many ranks, most of them contribute nothing to a given bucket
-            self._made.make(bucket, self._moves(bucket, part))
+            self._derived.make(bucket, self._moves(bucket, part))
             kernel.pack(pieces, memory, contribution.sums, contribution.flags)
         return contribution
 
@@ -169,7 +169,7 @@ class Packer:
         if (bucket, part, compacted) not in self._device_plans:
             self._device_plans[bucket, part, compacted] = self._device_plan(bucket, pieces, size)
         plan = self._device_plans[bucket, part, compacted]
-        self._made.make(bucket, self._moves(bucket, part))
+        self._derived.make(bucket, self._moves(bucket, part))
         sums, flags = self._counters(bucket)
         kernel_cuda.pack_at(plan, address, sums, flags)
         return replace(self._nothing(bucket), sums=kernel_cuda.results(plan, sums, flags))
@@ -187,7 +187,7 @@ class Packer:
         steps = self._portions[bucket, part]
         if not steps:
             return self._nothing(bucket)
-        self._made.make(bucket, self._moves(bucket, part))
+        self._derived.make(bucket, self._moves(bucket, part))
         sums, flags = self._counters(bucket)
         size = max(portion.size for portion, _ in steps)
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -145,7 +145,7 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
                 if absence is not None and absence.lasts:
                     began = loop.time()
                     with clock.paused():
-                        await absence.over()
+                        await absence.wait_until_over()
                     give_up_at += loop.time() - began
                     pause = 0.1
                 status, response = await attempt()

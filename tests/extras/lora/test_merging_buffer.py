@@ -55,7 +55,7 @@ def test_merged_weights_are_packed_as_if_they_were_the_parameters(plan, apart):
     for rank, tensors in enumerate(held_by_trainers(MODELS["qwen"], SIZES)):
         weights, factor = VALUES.dress(tensors, torch.bfloat16), [0.5]
         packer = Packer(
-            plan, rank, weights, made=MergingBuffer(plan, rank, weights, merging(weights, factor)), apart=apart
+            plan, rank, weights, derived=MergingBuffer(plan, rank, weights, merging(weights, factor)), apart=apart
         )
         before = {name: value.clone() for name, value in weights.items()}
         for factor[0] in (0.5, -2.0):

@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.cluster.restarts import Restart
 from slimx.config.sections.engines import Health
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.keys import NO_KEYS, Keys
 from slimx.errors import SlimxError
@@ -21,7 +21,7 @@ class FakeEngine:
 
     def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
         self.name, self.log, self.starts = name, log, starts
-        self.standing, self.incarnation = Standing.JOINING, 1
+        self.state, self.incarnation = MemberState.JOINING, 1
         self.url, self.role = f"http://{name}/0", "regular"
         self.end: str | None = None
         self.sick: SlimxError | None = None
@@ -32,7 +32,7 @@ class FakeEngine:
         return SimpleNamespace(url=self.url, role=self.role, bootstrap_port=None, keys=NO_KEYS)
 
     def lose(self, error: SlimxError) -> None:
-        self.standing = Standing.OUT
+        self.state = MemberState.OUT
 
     async def stop(self, grace_s: float = 10.0) -> None:
         assert grace_s == 0, "a half-updated server gets no time to answer"
@@ -45,7 +45,7 @@ class FakeEngine:
             raise problem
         self.incarnation += 1
         self.end = self.sick = None
-        self.url, self.standing = f"http://{self.name}/{self.incarnation}", Standing.JOINING
+        self.url, self.state = f"http://{self.name}/{self.incarnation}", MemberState.JOINING
 
     async def ended(self) -> str | None:
         return self.end

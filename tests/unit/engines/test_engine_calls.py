@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from slimx.cluster.waiting import ActorDied
-from slimx.engines.fleet.handle import EngineHandle, Standing, kernels_of
+from slimx.engines.fleet.handle import EngineHandle, MemberState, kernels_of
 from slimx.engines.server import server as engine_server
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec
@@ -41,7 +41,7 @@ class FakeWire:
         self.silent = self.hangs = False
         self.staged: dict[str, Any] = {}
 
-    async def ask(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
+    async def request_ranks(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
         if verb == "status":
             if self.silent:
                 raise SlimxError("no connection")
@@ -248,7 +248,7 @@ def test_kernels_are_told_as_the_first_rank_attests_them():
 
 async def test_calls_to_a_lost_engine_fail_and_late_responses_are_dropped():
     handle, actor = await started()
-    assert handle.standing is Standing.JOINING and handle.incarnation == 1
+    assert handle.state is MemberState.JOINING and handle.incarnation == 1
     waiting = asyncio.create_task(handle.perform("load", 3))
     while "perform" not in actor.answers:
         await asyncio.sleep(0)

@@ -221,7 +221,7 @@ def engine_at(url: str, tmp_path: Path, state: State = State.PAUSED) -> Engine:
 async def test_every_rank_answers_once_in_order() -> None:
     # With DP-attention each scheduler brings the answers of all ranks.
     async with ranks(lambda action, _, rank: {"of": rank}, [(1, 11), (0, 10), (1, 11), (0, 10)]) as (url, _):
-        assert await ControlClient(url).ask("status") == [{"of": 0}, {"of": 1}]
+        assert await ControlClient(url).request_ranks("status") == [{"of": 0}, {"of": 1}]
 
 
 async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:
@@ -232,13 +232,13 @@ async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -
     ):
         async with ranks(lambda *_: {}, places) as (url, _):
             with refused(code, about="engine"):
-                await ControlClient(url).ask("status")
+                await ControlClient(url).request_ranks("status")
 
 
 async def test_an_error_names_its_rank() -> None:
     async with ranks(lambda action, _, rank: NO_ROOM if rank else {}, [(0, 10), (1, 11)]) as (url, _):
         with refused(NO_ROOM["code"], about=NO_ROOM["about"]):
-            await ControlClient(url, "e").ask("status")
+            await ControlClient(url, "e").request_ranks("status")
 
 
 async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ async def test_an_outage_seen_from_elsewhere_ends_with_it_or_with_all_hope():
     elsewhere = RemoteOutage(outage, lambda: hopeless)
     assert not elsewhere.lasts
     outage.begin()
-    waiting = asyncio.create_task(elsewhere.over())
+    waiting = asyncio.create_task(elsewhere.wait_until_over())
     await asyncio.sleep(0.05)
     assert elsewhere.lasts and not waiting.done()
     hopeless = True

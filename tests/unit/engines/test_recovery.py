@@ -10,7 +10,7 @@ import pytest
 
 from slimx.cluster.restarts import Restarts
 from slimx.config.sections.engines import Health
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.errors import LOST, DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import numbers, refused
@@ -34,7 +34,7 @@ async def test_a_lost_engine_leaves_the_router_then_restarts():
         assert "http://e0/0" not in stand.router.urls, "gone from the router when the call returns"
         await stand.members.quarantine(stand.engines[0], gone())
         assert stand.members.metrics()["engines/quarantined"] == 1 and stand.members.epoch > epoch
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         assert stand.log[-3:] == ["remove http://e0/0", "stop http://e0/0", "start e0"]
         assert stand.router.urls == {"http://e1/0"}, "its weights are not published yet"
         assert stand.engines[0] in stand.members.candidates()
@@ -61,14 +61,14 @@ async def test_whoever_wants_to_looks_at_a_lost_engine_before_it_is_ended():
 
         stand.members.before_ending = look
         await stand.members.quarantine(stand.engines[0], ReceiverLost("e0 is silent", code="engine.silent"))
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         assert stand.log[-4:] == ["remove http://e0/0", "look engine.silent", "stop http://e0/0", "start e0"]
 
 
 async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router():
     async with Stand() as stand:
         await stand.members.quarantine(stand.engines[0], gone())
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         stand.router.slow.clear()
         admission = asyncio.create_task(stand.members.admit(stand.engines[0]))
         await asyncio.sleep(0.01)
@@ -83,27 +83,27 @@ async def test_an_engine_that_returns_before_its_old_server_is_not_a_member():
     async with Stand() as stand:
         first = stand.engines[0]
         await stand.members.quarantine(first, gone())
-        await stand.until(lambda: first.standing is Standing.JOINING)
+        await stand.until(lambda: first.state is MemberState.JOINING)
         stand.router.slow.clear()
         admission = asyncio.create_task(stand.members.admit(first))
         await asyncio.sleep(0)
         await stand.members.quarantine(first, gone())
-        await stand.until(lambda: first.standing is Standing.JOINING)
+        await stand.until(lambda: first.state is MemberState.JOINING)
         stand.router.slow.set()
         with pytest.raises(ReceiverLost):
             await admission
-        assert stand.router.urls == {"http://e1/0"} and first.standing is Standing.JOINING
+        assert stand.router.urls == {"http://e1/0"} and first.state is MemberState.JOINING
 
 
 async def test_restarts_are_counted_per_engine_and_a_failed_start_is_one():
     async with Stand(restarts=3, starts=[SlimxError("no memory"), None, None]) as stand:
         await stand.members.quarantine(stand.engines[0], gone())
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         assert len(stand.members.restarts["e0"].history) == 2
         await stand.members.quarantine(stand.engines[0], gone())
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         await stand.members.quarantine(stand.engines[0], gone())
-        await stand.until(lambda: stand.engines[0].standing is Standing.GONE)
+        await stand.until(lambda: stand.engines[0].state is MemberState.GONE)
         assert stand.members.candidates() == [stand.engines[1]] and not stand.members.restarts["e1"].history
         await stand.members.available()
 
@@ -115,7 +115,7 @@ async def test_prefill_and_decode_engines_serve_only_together():
         failed = asyncio.create_task(stand.members.failed())
         await asyncio.sleep(0.01)
         assert not starved.done() and not failed.done()
-        stand.engines[1].standing = Standing.JOINING  # back, without a version
+        stand.engines[1].state = MemberState.JOINING  # back, without a version
         stand.members.changed()
         await asyncio.wait_for(starved, 60)
         await stand.members.quarantine(stand.engines[0], gone("e0"))
@@ -152,7 +152,7 @@ async def test_a_dead_engine_is_found_at_once_a_sick_one_after_three_checks():
         stand.members.watch()
         stand.engines[0].end = "engine e0 ended with status 1"
         await stand.until(lambda: stand.members.lost == 1)
-        assert stand.engines[1].standing is Standing.MEMBER
+        assert stand.engines[1].state is MemberState.MEMBER
         stand.engines[1].sick = sick = SlimxError("it does not generate")
         checks = 0
 
@@ -232,10 +232,10 @@ async def test_engine_changes_during_a_router_outage_are_not_blamed():
     async with Stand() as stand:
         first, second = stand.engines
         await stand.members.quarantine(first, gone())
-        await stand.until(lambda: first.standing is Standing.JOINING)
+        await stand.until(lambda: first.state is MemberState.JOINING)
         stand.router.end = "it ended"
         await asyncio.gather(stand.members.admit(first), stand.members.quarantine(second, gone("e1")))
-        assert stand.router.urls == {first.url} and first.standing is Standing.MEMBER
+        assert stand.router.urls == {first.url} and first.state is MemberState.MEMBER
         assert stand.members.failure() is None
 
 
@@ -252,7 +252,7 @@ async def test_a_member_that_a_new_router_cannot_add_is_lost():
         await stand.members.look()
         await stand.until(lambda: stand.members.lost == 1)
         assert stand.router.urls == {"http://e0/0"} and stand.log.count("restart") == 1
-        await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[1].state is MemberState.JOINING)
 
 
 async def test_a_router_that_does_not_return_ends_the_run():
@@ -275,7 +275,7 @@ async def test_while_no_engine_serves_there_is_an_outage_until_one_is_admitted()
         assert not outage.lasts and stand.members.awaited() is None
         await stand.members.quarantine(stand.engines[1], gone("e1"))
         assert outage.lasts and "e0, e1" in stand.members.awaited()["what"]
-        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[0].state is MemberState.JOINING)
         assert outage.lasts and stand.members.awaited()["what"].startswith("a publication")
         await stand.members.admit(stand.engines[0])
         assert not outage.lasts and stand.members.metrics()["engines/outage_seconds"] > 0
@@ -299,11 +299,11 @@ async def test_restarts_count_no_more_once_an_engine_has_served_long_enough():
         for _ in range(4):
             passed += 60
             await stand.members.quarantine(first, gone())
-            await stand.until(lambda: first.standing is Standing.JOINING)
+            await stand.until(lambda: first.state is MemberState.JOINING)
             await stand.members.admit(first)
         assert len(stand.members.history()) == 4
         await stand.members.quarantine(first, gone())  # soon after its restart
-        await stand.until(lambda: first.standing is Standing.GONE)
+        await stand.until(lambda: first.state is MemberState.GONE)
 
 
 async def test_reasons_of_all_restarts_are_listed_at_the_end():
@@ -347,7 +347,7 @@ async def test_an_engine_that_fails_requests_is_found_by_a_lost_request():
         await asyncio.gather(*(stand.members.look() for _ in range(5)))
         assert stand.router.urls == {"http://e0/0"} and stand.members.lost == 1
         assert sorted(asked) == ["e0", "e1", "e1"], "one look, and a second try for the suspect"
-        await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[1].state is MemberState.JOINING)
         assert "answered 500: broken" in stand.restarts[0].reason
 
 
@@ -363,7 +363,7 @@ async def test_an_engine_that_ends_while_its_requests_fail_is_lost_by_its_end():
         stand.members.probe = probe
         await stand.members.look()
         assert stand.router.urls == {"http://e0/0"} and stand.members.lost == 1
-        await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
+        await stand.until(lambda: stand.engines[1].state is MemberState.JOINING)
         assert numbers(stand.restarts[0].reason) == [137]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.engines.outage import EnginesTurn
 from tests.unit.engines.recovery_stand import Stand, gone
 from tests.virtual_time import virtually
@@ -23,7 +23,7 @@ async def test_an_engine_lost_in_the_trainers_turn_starts_in_its_own():
         await asyncio.sleep(0.1)  # many times the patience with an outage, which the trainers' turn does not count in
         assert not [line for line in stand.log if line.startswith("start")] and stand.members.failure() is None
         stand.members.turn.begin()
-        await stand.until(lambda: all(engine.standing is Standing.JOINING for engine in stand.engines))
+        await stand.until(lambda: all(engine.state is MemberState.JOINING for engine in stand.engines))
         assert stand.members.failure() is None
 
 
@@ -48,7 +48,7 @@ async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
         assert not turn.done(), "the lost engine still holds its memory"
         stopping.set()
         await asyncio.wait_for(turn, LIMIT_S)
-        assert stand.engines[0].standing is Standing.OUT
+        assert stand.engines[0].state is MemberState.OUT
 
         stand.members.turn.begin()
         await asyncio.wait_for(begun.wait(), LIMIT_S)
@@ -57,7 +57,7 @@ async def test_the_trainers_turn_waits_for_starting_and_ending_engines():
         assert not turn.done()
         starting.set()
         await asyncio.wait_for(turn, LIMIT_S)
-        assert stand.engines[0].standing is Standing.JOINING, "it runs, and can be put to sleep"
+        assert stand.engines[0].state is MemberState.JOINING, "it runs, and can be put to sleep"
 
 
 async def test_the_turn_is_the_engines_where_nobody_ends_it():

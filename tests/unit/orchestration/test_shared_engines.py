@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slimx.config.sections.publish import Publish
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.publications import EnginePublications
@@ -86,7 +86,7 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
     shared, after = SharedEngines(stand.members, ["actor", "judge"]), {}
     actor, judge = (Policy(name, stand, shared, Trainers(after)) for name in ("actor", "judge"))
     for engine in stand.engines:
-        engine.standing = Standing.JOINING
+        engine.state = MemberState.JOINING
 
     async def step(number: int) -> list[str]:
         """Publish both at the same time, as a run does; returns what was done to engines."""
@@ -107,7 +107,7 @@ def of(name: str, log: list[str]) -> list[str]:
 
 
 async def back(run: SimpleNamespace) -> None:
-    await run.stand.until(lambda: run.stand.engines[0].standing is Standing.JOINING)
+    await run.stand.until(lambda: run.stand.engines[0].state is MemberState.JOINING)
 
 
 async def test_each_policy_brings_the_base_once_and_requests_come_after_the_last(run: SimpleNamespace) -> None:
@@ -136,7 +136,7 @@ async def test_an_engine_lost_between_two_policies_gets_the_first_ones_again(run
 
 
 async def test_an_engine_lost_before_the_last_policys_part_is_reported(run: SimpleNamespace) -> None:
-    run.stand.engines[0].standing = Standing.OUT
+    run.stand.engines[0].state = MemberState.OUT
     run.stand.engines[0].incarnation += 1
     with refused("engine.lost", about="e0", kind=ReceiverLost):
         await run.actor.members.admit(run.stand.engines[0])

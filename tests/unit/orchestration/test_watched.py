@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.handle import MemberState
 from slimx.errors import PartLost, SlimxError
 from slimx.orchestration.publications import EnginePublications, Publications
 from tests.refusals import refused
@@ -102,7 +102,7 @@ async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fai
 
         async def work() -> None:
             try:
-                await stand.until(lambda: stand.engines[1].standing is Standing.GONE and fails)
+                await stand.until(lambda: stand.engines[1].state is MemberState.GONE and fails)
                 raise SlimxError("a request found no engine")
             finally:
                 ended.set()

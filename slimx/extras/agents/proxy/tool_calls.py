@@ -141,7 +141,7 @@ def _tool_call(call: object) -> ToolCall:
 async def _request(router: str, headers: Mapping[str, str], name: str, text: str, tools: list[Json]) -> Parsed:
     url = f"{router}/parse/function_call"
     body = {"text": text, "tools": tools, "tool_call_parser": name}
-    status, response = await request("POST", url, body, deadline_s=ROUTER_S, headers=headers, who="the router")
+    status, response = await request("POST", url, body, deadline_s=ROUTER_S, headers=headers, server_name="the router")
     if status != 200:
         raise SlimxError(f"POST {url} answered {status}: {message_of(response)}")
     ids: list[str | None] = WRITTEN_IDS[name].findall(text) if name in WRITTEN_IDS else []

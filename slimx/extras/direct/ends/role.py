@@ -40,8 +40,8 @@ class DirectRole:
         `DirectSender`."""
         weights = self.model.weights
         dealt = Plan.from_bytes(plan)
-        parameters, made = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)
-        packer = Packer(dealt, self.rank, parameters, made=made)
+        parameters, derived = weights.attached.leaving("publish", dealt, self.rank, weights.parameters)
+        packer = Packer(dealt, self.rank, parameters, derived=derived)
         host = local_address(self.model.config.cluster.network)
         name = f"trainer rank {self.rank} ({os.getpid()})"
         self._sender = DirectSender(packer, name, host, edges=edges, item=item, on_gpu=on_gpu)
