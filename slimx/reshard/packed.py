@@ -27,10 +27,10 @@ class PackedTensor:
     """One of "float32", "bfloat16", "float8_e4m3fn" and "uint8"."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte from the start of the bucket."""
+    """Offset of the tensor's first byte from the start of the bucket."""
     nbytes: int
     checksum: int
-    """64-bit checksum of its bytes (`slimx.reshard.kernels.cpu.checksum_tensor`)."""
+    """64-bit checksum of the tensor's bytes (`slimx.reshard.kernels.cpu.checksum_tensor`)."""
 
     def to_json(self) -> Json:
         """Returns the fields as JSON. The checksum becomes a string of 16 hex digits, because JSON numbers lose bits
@@ -42,15 +42,15 @@ class PackedTensor:
 class PackedBucket:
     """A packed bucket: the paths of its memory, and its tensors.
 
-    Each target has a region of it; the regions are consecutive in one memory, or each is in a memory of its own."""
+    Each target has a region of the bucket. The regions are consecutive in one memory, or each has its own memory."""
 
     path: str
-    """Path of the bucket's memory, or of the first one.
+    """Path of the bucket's memory, or of the first memory if there are several (`others`).
 
-    Either /proc/PID/fd/N, which processes of the same user can open on the same machine, the path of a file, or GPU
-    memory (`on_device`)."""
+    It is /proc/PID/fd/N, which processes of the same user can open on the same machine, the path of a file, or the name
+    of GPU memory (`on_device`)."""
     size: int
-    """Bytes of each of its memories."""
+    """Size in bytes of each memory of the bucket."""
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Tensors by target.
 
@@ -81,8 +81,8 @@ class PackedBucket:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self, encoding: Encoding, ranks: int) -> Json:
-        """Returns JSON that describes for each rank of an engine, by its index, the path that the rank opens and the
-        tensors that it loads; a single key "all" if these are the same for all ranks.
+        """Returns JSON that describes for each rank of an engine, by its index, the path that the rank opens on
+        its machine, and the tensors that it loads; a single key "all" if these are the same for all ranks.
 
         `ranks`: number of ranks of the engine."""
         paths = (self.path, *self.others)

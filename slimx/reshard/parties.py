@@ -111,12 +111,12 @@ class Receiver(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Resumes generation, after allocating again the memory that the engine had released."""
+        """Resumes generation, after reallocating the memory that the engine had released."""
         ...
 
 
 PROTOCOL = 9
-"""Version of the JSON messages by which an engine forwards verbs to its server's ranks
+"""Version of the JSON messages with which an engine forwards verbs to its server's ranks
 (`slimx/adapters/sglang/plugin.py`). Both sides must agree on it."""
 BEFORE_BEGIN = ("inventory", "transport", "begin")
 """Verbs that are allowed before the publication has begun at the engine."""
@@ -185,7 +185,8 @@ class Delivery:
 
 
 class Members(Protocol):
-    """The engines of a run. Their membership epoch is a number that increases with every change."""
+    """The engines of a run. Their membership epoch is a number that increases whenever an engine is lost, restarted or
+    admitted."""
 
     @property
     def epoch(self) -> int: ...

@@ -76,7 +76,8 @@ class Publisher:
         self.rule = rule
         self.vacate = vacate
         self.checked: dict[str, int] = {}
-        """Engine -> its incarnation when its tensors were compared with the source's; repeated after a restart."""
+        """Engine -> its incarnation when its tensors were compared with the source's, which is repeated after a
+        restart."""
         self._current: int | None = None
         """Version that is being published; None between publications."""
 
@@ -87,7 +88,8 @@ class Publisher:
         trainers failed, an engine has a different model, or another publication is running."""
         if self._current is not None:
             raise SlimxError(
-                f"version {version} cannot be published until that of version {self._current} has ended: wait for it",
+                f"version {version} cannot be published until the publication of version {self._current} has ended: "
+                "wait for it",
                 code="publish.under_way",
                 about=f"version {version}",
             )

@@ -284,7 +284,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 def device_of(device: torch.device | int) -> torch.device:
     """Returns `device` as a CUDA device with an index; an int is the index, and a device without an index becomes the
-    current one. Raises SlimxError if `device` is no CUDA device or this process cannot pack on a GPU."""
+    current one. Raises SlimxError if `device` is not a CUDA device or this process cannot pack on a GPU."""
     reason = missing()
     if reason:
         raise SlimxError(reason)

@@ -39,7 +39,7 @@ class OP(IntEnum):
 
 
 class RULE(IntEnum):
-    """Rule by which a quantizing op computes a block's scale from its largest magnitude (docs/numerics.md)."""
+    """Rule that a quantizing op follows to compute a block's scale from its largest magnitude (docs/numerics.md)."""
 
     NONE = 0
     IEEE = 1

@@ -44,7 +44,7 @@ class Gatherer:
         self.group = group
         self.holders = holders
         self._files: dict[int, dict[int, MemoryFile]] = {}
-        """Bucket -> part -> shared memory of this rank."""
+        """Bucket -> index of a part -> shared memory of this rank that contains the part."""
         self._mapped: dict[str, tuple[int, torch.Tensor]] = {}
         """Path of another rank's shared memory -> its inode, and its mapping in this process."""
 

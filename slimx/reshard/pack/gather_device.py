@@ -39,7 +39,7 @@ class DeviceGatherer:
         self.holders = holders
         self._free: list[DeviceMemory] = []
         self._memories: dict[int, dict[int, DeviceMemory]] = {}
-        """Bucket -> part -> memory of this rank's GPU."""
+        """Bucket -> index of a part -> memory of this rank's GPU that contains the part."""
 
     def open(self, bucket: int) -> dict[int, str]:
         """Returns part -> path for each part of `bucket` in the memory of this rank's GPU, which is allocated if
@@ -82,8 +82,8 @@ class DeviceGatherer:
     def release(self, bucket: int | None = None) -> None:
         """Makes the memory of `bucket`, or of all buckets if it is None, available to other buckets.
 
-        The caller guarantees that no engine of the publication reads the bucket any more. An engine that still does,
-        because it was dropped from the publication, gets bytes that fail verification."""
+        The caller guarantees that no engine of the publication still reads the bucket. An engine that does, because it
+        was dropped from the publication, gets bytes that fail verification."""
         released = list(self._memories) if bucket is None else [bucket]
         for index in released:
             if index in self._memories:

@@ -57,7 +57,7 @@ class Packer:
         self.portion = portion
         self._derived = DerivedTensors() if derived is None else derived
         self.parts = plan.targets if apart else 1
-        """Number of memories of a bucket: one per target with `apart`, else one."""
+        """Number of parts of a bucket, each with its own memory: one per target with `apart`, else one."""
         self.form = PlannedBuckets(plan, apart=apart).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
@@ -222,8 +222,8 @@ def total(contributions: Sequence[Contribution]) -> Contribution:
 
 
 def describe(form: BucketForm, paths: Sequence[str], contributions: Sequence[Contribution]) -> PackedBucket:
-    """Returns the description of a complete bucket for the engines: tensors with offsets and checksums, and where it
-    is.
+    """Returns the description of a complete bucket for the engines: its tensors with offsets and checksums, and the
+    paths of its memory.
 
     `paths`: paths of its memories, one per part. `contributions`: those of all ranks. Raises SlimxError naming a tensor
     that contains an infinite or NaN value."""

@@ -173,7 +173,7 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Part of a run that is packed with one launch, in memory of its own."""
+    """Part of a run that is packed with one launch, in its own memory."""
 
     pieces: np.ndarray
     """Records that write the portion, from byte 0 of its memory, [pieces] of `PIECE`."""
@@ -286,8 +286,8 @@ def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | Non
     """Returns address, elements per row and bytes per element of the plan's parameter `index`; the address is 0 if
     `parameters` is None.
 
-    Raises SlimxError if the rank has no such parameter, or one of another dtype, shape or layout than the plan
-    expects."""
+    Raises SlimxError if the rank has no such parameter, or one whose dtype, shape or layout is not the one that the
+    plan expects."""
     planned = plan.parameters[index]
     if parameters is None:
         return 0, matrix(planned.shape)[1], ITEMSIZE[planned.dtype]

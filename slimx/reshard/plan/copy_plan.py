@@ -1,8 +1,9 @@
 """Compiles a plan: which rectangle of which trainer rank's tensor is copied where. Only shapes are needed.
 
 A plan relates two layouts of the same checkpoint tensors (`slimx.layout`). The target is the checkpoint itself, in
-Hugging Face names (`slimx.layout.parts`), or the fused tensors of every engine rank, which receives only its bytes.
-Every target element is checked to be written exactly once. The same inputs give the same plan on every machine."""
+Hugging Face names (`slimx.layout.parts`), or the fused tensors of each engine rank, which then receives only its own
+bytes. Every target element is checked to be written exactly once. The same inputs give the same plan on every
+machine."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class BucketTensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte from the start of the bucket."""
+    """Offset of the tensor's first byte from the start of the bucket."""
     nbytes: int
     scale_of: int = -1
     """Index in the bucket of the codes to which these block scales belong; -1 if the tensor contains no scales."""

@@ -25,7 +25,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PublicationPlan:
-    """Plan by which every publication of a run copies weights from trainer ranks to engines."""
+    """Plan that every publication of a run follows to copy weights from trainer ranks to engines."""
 
     plan: Plan
     encoding: Encoding
@@ -37,8 +37,8 @@ class PublicationPlan:
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
-    """Returns the plan by which trainers of `sizes` fill the configured engines on `device`, "cpu" or "cuda"; None if
-    the run has no engines.
+    """Returns the plan for copying weights from trainers of `sizes` to the configured engines on `device`, "cpu" or
+    "cuda"; None if the run has no engines.
 
     Raises SlimxError if the weights cannot be published. If the sizes split quantization blocks, the message names the
     nearest sizes that do not."""
@@ -129,7 +129,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raises SlimxError if the model or an engine argument makes SGLang use another weight layout than
+    """Raises SlimxError if the model or an engine argument makes SGLang use a weight layout other than
     `ModelSpec.engine_table`, or prevents SGLang from serving the model."""
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(

@@ -30,8 +30,8 @@ from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.packed import ON_DEVICE
 
 UNIT = 2 * 2**20
-"""Bytes of which an allocation is a multiple. The driver may place smaller allocations in one block, and a handle opens
-the whole block."""
+"""Granularity of allocations in bytes. The driver may place smaller allocations in one block, and a handle opens the
+whole block."""
 HANDLE = 64
 """Size of a CUDA IPC handle in bytes."""
 

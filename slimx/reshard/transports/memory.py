@@ -15,7 +15,7 @@ import torch
 from slimx.errors import SlimxError
 
 NAME = "slimx-bucket"
-"""Name of every memory file, by which its link in /proc is recognized."""
+"""Name of every memory file; its link in /proc is recognized by this name."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.(safetensors|delta)")
 """Path of a file that contains a bucket of a version on disk, or the changes to one (`slimx.extras.disk.versions`)."""
