@@ -36,7 +36,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 class DerivedTensors:
     """Tensors that a rank computes before it packs a bucket, and packs instead of parameters of the same names.
 
-    In the plain form there are none."""
+    The plain form has none."""
 
     def places(self, bucket: int) -> Tensors:
         """Returns the buffers, by parameter name, into which `make` writes for `bucket`; the same memory in every
@@ -60,8 +60,8 @@ class AttachedForm:
 
     # `plan` is Any because a package that imports this one defines its class.
     def leaving(self, name: str, plan: Any, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and those that are
-        computed before packing.
+        """Returns the tensors that `rank` packs as specified by `plan` (a `slimx.reshard.plan.copy_plan.Plan`), and
+        those that are computed before packing.
 
         `name`: "publish", "adapters" or "export", the purpose of the plan. `weights`: the rank's parameters by name."""
         return weights, DerivedTensors()
@@ -87,7 +87,7 @@ class ServedForm:
         return {}
 
     def command_line(self) -> list[str]:
-        """Returns the command-line options by which `slimx.engines.server.launch` selects this form."""
+        """Returns the command-line options that make `slimx.engines.server.launch` select this form."""
         return []
 
     def contract(self) -> Json | None:
@@ -149,8 +149,6 @@ def form_of(config: Config) -> WeightForm:
 
 
 def server_form(argv: Sequence[str]) -> ServedForm:
-    """Returns the weight form that the options in `argv` of `slimx.engines.server.launch` select; the plain form if
-    none does.
-
-    A server's child processes have the same `sys.argv`."""
+    """Returns the weight form that `argv`, a command line of `slimx.engines.server.launch`, selects; the plain form if
+    no option selects another. A server's child processes have the same `sys.argv`."""
     return entry_points.by_option(GROUP, argv) or ServedForm()

@@ -1,7 +1,7 @@
 """Limits of two sets of kernels: SGLang's, which compute with published weights, and those of DeepEP (sgl-deep-ep
 0.1.2), which exchange tokens between expert-parallel ranks.
 
-A publication verifies the bytes in a rank's parameters, but some kernels of SGLang 0.5.23 compute with other bytes than
+A publication verifies the bytes in a rank's parameters, but some kernels of SGLang 0.5.23 compute with bytes other than
 those that were loaded. On Blackwell (sm100) SGLang requantizes the fp8 weights of linear layers for DeepGEMM and
 replaces their scales, and its default expert kernel, flashinfer_trtllm, swaps gate and up and shuffles rows. A later
 publication would pass verification but give wrong results, so engines on Blackwell must select kernels that keep the

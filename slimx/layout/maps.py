@@ -97,7 +97,7 @@ def _refuse_columns(axis: int | None, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Map from one source, split into equal contiguous parts."""
+    """Map from one source: every rank has all of it, or an equal, contiguous shard of its rows or columns."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes

@@ -39,7 +39,7 @@ class Quantization:
     block: tuple[int, int]
     """(rows, columns) of a block."""
     operation: str
-    """Name of the op by which the packing kernels quantize, a member of `slimx.reshard.kernels.record.OP`."""
+    """Name of the op with which the packing kernels quantize, a member of `slimx.reshard.kernels.record.OP`."""
     code_dtype: str
     """Dtype of the tensor of codes."""
     scale_dtype: str
@@ -114,7 +114,7 @@ class NumberFormat:
     RULES: ClassVar[Collection[str]] = ()
     """Values of `publish.quantize` that make a publication compute codes of this format."""
     GROUP: ClassVar[int] = 1
-    """Number by which the columns of a quantized matrix must be divisible."""
+    """Required divisor of the number of columns of a quantized matrix."""
     CONVERTED: ClassVar[bool] = False
     """True if only `slimx convert` reads checkpoints of this format, and trainers cannot load them."""
     LOCAL: ClassVar[bool] = False

@@ -21,16 +21,16 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     sources: tuple[str, ...]
-    """Names of the checkpoint tensors that it contains; `rects[k].source` is an index into them."""
+    """Names of the checkpoint tensors whose elements the tensor contains; `rects[k].source` is an index into them."""
     rects: tuple[Rect, ...]
     dtype: str | None = None
-    """Its dtype; None means the model's dtype."""
+    """Dtype of the tensor; None means the model's dtype."""
     quantized: bool = False
     """True if a publication that quantizes also quantizes this tensor."""
     copy: bool = False
     """True for a second copy of a tensor, which is loaded like the original but never exported or published."""
     column: bool = False
-    """True if `rects` address it as a matrix of one column whatever its shape, as for a stack of vectors."""
+    """True if `rects` address the tensor as a matrix of one column, whatever its shape, as for a stack of vectors."""
 
     @property
     def matrix(self) -> Shape:

@@ -47,8 +47,8 @@ class Sizes:
 
     @property
     def sequence_multiple(self) -> int:
-        """Number by which the length of each packed sequence must be divisible: 2 x context, because context
-        parallelism divides it into two zigzag halves per rank; 1 without context parallelism."""
+        """Required divisor of the length of each packed sequence: 2 x context, because context parallelism divides it
+        into two zigzag halves per rank; 1 without context parallelism."""
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
@@ -73,8 +73,9 @@ class Coordinates:
 def fewer(sizes: Sizes) -> Iterator[Sizes]:
     """Yields sizes with fewer data-parallel ranks than `sizes`, the largest first.
 
-    Only sizes are included in which each data-parallel rank takes over the whole shards of the same number of former
-    ones, and in which a pipeline stage still has whole groups of experts' ranks."""
+    The new number of data-parallel ranks divides the old one, so that each rank takes over the complete shards of
+    several former ranks, and the ranks of a pipeline stage still form complete groups of `expert * expert_tensor`
+    ranks."""
     for data in range(sizes.data - 1, 0, -1):
         stage = sizes.tensor * sizes.context * data
         if sizes.data % data == 0 and stage % (sizes.expert * sizes.expert_tensor) == 0:

@@ -64,7 +64,7 @@ class Row:
     `Sections`; empty if they store it as one tensor."""
     appended: tuple[Sources, ...] = ()
     """Sources of further matrices that every rank has at the end of a stack, such as shared experts fused with the
-    others."""
+    routed ones."""
 
     @property
     def per_expert(self) -> bool:
