@@ -127,8 +127,8 @@ AnyOutage = Outage | RemoteOutage
 class EnginesTurn:
     """Phases in which engines may start on devices that they share with trainers.
 
-    SGLang sizes its KV cache by free memory, so trainers must have released theirs before. A phase lasts until `end` is
-    called; if no device is shared, `end` is never called and engines may always start."""
+    SGLang sizes its KV cache by free memory, so trainers must have released their memory first. A phase lasts until
+    `end` is called; if no device is shared, `end` is never called and engines may always start."""
 
     def __init__(self) -> None:
         self._theirs = asyncio.Event()

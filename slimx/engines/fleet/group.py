@@ -162,7 +162,7 @@ class EngineGroup:
         await self.members.turn.end()
 
     async def wake(self) -> None:
-        """Allocates again the memory of the engines' weights, without values, so a publication must follow.
+        """Reallocates the memory of the engines' weights, without values, so a publication must follow.
 
         No lost engine is restarted until `members.turn.begin` is called."""
         await self.members.turn.end()

@@ -1,4 +1,4 @@
-"""Handle of one engine, by which the training loop and the publisher call it; it remains valid when the engine
+"""Handle through which the training loop and the publisher call one engine; it remains valid when the engine
 restarts."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EngineHandle:
         self.attestation: list[Json] = []
         """Report of each rank at the last start (version, sizes, kernels, ...); empty if the server attests nothing."""
         self._reason: SlimxError | None = None
-        """Error because of which the engine was lost since its last start; None if it was not."""
+        """Error that caused the loss of the engine since its last start; None if it was not lost."""
         self._lost = asyncio.Event()
         """Set when the engine is lost, so that pending calls fail at once."""
 

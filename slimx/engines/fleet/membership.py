@@ -72,20 +72,20 @@ class Membership:
         self.outage = Outage()
         """Outages of this group: times in which no engine or no router serves, after they have served before."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
-        """Sends a typical request directly to an engine and raises SlimxError if it fails. If None, only the health
-        check decides whether an engine works."""
+        """Function that sends a typical request directly to an engine and raises SlimxError if it fails. If None, the
+        health check alone decides whether an engine works."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after every restart and whenever an engine's state may have changed."""
         self.on_lost: Callable[[str, SlimxError], None] = lambda name, error: None
         """Called with the name of an engine that was lost, and the error."""
         self.before_ending: Callable[[SlimxError], Awaitable[None]] = _nothing
-        """Awaited, with the error because of which an engine was lost, before the engine's server is killed."""
+        """Awaited before the server of a lost engine is killed, with the error that caused the loss."""
         self.epoch = 0
         """Membership epoch: a number that increases whenever candidates or members change."""
         self.lost = 0
         """Number of times that an engine was lost in this run."""
         self._failure: SlimxError | None = None
-        """Error because of which the run cannot continue; None if it can."""
+        """Error that prevents the run from continuing; None if it can continue."""
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that watch or recover engines; cancelled when the run ends."""
@@ -93,7 +93,8 @@ class Membership:
         self._ran = False  # True once engines of all roles have run
         self._served = False  # True once engines of all roles have served
         self._patience: asyncio.Task[None] | None = None
-        """Task that ends the run if no engine has been restarted by the outage deadline; None while each role runs."""
+        """Task that ends the run if no engine has been restarted by the outage deadline; None while an engine of each
+        role runs."""
 
     # Members ----------------------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class Membership:
         await self._until(lambda: bool(self.joining()))
 
     def failure(self) -> SlimxError | None:
-        """Returns the error because of which the run cannot continue, or None if it can."""
+        """Returns the error that prevents the run from continuing, or None if it can continue."""
         return self._failure
 
     async def failed(self) -> None:
@@ -229,7 +230,7 @@ class Membership:
         have ended.
 
         Concurrent calls share one check. If all processes run, an engine may still fail every request, so each is
-        probed with one (`probe`)."""
+        probed with one request (`probe`)."""
         if self._look is None or self._look.done():
             self._look = self.spawn(self._look_once())
         await asyncio.shield(self._look)

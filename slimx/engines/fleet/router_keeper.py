@@ -19,7 +19,7 @@ from slimx.errors import PartLost, SlimxError
 from slimx.runtime.tasks import Ticker
 
 PING_S = 10.0
-"""Seconds in which a healthy router responds to a status call, for which it computes nothing."""
+"""Maximum time in seconds in which a healthy router responds to a status call, which requires no computation."""
 
 
 class Fleet(Protocol):
@@ -50,7 +50,7 @@ class RouterKeeper:
         self.router = router
         self.restarts = restarts
         self.in_flight: Callable[[], str] = lambda: ""
-        """Returns a description of the pending requests, which is reported when the router is lost."""
+        """Function that returns a description of the pending requests, which is reported when the router is lost."""
         self.up = True
         self._restarting: asyncio.Task[None] | None = None
         restarts.serves()

@@ -100,8 +100,8 @@ async def check_guarded(wire: ControlClient) -> None:
 
 
 async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
-    """Raises SlimxError if an external server runs without an argument that slimx requires, or in another role than
-    `spec`."""
+    """Raises SlimxError if an external server runs without an argument that slimx requires, or in a role other than
+    that of `spec`."""
     info = await wire.call("/server_info", method="GET", key=spec.keys.api_key)
     needed = policy_args(spec)
     for name, value in needed.items():
@@ -121,7 +121,7 @@ async def _check_arguments(wire: ControlClient, spec: EngineSpec) -> None:
 
 
 def check_ranks(ranks: list[Json], spec: EngineSpec) -> None:
-    """Raises SlimxError if a rank attests another dtype, numerics mode, size or weight form than `spec` requires."""
+    """Raises SlimxError if the dtype, numerics mode, sizes or weight form that a rank attests differ from `spec`."""
     for index, rank in enumerate(ranks):
         for fact in _facts(rank, spec):
             if fact.attested != fact.expected:
@@ -150,7 +150,7 @@ def _facts(rank: Json, spec: EngineSpec) -> list[Fact]:
     facts = [
         Fact("dtype", rank["dtype"], spec.dtype, "start it with that --dtype"),
         Fact("adapters", rank["adapters"], spec.form.contract(), "start it with the adapter options of this run"),
-        Fact("numerics", rank["numerics"], numerics, "start it in that mode (None: fast), or change numerics.mode"),
+        Fact("numerics", rank["numerics"], numerics, "start it in that mode (None is fast), or change numerics.mode"),
         Fact("sizes", sizes, spec.sizes, "correct the sizes of its group in rollout.engines"),
     ]
     if not spec.frozen:

@@ -39,7 +39,8 @@ class State(StrEnum):
     READY = "READY"
     PAUSED = "PAUSED"
     DIRTY = "DIRTY"
-    """Copying into the model has begun and was not verified since; the engine must not serve before a verification."""
+    """Copying into the model has begun, and the weights have not been verified since; the engine must not serve until
+    they are."""
     ASLEEP = "ASLEEP"
     DEAD = "DEAD"
 
@@ -146,8 +147,8 @@ class Engine(EngineServer):
     async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: object) -> object:
         """Calls the method `verb` within `deadline_s` seconds and returns its result.
 
-        `epoch`: membership epoch of the publication of which the call is a step; None for calls outside of
-        publications. Raises SlimxError if the publication is outdated."""
+        `epoch`: membership epoch of the publication to which the call belongs; None for calls outside of publications.
+        Raises SlimxError if the publication is outdated."""
         if epoch is not None:
             self._enter(verb, epoch)
         try:
@@ -182,7 +183,7 @@ class Engine(EngineServer):
         self.move(State.PAUSED)
 
     async def resume(self) -> None:
-        """Resumes generation, after allocating again the memory that was released."""
+        """Resumes generation, after reallocating the memory that was released."""
         self.require("resume", State.PAUSED)
         if self.asleep:
             await self.wake()
@@ -214,7 +215,7 @@ class Engine(EngineServer):
             await self.wake(("weights",))
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
-        """Allocates again the released memory of the parts in `tags`, or of all parts if None.
+        """Reallocates the released memory of the parts in `tags`, or of all parts if it is None.
 
         If the weights are among them, the engine becomes DIRTY, because their values are lost. Raises SlimxError if
         none of the parts is released."""
@@ -278,7 +279,8 @@ class Engine(EngineServer):
             )
 
     async def abort(self) -> None:
-        """Aborts the publication. Before the first copy nothing has changed; after it the engine remains DIRTY."""
+        """Aborts the publication. Before the first copy into the model nothing has changed; after it the engine remains
+        DIRTY."""
         self.publication = None
         await self.request_ranks("abort")
 
@@ -332,8 +334,8 @@ class Engine(EngineServer):
         return verified
 
     async def commit(self, version: int) -> None:
-        """Ends the publication: empties the KV cache, whose values older weights computed, and labels new tokens with
-        `version`.
+        """Ends the publication: empties the KV cache, whose values were computed with older weights, and labels new
+        tokens with `version`.
 
         The engine stays paused until `resume`. If it was paused "in_place", running requests keep their KV cache, so
         they mix versions; SGLang would refuse to empty it."""

@@ -18,7 +18,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.json_types import Json
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
-"""Dotted path of the function by which SGLang loads staged weights: its custom weight loader."""
+"""Dotted path of the function with which SGLang loads staged weights: its custom weight loader."""
 REFUSED = (401, 403)
 """HTTP statuses of a call whose key is missing or wrong."""
 
@@ -113,8 +113,8 @@ class ControlClient:
     ) -> Json:
         """Returns the JSON response of the endpoint `path`, called with `key`, or with the control key if it is None.
 
-        `deadline_s`: None means the client's. Raises SlimxError for an error status, or if SGLang's response has
-        `success` false."""
+        `deadline_s`: None means the client's default. Raises SlimxError for an error status, or if SGLang's response
+        has `success` false."""
         status, response = await request(
             method,
             self.url + path,

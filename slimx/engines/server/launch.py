@@ -86,7 +86,7 @@ if __name__ == "__mp_main__":
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.engines.server.launch", description=__doc__.splitlines()[0])
-    parser.add_argument("--parent", type=int, help="exit when the parent process, which has this PID, ends")
+    parser.add_argument("--parent", type=int, help="PID of the parent process; the server exits when that process ends")
     for kind in (*entry_points.load_all(mode.GROUP).values(), *entry_points.load_all(form.GROUP).values()):
         if kind.OPTION is not None:
             parser.add_argument(kind.OPTION, type=kind.parse, metavar="VALUE", help=kind.__doc__)
@@ -106,7 +106,7 @@ if __name__ == "__main__":
         help='JSON file with the keys that requests must have, {"api_key": "...", "admin_api_key": "..."}, readable '
         "only by its owner; - means standard input; by default no key is required",
     )
-    parser.add_argument("sglang", nargs=argparse.REMAINDER, help="-- and then arguments of sglang.launch_server")
+    parser.add_argument("sglang", nargs=argparse.REMAINDER, help="--, followed by arguments of sglang.launch_server")
     options = parser.parse_args()
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)

@@ -116,9 +116,9 @@ class Router:
     ) -> None:
         """Registers the engine at `url` as a worker, and waits until the router sends requests to it.
 
-        The router's /health is 200 before that, so the list of workers is polled. State for the same URL is removed
-        first, because the engine there may be a new one. `bootstrap_port`: port of a prefill server, which the router
-        passes to decode servers. `keys`: the worker's keys; None means those of the router."""
+        The router's /health returns 200 before that, so the list of workers is polled. A worker with the same URL is
+        removed first, because the engine at that URL may be a new one. `bootstrap_port`: port of a prefill server,
+        which the router passes to decode servers. `keys`: the worker's keys; None means those of the router."""
         await self.remove(url)
         optional = {
             "worker_type": None if role == "regular" else role,

@@ -22,7 +22,9 @@ if __name__ == "__main__":
         metavar="FILE",
         help="JSON file with the api_key that requests must have; - means standard input",
     )
-    parser.add_argument("router", nargs=argparse.REMAINDER, help="-- and then arguments of sglang_router.launch_router")
+    parser.add_argument(
+        "router", nargs=argparse.REMAINDER, help="--, followed by arguments of sglang_router.launch_router"
+    )
     options = parser.parse_args()
     router_parser = argparse.ArgumentParser(prog="sglang-router")
     RouterArgs.add_cli_args(router_parser)

@@ -28,7 +28,7 @@ from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.tasks import AnyFuture, cancelled, first_of
 
 ANSWER_S = 5.0
-"""Seconds in which a healthy server responds to a status call."""
+"""Maximum time in seconds in which a healthy server responds to a status call."""
 ENDING_S = 3.0
 """Maximum seconds from a server's first refused connection until its process has ended."""
 LEAVE_S = 5.0
@@ -171,7 +171,7 @@ class EngineServer:
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the server generates and attests the slimx plugin. Raises SlimxError if one of its processes ends
-        before.
+        before that.
 
         An external server of a frozen model need not attest anything, because nothing is published to it."""
         await self.release(paused=True)
@@ -243,8 +243,8 @@ class EngineServer:
         return end
 
     async def lasting[T](self, work: Awaitable[T]) -> T:
-        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before, because the work
-        must not reach the server of the next start."""
+        """Awaits `work` and returns its result. Raises ReceiverLost if the server is stopped before that, because the
+        work must not reach the server of the next start."""
         task = asyncio.ensure_future(work)
         self.pending.add(task)
         try:

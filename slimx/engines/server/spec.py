@@ -69,7 +69,7 @@ class EngineSpec:
     draft: bool = False
     """True if publications include the weights of the server's draft model."""
     form: ServedForm = ServedForm()
-    """Weight form of the served model: plain weights, or adapters as well."""
+    """Weight form of the served model: plain weights, or weights with adapters."""
     precompile: bool = False
     """True to compile DeepGEMM's kernels before serving (CUDA only)."""
     sleeps: bool = False
@@ -258,8 +258,8 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
 
 
 def _cores(spec: EngineSpec) -> list[str]:
-    """Returns the CPU cores of each rank, as a comma-separated list; cores are assigned in order, starting over if
-    needed."""
+    """Returns the CPU cores of each rank, as a comma-separated list; cores are assigned in order, and again from the
+    first if needed."""
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     return [",".join(map(str, itertools.islice(cores, spec.threads))) for _ in range(spec.sizes.world)]
 
