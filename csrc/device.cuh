@@ -31,7 +31,7 @@ __device__ __forceinline__ void stage(Unit* shared, const Unit* global) {
 // Waits for the copies of this thread. Before reading what other threads have staged, call __syncthreads as well.
 __device__ __forceinline__ void wait_for_stage() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Loads through the cache, for data that neighbouring threads or the next tile read again.
+// Loads through the cache, for data that neighboring threads or the next tile read again.
 template <class T>
 __device__ __forceinline__ T load_cached(const T* p) {
   return __ldg(p);
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
   return x;
 }
 
-// Returns the largest value of four neighbouring lanes.
+// Returns the largest value of four neighboring lanes.
 __device__ __forceinline__ uint32_t quad_max(uint32_t x) {
   x = max(x, __shfl_xor_sync(kAllLanes, x, 1));
   return max(x, __shfl_xor_sync(kAllLanes, x, 2));

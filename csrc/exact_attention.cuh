@@ -1,8 +1,8 @@
 // exact_attention.cuh: attention of exact mode on a GPU: one thread block for several queries that read the same keys.
 //
-// The queries are the heads of one group and, in a sequence of several rows, also of neighbouring rows; keys and values
+// The queries are the heads of one group and, in a sequence of several rows, also of neighboring rows; keys and values
 // are read once for all of them. Scores are stored, because weights can be computed only after the largest score is
-// known. Keys are then processed in the contract's blocks. A query uses only its own keys, whatever its neighbours use.
+// known. Keys are then processed in the contract's blocks. A query uses only its own keys, whatever its neighbors use.
 #pragma once
 
 #include "exact_elements.cuh"

@@ -28,7 +28,7 @@ int slimx_exact_cuda_silu_and_mul(const void* x, int64_t rows, int64_t width, in
 int slimx_exact_cuda_log_normalizer(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
                                     float* most, float* log_sum, void* stream);
 
-// `scores` [rows][heads][longest]: scratch. longest: largest of call->length. together: 1 if neighbouring rows read the
+// `scores` [rows][heads][longest]: scratch. longest: largest of call->length. together: 1 if neighboring rows read the
 // same keys, as in a sequence; this is faster then and changes no bit.
 int slimx_exact_cuda_attend(const SlimxExactAttention* call, float* scores, int64_t longest, int together,
                             void* stream);

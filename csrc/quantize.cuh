@@ -97,7 +97,7 @@ __device__ __forceinline__ void quantize_block(const SlimxPiece& p, const Cut& c
   }
 }
 
-// ---- blocks of 1 x 32, each in four neighbouring lanes --------------------------------------------------------------
+// ---- blocks of 1 x 32, each in four neighboring lanes ---------------------------------------------------------------
 
 constexpr int kQuad = kMxCols / kVector;
 static_assert(kQuad == 4, "quad_max");

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t bits_of(const Vector<kItem>& v, int k) {
   return kItem == 4 ? v.words[k] : v.words[k / 2] >> (16 * (k % 2)) & 0xFFFFu;
 }
 
-// Quantizes groups of four neighbouring lanes each; every lane writes a word of codes.
+// Quantizes groups of four neighboring lanes each; every lane writes a word of codes.
 template <int kItem>
 __device__ __forceinline__ void quantize_int4_vectors(const SlimxPiece& p, const Cut& cut, int64_t first, int32_t count,
                                                       uint8_t* shared, uint8_t* bucket, Found& found) {

@@ -12,9 +12,8 @@
 // tensor of zeros from a sum that was never computed.
 //
 // What it detects with certainty:
-//   - any change within one word (so any changed byte): the sum changes by d * B_i with 0 < |d| < 2^32, and an odd B_i
-//   is
-//     invertible mod 2^64, so the change is not 0;
+//   - any change within one word (so any changed byte): the sum changes by d * B_i with 0 < |d| < 2^32, and an odd
+//     B_i is invertible mod 2^64, so the change is not 0;
 //   - any exchange of two different words less than 8 GiB apart: the sum changes by (w_i - w_j) * (B_j - B_i). Neither
 //     factor is 0, because B is injective over 2^31 consecutive i, and the product is below 2^64 in absolute value.
 // Corruption of more words remains undetected with a probability of about 2^-64. The checksum does not protect against
