@@ -35,7 +35,7 @@ SWEEPS = 200
 BYTES = 165
 """Maximum bytes of host memory that `deal` needs per move and engine, measured in test_dealing.py."""
 TURN = (5**0.5 - 1) / 2
-"""Fraction of its length by which the line of each bucket is rotated against that of the previous one. It is the
+"""Fraction of its length by which the line of each bucket is rotated relative to that of the previous bucket. It is the
 fractional part of the golden ratio, whose multiples are evenly distributed modulo 1."""
 
 
@@ -180,8 +180,8 @@ def _cut(
 
 
 def _lines(plan: Plan, holders: Holders, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (group of holders, bucket, indices of their moves in `plan`) for each group that is True in `chosen`,
-    [groups], and each bucket."""
+    """Yields (index of a group of holders, bucket, indices in `plan.moved` of the group's moves in that bucket) for
+    each group and bucket with moves. `chosen`, bool [groups]: True for the groups to include."""
     group = holders.of
     order = np.flatnonzero(chosen[group])
     order = order[np.lexsort((order, plan.moved["bucket"][order], group[order]))]
@@ -195,8 +195,8 @@ def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first
     """Returns (first row, number of rows, holder) of each part of a move with `rows` rows that is cut at `fractions` of
     its length.
 
-    Parts start at multiples of `unit` rows and have at least `least` rows. Holders are counted along the line: the
-    first part belongs to holder `first`, the part after each cut to the next one."""
+    Parts start at multiples of `unit` rows and have at least `least` rows. The first part belongs to holder `first`,
+    the part after the first cut to holder `first` + 1, and so on; a part that would be too small goes to a neighbor."""
     edges = [0]
     senders = [first]
     for holder, fraction in enumerate(fractions, first + 1):

@@ -39,7 +39,7 @@ PATIENCE = 0.8
 """Fraction of a step's deadline within which a bucket must arrive, so that missing bytes are reported before the
 deadline."""
 MEETING = -1
-"""Index that stands for the connection of trainer ranks to engines, where otherwise a bucket's index is expected."""
+"""Value used in place of a bucket's index while trainer ranks connect to engines."""
 UNREACHED = ("direct.metadata", "direct.meeting", "direct.missing", "direct.unreached")
 """Error codes of failures that can be caused by an engine, by a trainer rank, or by the link between them."""
 INQUIRY = (1 - PATIENCE) / 4
@@ -58,7 +58,7 @@ class RankSenders:
 
     @property
     def published(self) -> Plan:
-        """Plan by which the current trainer ranks send weights to one engine."""
+        """Plan that the current trainer ranks follow to send weights to one engine."""
         return self.trainers.plans["publish"].plan
 
     async def prepare(self, dealt: Plan, edges: list[int], item: int, on_gpus: bool) -> None:
@@ -157,7 +157,7 @@ class DirectDelivery(Delivery):
         self.failed: dict[int, tuple[str, str]] = {}
         """Receiver -> the trainer rank that could not write to it, and the reason."""
         self.broken: SlimxError | None = None
-        """Error because of which the trainers cannot send any more; None if they can."""
+        """Error that prevents the trainers from sending; None if they can send."""
         self._connected: dict[str, int] = {}
         """Engine -> its incarnation when the trainer ranks connected to its memory."""
         self._prepared = False
@@ -173,14 +173,14 @@ class DirectDelivery(Delivery):
     def _deal(self) -> None:
         """Chooses the senders of all moves among the current ranks."""
         plan = self.senders.published
-        # Every engine rank has memory of its own.
+        # Every engine rank has its own memory.
         self.buckets = PlannedBuckets(plan, apart=True)
         self.copies, self.edges = copies_of(plan, [len(receivers) for receivers in self._receivers])
         self.dealt = deal(plan, engines=self.copies)
 
     @property
     def plan(self) -> Plan:
-        """Plan by which trainer ranks send weights to one engine."""
+        """Plan that trainer ranks follow to send weights to one engine."""
         return self.buckets.plan
 
     async def begin(self, manifest: Manifest, buckets: int) -> None:
@@ -293,10 +293,10 @@ class DirectDelivery(Delivery):
         if not ranks:
             return
         subject = "connect" if bucket == MEETING else f"write bucket {bucket}"
-        message = f"{ranks} could {subject} to none of {len(outcome.lacking)} engines: {error}"
+        message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
         if self._previous_culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; in the previous publication {self._previous_culprits} failed, too",
+                f"{message}; {self._previous_culprits} also failed in the previous publication",
                 code="direct.mute",
                 about=ranks,
             )

@@ -11,4 +11,7 @@ from slimx.config.sections.publish import Publish
 @rule("publish.nixl_package", "publish.transport")
 def has_nixl(publish: Publish, local_device: str) -> Problems:
     if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        yield "the package nixl-cu13 is not installed: install it as pinned in requirements/, or set it to disk"
+        yield (
+            "publish.transport=nixl requires the package nixl-cu13, which is not installed: install it as pinned in "
+            "requirements/, or set publish.transport to disk"
+        )

@@ -49,7 +49,7 @@ def move_bytes(plan: Plan) -> np.ndarray:
 
 
 def quantized_moves(plan: Plan) -> np.ndarray:
-    """Returns True for each move of `plan` whose values are quantized before they are sent, bool [moves]."""
+    """Returns a mask, bool [moves], of the moves of `plan` whose values are quantized before they are sent."""
     quantization = plan.precision.quantization
     if quantization is None:
         return np.zeros(len(plan.moved), dtype=bool)

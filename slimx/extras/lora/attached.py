@@ -28,7 +28,7 @@ class MergingBuffer(DerivedTensors):
         parameters: Tensors,
         merging: Mapping[str, Callable[[], torch.Tensor]],
     ):
-        """Prepares to merge weights for `plan`, by which `rank` packs its `parameters`.
+        """Prepares to merge weights of trainer rank `rank` before it packs its `parameters` as `plan` specifies.
 
         `merging`: parameter name -> function that returns the merged weight, which is packed instead of the
         parameter."""
@@ -99,8 +99,9 @@ class AttachedAdapters(AttachedForm):
         return parameters
 
     def leaving(self, name: str, plan: Plan, rank: int, weights: Tensors) -> tuple[Tensors, DerivedTensors]:
-        """Returns the tensors that `rank` packs by `plan`: weights, of which adapted ones are merged first, or the
-        unmerged weights together with A and B under the names of `slimx.extras.lora.targets.adapter_parts`.
+        """Returns the tensors that `rank` packs as specified by `plan`: weights, of which adapted ones are merged
+        first, or the unmerged weights together with A and B under the names of
+        `slimx.extras.lora.targets.adapter_parts`.
 
         `name`: purpose of the plan; exports always merge."""
         if name == "export" or not self._alone:

@@ -109,7 +109,10 @@ def _serving(groups: Iterable[Engines]) -> Iterator[tuple[str, str]]:
 @rule("lora.frozen", "trainer.freeze")
 def freezes_itself(trainer: Trainer) -> Problems:
     if trainer.lora is not None and trainer.freeze:
-        yield "trainer.lora already freezes every base weight: remove it, and select layers by trainer.lora.targets"
+        yield (
+            "trainer.lora already freezes every base weight: remove trainer.freeze, and select layers by "
+            "trainer.lora.targets"
+        )
 
 
 @rule("lora.targets", "trainer.lora.targets")
@@ -121,7 +124,7 @@ def has_targets(trainer: Trainer, spec: ModelSpec) -> Problems:
     for target in absent(trainer.lora.targets or (), spec.table):
         yield f"{spec.path} has no layers of the target {target}: remove that target"
     if trainer.lora.targets == ():
-        yield "the list is empty, so nothing would be trained: remove it for all layers, or name targets"
+        yield "the list is empty, so nothing would be trained: remove the key to adapt all layers, or name targets"
 
 
 @rule("lora.load", "trainer.lora.load")
@@ -148,7 +151,10 @@ def both_kinds(trainer: Trainer, sizes: Sizes) -> Problems:
 @rule("lora.alone", "publish.adapters")
 def has_some(trainer: Trainer, publish: Publish) -> Problems:
     if publish.adapters == "alone" and trainer.lora is None:
-        yield "the run trains no adapters: set trainer.lora, or remove it"
+        yield (
+            "publish.adapters=alone publishes adapters, but the run trains none: set trainer.lora, or remove "
+            "publish.adapters"
+        )
 
 
 @rule("lora.alone_model", "trainer.lora.targets")
@@ -177,8 +183,8 @@ def brings_adapters(publish: Publish, device: str) -> Problems:
     """Checks that the transport, or the one chosen for `device` if it is auto, can publish adapters alone."""
     if publish.adapters == "alone" and publish.transport != "memory":
         yield (
-            "publish.adapters=alone requires the transport memory, on one machine: set it to memory, or set "
-            "publish.adapters to merged"
+            "publish.adapters=alone requires publish.transport=memory, on one machine: set publish.transport "
+            "to memory, or publish.adapters to merged"
         )
 
 
@@ -188,7 +194,7 @@ def serves_merged_weights(rollout: Rollout) -> Problems:
         yield (
             key,
             f"engine {group} would wrap layers with adapters of its own, but slimx publishes merged weights "
-            "(trainer.lora): remove it",
+            "(trainer.lora): remove this argument",
         )
 
 
@@ -202,5 +208,5 @@ def has_a_gpu(rollout: Rollout, device: str) -> Problems:
         yield (
             key,
             f"engine {group} would serve adapters, which SGLang 0.5.23 supports only on GPUs: merge them into the "
-            "group's model, or remove it",
+            "group's model, or remove this argument",
         )

@@ -39,7 +39,7 @@ class HostMoments(ExternalState):
         self.inner = inner
         self.piece_bytes = piece_bytes
         self.moved = _first(inner.param_groups, fraction)
-        """Parameters whose moments are on the host, as keys in order."""
+        """Parameters whose moments are on the host, as the keys of a dict, in the order of the groups."""
         self._host: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +81,7 @@ class HostMoments(ExternalState):
                 self.inner.state[parameter] = loaded
 
     def make_state(self) -> None:
-        """Creates zero moments on the host for those parameters that belong there and have none yet."""
+        """Creates zero moments on the host for parameters whose moments belong there but do not exist."""
         for parameter in self.moved:
             state = self.inner.state[parameter]
             if not state:

@@ -36,7 +36,11 @@ class StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{self.__name__} was called, but {self.__name__.partition('.')[0]} is not installed")
+        package = self.__name__.partition(".")[0]
+        raise NotImplementedError(
+            f"{self.__name__} was called, but the package {package} is not installed: install it, or remove the SGLang "
+            "argument that requires it"
+        )
 
 
 def _empty_class(name: str) -> type:

@@ -130,7 +130,8 @@ CHOICES = (
         close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
-"""Gaps in the checks of SGLang's arguments; closed in every process before arguments are parsed."""
+"""Gaps in SGLang's checks of its arguments, which refuse values that work on the CPU; closed in every process before
+arguments are parsed."""
 
 GAPS = (
     Gap(
@@ -165,7 +166,7 @@ def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
 def moe_without_absent_experts(
     native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """Computes a layer of experts when some expert ids are -1, by which expert parallelism marks experts of other
+    """Computes a layer of experts when some expert ids are -1, with which expert parallelism marks experts of other
     ranks.
 
     SGLang's native CPU path, `native`, would use -1 as an index. If there are such ids, it is called for one top-k slot
@@ -225,10 +226,10 @@ def normed_by_sums(
 
 
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
-    """Registers the functions above with SGLang's HookRegistry `registry`.
+    """Registers the fixes of this module that are functions with SGLang's HookRegistry `registry`.
 
-    `kinds`: SGLang's HookType. `experts`: True to include the function for experts, which numerics modes that replace
-    these layers do not use."""
+    `kinds`: SGLang's HookType. `experts`: True to include `moe_without_absent_experts`, which is not used in numerics
+    modes that replace layers of experts."""
     registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(SYNCHRONIZE, no_device_to_wait_for, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)

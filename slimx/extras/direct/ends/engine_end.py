@@ -15,7 +15,7 @@ from slimx.reshard.packed import PackedBucket
 class DirectEnd:
     """Receivers of an engine on one machine, in host memory or in the memory of its GPUs.
 
-    The object on the engine's first machine also calls those on the others."""
+    The object on the engine's first machine also calls the objects on the other machines."""
 
     def __init__(self) -> None:
         self._receivers: list[Any] = []

@@ -13,7 +13,7 @@ from slimx.reshard.kernels import cpu
 CHUNK = 65536
 """Bytes of a chunk, SLIMX_DELTA_CHUNK in csrc/delta.h. Each chunk is sent in full, as changes, or not at all."""
 STEP = 16
-"""Number of bytes by which the length of encoded data must be divisible, SLIMX_DELTA_STEP in csrc/delta.h."""
+"""Required divisor of the length of encoded data in bytes, SLIMX_DELTA_STEP in csrc/delta.h."""
 ITEMS = (1, 2)
 """Supported element sizes in bytes: 1 for fp8 codes, 2 for bf16. Wider values are compared as two or more elements."""
 

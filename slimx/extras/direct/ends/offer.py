@@ -53,7 +53,7 @@ class Offer(msgspec.Struct, frozen=True):
     metadata: bytes
     """Connection data and keys of the receiver's NIXL agent."""
     slots: tuple[Region, ...]
-    """Regions of memory; bucket b arrives in slot b modulo their number."""
+    """Regions of memory; bucket b arrives in slot b modulo the number of slots."""
     runs: tuple[PackedRun, ...]
     item: int = 0
     """Element size in bytes if runs are sent as frames of changes (`slimx.extras.direct.ends.deltas`); 0 if they are

@@ -73,10 +73,10 @@ class DirectReceiver:
         self._arrived: dict[tuple[int, int], set[int]] = {}
         """(transfer, bucket) -> trainer ranks whose bytes have arrived."""
         self._copies: dict[tuple[int, int], np.ndarray | None] = {}
-        """(rank, bucket) -> records that copy received bytes to the tensors."""
+        """(rank, bucket) -> records that copy received bytes to the tensors; None if the rank receives nothing."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Lock of the agent and its memory, because `close` may be called in another thread than `landed`."""
+        """Lock of the agent and its memory, because `close` and `landed` may be called in different threads."""
 
     def offer(self) -> Offer:
         slots = tuple(map(region_of, self._slots))

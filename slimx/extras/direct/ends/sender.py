@@ -53,7 +53,7 @@ class EngineLink:
     """Bucket -> runs of this rank in the receiver's memory."""
     writes: dict[int, Write] = field(default_factory=dict)
     """Slot of the ring -> write from it, the older one first. A bucket is written after the previous one is done, so it
-    also arrives after it."""
+    also arrives later."""
     failed: str = ""
     """Reason why a write to the receiver failed; "" if none did."""
 
@@ -100,7 +100,7 @@ class DirectSender:
     def connect(self, index: int, offer: Offer) -> None:
         """Connects to the memory that receiver `index` offers, replacing an earlier connection.
 
-        Raises SlimxError if the receiver expects other bytes than this rank packs."""
+        Raises SlimxError if the receiver expects bytes other than those that this rank packs."""
         self.disconnect(index)
         runs: dict[int, list[PackedRun]] = {bucket: [] for bucket in range(self.packer.plan.count)}
         for run in offer.runs:
@@ -134,8 +134,8 @@ class DirectSender:
         """Packs `bucket` and starts writing it to receivers, without waiting for the writes.
 
         `transfer`: index of the publication. `engines`: receiver -> index of the transfer whose bytes of this bucket it
-        has; 0 if it has none, so that it receives full runs. The memory is that of an earlier bucket, which must have
-        reached all receivers: one to which it is still in flight fails."""
+        has; 0 if it has none, so that it receives full runs. The bucket reuses the ring memory of an earlier one: a
+        receiver that has not received all of the earlier bucket fails, and the write to it is cancelled."""
         slot = bucket % len(self._ring)
         failed = self._vacate(slot)
         taking = {index: base for index, base in engines.items() if index not in failed}

@@ -157,8 +157,8 @@ class Adapter:
         return state
 
     def _mark(self) -> None:
-        """Sets the attributes by which megatron-core decides over which ranks it sums the gradients of A and B, and
-        which ranks' parts it counts in the gradient norm."""
+        """Sets the attributes from which megatron-core determines over which ranks it sums the gradients of A and B,
+        and which ranks' parts it counts in the gradient norm."""
         for index, parameter in enumerate(self.parameters):
             replicated = (
                 self.axis is None or self.axis == index
@@ -175,8 +175,8 @@ class Adapter:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=1 - index, stride=1)
 
     def _reduced(self, index: int) -> torch.Tensor:
-        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each has only
-        a part."""
+        """Returns A (`index` 0) or B (1), with its gradient summed over the ranks that share an expert if each rank has
+        only a part of it."""
         parameter = self.parameters[index]
         if self.expert and self.axis == index:
             return copy_to_tensor_model_parallel_region(parameter, group=self.group)

@@ -75,7 +75,7 @@ class AdapterSlot:
                 layout.uncovered[layer.name] = str(error)
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies published tensors, given as names and values, to the places that `layout` records."""
+        """Copies published tensors, given as names and values, to the locations that `layout` records."""
         buffers = self.buffers()
         for name, tensor in named:
             flat = tensor.view(matrix(tensor.shape))
