@@ -44,12 +44,12 @@ class DerivedTensors:
         return {}
 
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the tensors from which `moves`, a part of `bucket`'s moves, read, and writes them into its
+        """Computes the tensors that `moves`, some of the moves of `bucket`, read, and writes them into the bucket's
         buffers."""
 
 
 class AttachedForm:
-    """Weight form of one trainer rank; the plain form, which has no additional parameters."""
+    """Weight form of one trainer rank. This base class is the plain form, which has no additional parameters."""
 
     keeps_base: ClassVar[bool] = False
     """True if updates change only the additional parameters, so that the model without them is the reference model."""
@@ -74,7 +74,7 @@ class AttachedForm:
 
 @dataclass(frozen=True, slots=True)
 class ServedForm:
-    """Weight form of an engine's server; the plain form, which has no additional parameters."""
+    """Weight form of an engine's server. This base class is the plain form, which has no additional parameters."""
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class ServedForm:
 
 
 class WeightForm:
-    """Weight form of a run; the plain form, in which the weights are trained and published unchanged."""
+    """Weight form of a run. This base class is the plain form: weights are trained and published unchanged."""
 
     OPTION: ClassVar[str | None] = None
     """Command-line option of a server that selects this form and takes one argument; None if there is no option."""

@@ -52,7 +52,7 @@ def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> 
     """Returns the shape of the local tensor that is made from `sources` (names and shapes) and has the matrix shape
     `read`.
 
-    If all sources are vectors, so is the local tensor. If they have more than two axes, it keeps those after the
+    If all sources are vectors, so is the local tensor. If they have more than two axes, it keeps the axes after the
     first."""
     rows, cols = read
     inner = max((shape[1:-1] for _, shape in sources), key=len)

@@ -76,8 +76,8 @@ class Publisher:
         self.rule = rule
         self.vacate = vacate
         self.checked: dict[str, int] = {}
-        """Engine -> its incarnation when its tensors were compared with the source's, which is repeated after a
-        restart."""
+        """Engine -> its incarnation when its tensors were last compared with the source's; a restarted engine is
+        compared again."""
         self._current: int | None = None
         """Version that is being published; None between publications."""
 
@@ -109,7 +109,7 @@ class Publisher:
 
 
 class _EngineDropped(Exception):
-    """Raised to stop the work for one engine after it was dropped from this publication."""
+    """Raised to stop the work for one engine after it was dropped from this publication and quarantined."""
 
 
 class _Attempt:

@@ -209,7 +209,7 @@ def placement_of(ranks: Sequence[Placement], name: str) -> Placement:
 
 
 def follow(groups: Sequence[EngineGroup], path: Path) -> None:
-    """Writes address and state of every engine and router of `groups` to `path`, RUN/engines.json, now and after
+    """Writes the address and state of every engine and router of `groups` to `path`, RUN/engines.json, now and after
     every change. `slimx status` reads the file."""
 
     def write() -> None:

@@ -219,7 +219,7 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Returns environment variables that are added to those of the server's process."""
+    """Returns environment variables to add to the environment of the server's process."""
     # A server's temporary files are deleted with it (slimx.runtime.process), but torch's compile cache is kept.
     environment = {
         "HF_HUB_OFFLINE": "1",  # models are in local directories

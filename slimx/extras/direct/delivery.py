@@ -167,7 +167,7 @@ class DirectDelivery(Delivery):
         """Set when other ranks have replaced those in `_owners`."""
         self._outcomes: dict[int, DeliveryOutcome] = {}
         """Bucket of the current publication, or MEETING -> its outcome."""
-        self._previous_culprits = ""
+        self._culprits = ""
         """Trainer ranks whose bytes reached no engine in the previous publication; "" if there are none."""
 
     def _deal(self) -> None:
@@ -259,7 +259,7 @@ class DirectDelivery(Delivery):
                 self._connected.pop(recipient.name, None)
                 raise
         if bucket == self.plan.count - 1:
-            self._previous_culprits = ""
+            self._culprits = ""
 
     @asynccontextmanager
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
@@ -294,11 +294,9 @@ class DirectDelivery(Delivery):
             return
         subject = "connect" if bucket == MEETING else f"write bucket {bucket}"
         message = f"{ranks} could not {subject} to any of {len(outcome.lacking)} engines: {error}"
-        if self._previous_culprits and self.broken is None and not self._replaced.is_set():
+        if self._culprits and self.broken is None and not self._replaced.is_set():
             self.broken = PartLost(
-                f"{message}; {self._previous_culprits} also failed in the previous publication",
-                code="direct.mute",
-                about=ranks,
+                f"{message}; {self._culprits} also failed in the previous publication", code="direct.mute", about=ranks
             )
         raise TransportLost(message, code="direct.sender", about=ranks) from error
 
@@ -335,13 +333,13 @@ class DirectDelivery(Delivery):
     async def end(self) -> None:
         for outcome in self._outcomes.values():
             if outcome.culprits:
-                self._previous_culprits = outcome.culprits
+                self._culprits = outcome.culprits
                 return
 
     def renew(self) -> None:
         self._prepared = False
         self.broken = None
-        self._previous_culprits = ""
+        self._culprits = ""
         self._deal()  # there may be fewer ranks
         self._connected.clear()
         self._replaced.set()

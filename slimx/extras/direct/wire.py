@@ -28,7 +28,7 @@ class WireBytes(NamedTuple):
 
 
 def wire_bytes(plan: Plan) -> WireBytes:
-    """Returns the bytes that each trainer rank sends to each target rank in one publication by `plan`."""
+    """Returns the bytes that each trainer rank sends to each target rank in one publication that follows `plan`."""
     moved = plan.moved
     pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
     return WireBytes(*divmod(pairs, plan.targets), summed((len(pairs),), (pair,), move_bytes(plan)))

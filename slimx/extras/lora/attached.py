@@ -61,7 +61,7 @@ class MergingBuffer(DerivedTensors):
 
     @torch.no_grad()
     def make(self, bucket: int, moves: np.ndarray) -> None:
-        """Computes the merged weights from which `moves`, a part of `bucket`'s moves, read, and overwrites those of the
+        """Computes the merged weights that `moves`, some of the moves of `bucket`, read, and overwrites those of the
         previous bucket."""
         places = self.places(bucket)
         for name in self._names(moves):

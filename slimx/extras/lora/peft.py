@@ -222,7 +222,7 @@ class PeftAdapters:
                 )
 
     def _shapes(self, part: Part, experts: int) -> dict[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors in the directory that the adapter of an unsplit weight requires."""
+        """Returns name -> shape of the tensors that the directory must contain for the adapter of an unsplit weight."""
         rank = self.config["r"]
         rows, cols = matrix(part.shape)
         shapes: dict[str, tuple[int, ...]] = {}

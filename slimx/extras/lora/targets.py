@@ -85,8 +85,8 @@ def adapter_parts(weights: Iterable[Part], targets: Collection[str] | None, rank
 
 
 def adapter_targets(table: Table, targets: Collection[str] | None, rank: int) -> Iterator[Part]:
-    """Yields the parts A and B of every module that `targets` adapt, unsplit and with PEFT's names. If modules share an
-    A, each gets a copy of it."""
+    """Yields the parts A and B of every module that `targets` select, unsplit and with PEFT's names. If modules share
+    an A, each gets a copy of it."""
     for entry in table.entries():
         if not adapts(targets, entry.row.name):
             continue

@@ -283,7 +283,7 @@ def _scale_row_bytes(pieces: np.ndarray) -> np.ndarray:
 
 
 def _source(plan: Plan, index: int, parameters: Mapping[str, torch.Tensor] | None) -> tuple[int, int, int]:
-    """Returns address, elements per row and bytes per element of the plan's parameter `index`; the address is 0 if
+    """Returns the address, elements per row and bytes per element of the plan's parameter `index`; the address is 0 if
     `parameters` is None.
 
     Raises SlimxError if the rank has no such parameter, or one whose dtype, shape or layout is not the one that the

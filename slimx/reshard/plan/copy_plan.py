@@ -106,9 +106,9 @@ class Plan:
     ):
         """Stores a compiled plan.
 
-        `buckets[target][bucket]`: the same number for all targets; some may be empty. `moved`, [moves] of `MOVE`:
-        sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no target loads.
-        `holders`: ranks that could send each move; None in a plan that was read from bytes."""
+        `buckets[target][bucket]`: the same number for all targets; a target with fewer has empty ones at the end.
+        `moved`, [moves] of `MOVE`: sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source
+        that no target loads. `holders`: ranks that could send each move; None in a plan that was read from bytes."""
         self.precision = precision
         self.parameters = parameters
         self.buckets = buckets

@@ -217,8 +217,8 @@ def normed_by_sums(
     ranks: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns query and key after their norms, with the `sums` of squares over all `ranks`, [2 * tokens]; replaces a
-    Triton kernel of MiniMax-M2."""
+    """Returns the normalized query and key, computed with the `sums` of squares over all `ranks`, [2 * tokens];
+    replaces a Triton kernel of MiniMax-M2."""
     query_sum, key_sum = sums[:, None].chunk(2)
     normed_query = rms_scale(query, query_sum / (query.shape[-1] * ranks), query_weight, eps)
     normed_key = rms_scale(key, key_sum / (key.shape[-1] * ranks), key_weight, eps)
@@ -273,5 +273,5 @@ def _close(gaps: tuple[Gap, ...]) -> None:
 
 
 def attest() -> dict[str, bool]:
-    """Returns name of each gap -> True if it is closed."""
+    """Returns a dict, name of each gap -> True if it is closed."""
     return {gap.name: not gap.open() for gap in (*CHOICES, *_gaps())}

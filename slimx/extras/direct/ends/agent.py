@@ -186,7 +186,7 @@ class Transfer:
 
 
 def region_of(memory: torch.Tensor | DeviceMemory) -> Region:
-    """Returns address, size and device of registered memory."""
+    """Returns the address, size and device of registered memory."""
     if isinstance(memory, DeviceMemory):
         return Region(memory.address, memory.size, -1 if memory.device.index is None else memory.device.index)
     return Region(memory.data_ptr(), len(memory))
@@ -245,5 +245,5 @@ def devices_at(host: str) -> list[str]:
 
 
 def first_words(error: Exception) -> str:
-    """Returns type and message of an error in one line, cut to 200 characters."""
+    """Returns the type and message of an error in one line, cut to 200 characters."""
     return " ".join(f"{type(error).__name__} {error}".split())[:200]
