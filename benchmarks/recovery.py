@@ -9,8 +9,8 @@ so that the newest checkpoint is loaded from the disk. The model is a random Qwe
     killed --detected--> --processes, imports, rendezvous, model--> --state--> --steps again--> --the step, publication,
                                                                                              record--> next step
 
-The ranks and the driver measure the parts, and the run prints them when trainers are running again. "Loading" is the part that
-remains however fast processes start: the model with its weights, and the state.
+The ranks and the driver measure the parts, and the run prints them when trainers are running again. "Loading" is the
+part that remains however fast processes start: the model with its weights, and the state.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ TASK = ROOT / "tools/quickstart/make_task.py"
 DEADLINE_S = 1800.0
 MIRROR_EVERY, SAVE_EVERY, STEPS = 2, 5, 40
 NOTE = re.compile(
-    r"trainers are running again after step (?P<step>\d+): started in (?P<start>[\d.]+) s \(processes (?P<processes>[\d.]+), "
-    r"imports (?P<imports>[\d.]+), rendezvous (?P<rendezvous>[\d.]+), model (?P<model>[\d.]+)\), loaded (?P<source>.+?) in "
+    r"trainers are running again after step (?P<step>\d+): started in (?P<start>[\d.]+) s "
+    r"\(processes (?P<processes>[\d.]+), imports (?P<imports>[\d.]+), rendezvous (?P<rendezvous>[\d.]+), "
+    r"model (?P<model>[\d.]+)\), loaded (?P<source>.+?) in "
     r"(?P<state>[\d.]+) s, trained (?P<steps>\d+) steps again in (?P<again>[\d.]+) s"
 )
 

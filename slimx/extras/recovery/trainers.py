@@ -6,8 +6,8 @@
       they train the steps since then   on the batches that the driver kept; every metric must be the same
       the failed call is repeated
 
-Callers call trainers through `with_retry`, which waits during a replacement and repeats a failed call. New ranks receive
-no call before they have the state of the old ones, because until then the group's actors are the dead ones.
+Callers call trainers through `with_retry`, which waits during a replacement and repeats a failed call. New ranks
+receive no call before they have the state of the old ones, because until then the group's actors are the dead ones.
 """
 
 from __future__ import annotations
