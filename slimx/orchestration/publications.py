@@ -14,7 +14,6 @@ from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines, SharedMembers
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.state.recording import Records
 from slimx.reshard.manifest import Encoding, Manifest, Publication
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
@@ -75,19 +74,19 @@ class EnginePublications(Publications):
         maker: GroupMaker,
         trainers: TrainerGroup,
         encoding: Encoding,
-        records: Records,
+        note: Callable[[str], None],
         shared: SharedEngines | None = None,
     ):
         """Connects trainers and engines. `config`: configuration of the policy. `maker`: group maker that is notified
-        of each published version. `encoding`: encoding in which engines receive the weights. `shared`: if set, the
-        engines also serve the adapters of other policies."""
+        of each published version. `encoding`: encoding in which engines receive the weights. `note`: reports failures that a
+        publication survives. `shared`: if set, the engines also serve the adapters of other policies."""
         self.policy = policy
         self.config = config
         self.engines = engines
         self.trainers = trainers
         self._maker = maker
         self._encoding = encoding
-        self._note = records.table.note
+        self._note = note
         transport = transport_of(config.publish)
         source, self.delivery = transport.connect(config, trainers, engines, WeightSource(trainers, "publish"))
         self._shared = shared

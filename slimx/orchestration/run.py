@@ -109,7 +109,7 @@ class Run:
         publications = Publications()
         if engines is not None:
             publications = EnginePublications(
-                name, config, engines, self.maker, trainers, prepared.encoding, self.records, shared
+                name, config, engines, self.maker, trainers, prepared.encoding, self.records.table.note, shared
             )
         return TrainedPolicy(
             name=name,

@@ -88,21 +88,10 @@ class TrainerGroup(RankGroup):
 
     def folded[T](self, shards: Sequence[Sequence[T]]) -> list[list[T]]:
         """Merges the batch's shards into one list of micro-batches for each data-parallel rank."""
-        count = self.shards_per_rank
-        by_rank = []
-        for first in range(0, len(shards), count):
-            by_rank.append(list(chain.from_iterable(shards[first : first + count])))
-        return by_rank
+        return folded(shards, self.shards_per_rank)
 
     def by_shard[T](self, results: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-        by_rank = super().by_shard(results)
-        if self.shards_per_rank == 1:
-            return by_rank
-        shards: list[Sequence[T]] = []
-        for values in by_rank:
-            count = len(values) // self.shards_per_rank
-            shards += [values[i : i + count] for i in range(0, len(values), count)]
-        return shards
+        return unfolded(super().by_shard(results), self.shards_per_rank)
 
     async def start(self) -> list[Json]:
         """Starts all ranks and sends them the plans of exports and publications; returns information about each rank,
@@ -312,6 +301,25 @@ class TrainerGroup(RankGroup):
             return weights
         model = Path(self.config.model.path)
         return model if any(model.glob("*.safetensors")) else None
+
+
+def folded[T](shards: Sequence[Sequence[T]], shards_per_rank: int) -> list[list[T]]:
+    """Merges every `shards_per_rank` consecutive shards into one list."""
+    by_rank = []
+    for first in range(0, len(shards), shards_per_rank):
+        by_rank.append(list(chain.from_iterable(shards[first : first + shards_per_rank])))
+    return by_rank
+
+
+def unfolded[T](by_rank: Sequence[Sequence[T]], shards_per_rank: int) -> list[Sequence[T]]:
+    """Splits lists that `folded` merged into their shards."""
+    if shards_per_rank == 1:
+        return list(by_rank)
+    shards: list[Sequence[T]] = []
+    for values in by_rank:
+        count = len(values) // shards_per_rank
+        shards += [values[i : i + count] for i in range(0, len(values), count)]
+    return shards
 
 
 def _values_of(name: str, shards: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> list[list[np.ndarray]]:

@@ -15,7 +15,7 @@ from slimx.extras.recovery.ledger import check_close
 from slimx.extras.recovery.rules import can_shrink
 from slimx.extras.recovery.section import Recovery
 from slimx.layout.ranks import Sizes, fewer
-from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.ranks.trainers import folded, unfolded
 from tests.extras.recovery.recovery_stand import Stand, World
 from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import LAYOUT
@@ -51,12 +51,10 @@ def test_what_cannot_shrink_or_was_never_seen_to_is_refused(
 
 
 def test_a_rank_for_several_takes_their_micro_batches_in_order() -> None:
-    group = object.__new__(TrainerGroup)
-    group.sizes, group.shards_per_rank = Sizes(data=2), 2
     shards = [[f"{shard}{batch}" for batch in range(3)] for shard in range(4)]
-    folded = group.folded(shards)
-    assert folded == [shards[0] + shards[1], shards[2] + shards[3]]
-    assert group.by_shard(folded) == shards
+    by_rank = folded(shards, 2)
+    assert by_rank == [shards[0] + shards[1], shards[2] + shards[3]]
+    assert unfolded(by_rank, 2) == shards
 
 
 def test_sums_in_another_order_pass_and_another_state_does_not() -> None:

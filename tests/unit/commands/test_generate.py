@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +15,17 @@ from slimx.commands.evaluate import evaluate_once, table
 from slimx.commands.generate import generate
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import read_step, step_files
-from slimx.engines.outage import Outage
-from slimx.errors import Preempted, SlimxError
+from slimx.errors import Preempted
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.engines.service import EngineService
 from slimx.orchestration.session import run_training
 from slimx.orchestration.start import checks
 from slimx.orchestration.start.checks import without_trainers
-from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.orchestration.state.saves import Saves, read_state
-from slimx.rollout import single_turn
-from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Keep
 from tests.refusals import numbers, refused
-from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
+from tests.unit.orchestration.run_stand import Parts, service_of, sources_of
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
 
 
 @pytest.fixture
@@ -40,40 +36,10 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@dataclass
-class Members:
-    """Engines that never fail, until they do."""
-
-    broken: asyncio.Event = field(default_factory=asyncio.Event)
-    outage: Outage = field(default_factory=Outage)
-
-    async def failed(self) -> None:
-        await self.broken.wait()
-        raise SlimxError("no engine is left", code="engines.none", about="policy")
-
-
-async def interrupt() -> None:
-    """Nothing is in flight between two steps."""
-
-
-class Service(EngineService):
-    """Started engines without servers: a client that answers by itself."""
-
-    def __init__(self, config: Config, sources: Sources, delay: float = 0.0):
-        self.config, self.sources, self.proxy = config, sources, None
-        self.clients = {"actor": FakeEngine(delay)}
-        self.groups = {"actor": SimpleNamespace(members=Members(), interrupt=interrupt)}
-        self.frozen = SimpleNamespace(clients={}, scorer=lambda: None)
-
-
-def sources_of(keep: Any = None) -> Sources:
-    actor = ServedPolicy(config=config_of(), spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
-    return Sources(
-        policies={"actor": actor},
-        hooks=Hooks(single_turn.generate, one, keep),
-        by_source={"": prompts()},
-        eval_prompts={"few": prompts()[:3]},
-    )
+def service_in(config: Config, delay: float = 0.0, keep: Keep | None = None) -> EngineService:
+    """Engines that answer within `delay` seconds; one held-out set, `few`."""
+    sources = sources_of(config, keep=keep, few=prompts()[:3])
+    return service_of(config, sources, {"actor": Parts(client=FakeEngine(delay))})
 
 
 def config_in(directory: Path, model: Path, **keys: Any) -> Config:
@@ -82,16 +48,16 @@ def config_in(directory: Path, model: Path, **keys: Any) -> Config:
     return config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
 
 
-def generated(config: Config, *, stop_after: int | None = None, keep: Any = None) -> dict[int, list[list[int]]]:
+def generated(config: Config, *, stop_after: int | None = None, keep: Keep | None = None) -> dict[int, list[list[int]]]:
     """Tokens by step after a generation of `config`, which SIGUSR1 ends after so many steps."""
     directory = Path(config.run.dir)
     directory.mkdir(exist_ok=True)
-    saves, sources, leaving = Saves(directory / "cursor", keep=1), sources_of(keep), asyncio.Event()
+    saves, leaving = Saves(directory / "cursor", keep=1), asyncio.Event()
     newest = saves.newest()
     state = read_state(newest) if newest else None
 
     async def work() -> None:
-        service = Service(config, sources, delay=0.001)
+        service = service_in(config, delay=0.001, keep=keep)
         shown = LiveTable(config.schedule.steps, 0, Console(quiet=True))
         row = shown.row
 
@@ -140,7 +106,7 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
     config = config_in(tmp_path / "run", model)
 
     async def work() -> None:
-        service = Service(config, sources_of())
+        service = service_in(config)
         service.groups["actor"].members.broken.set()
         await service.watched(asyncio.sleep(60))
 
@@ -150,10 +116,9 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
 
 def test_an_evaluation_scores_every_set(model, tmp_path):
     config = config_in(tmp_path, model, eval__samples=2, eval__temperature=1.0)
-    sources = sources_of()
 
     async def work() -> dict[str, Any]:
-        return await evaluate_once(Service(config, sources))
+        return await evaluate_once(service_in(config))
 
     found = asyncio.run(work())
     assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)

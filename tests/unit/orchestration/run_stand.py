@@ -15,7 +15,9 @@ from rich.console import Console
 
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.data.records import Prompt
 from slimx.engines.outage import EnginesTurn, Outage
+from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
@@ -28,7 +30,7 @@ from slimx.orchestration.state.saves import Saves
 from slimx.reshard.parties import NoReceiverLeft
 from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
-from slimx.rollout.hooks import Generate
+from slimx.rollout.hooks import Generate, Keep
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
@@ -126,19 +128,20 @@ def _ends(batch: MicroBatch) -> list[int]:
 
 
 class Members:
-    """Engines that all serve."""
+    """Engines that all serve, until they are `broken`."""
 
     def __init__(self) -> None:
         self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginesTurn()
-        self.run = True
+        self.run, self.broken = True, asyncio.Event()
 
     async def available(self) -> None:
         """At once."""
 
-    async def starved(self) -> None:
-        await asyncio.Event().wait()
+    async def failed(self) -> None:
+        await self.broken.wait()
+        raise SlimxError("no engine is left", code="engines.none", about="policy")
 
-    failed = starved
+    starved = failed
 
     def metrics(self) -> dict[str, float]:
         return {"engines/serving": 1.0}
@@ -147,27 +150,27 @@ class Members:
         """Nothing."""
 
 
-class Service(EngineService):
-    """Started engines without servers: clients that answer by themselves, of every policy."""
+def sources_of(
+    config: Config, generate: Generate = single_turn.generate, keep: Keep | None = None, **eval_prompts: list[Prompt]
+) -> Sources[ServedPolicy]:
+    """The inputs of rollouts that are all rewarded with 1."""
+    policies = {
+        name: ServedPolicy(config=own, spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
+        for name, own in config.by_policy.items()
+    }
+    hooks = Hooks(generate, one, keep)
+    return Sources(policies=policies, hooks=hooks, by_source={"": prompts()}, eval_prompts=eval_prompts)
 
-    def __init__(self, config: Config, parts: dict[str, Parts], generate: Generate):
-        policies = {
-            name: ServedPolicy(config=own, spec=SimpleNamespace(vocab_size=None), tokenizer=the_tokenizer())
-            for name, own in config.by_policy.items()
-        }
-        hooks = Hooks(generate, one, None)
-        self.sources = Sources(policies=policies, hooks=hooks, by_source={"": prompts()}, eval_prompts={})
-        self.config, self.proxy, self.logs = config, None, Path(config.run.dir)
-        self.clients = {name: each.client for name, each in parts.items()}
-        for client in self.clients.values():
-            client.retried = 0
-        self.frozen = SimpleNamespace(clients={}, metrics=dict, scorer=lambda: None)
-        self.groups = {
-            name: SimpleNamespace(
-                members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake
-            )
-            for name, each in parts.items()
-        }
+
+def service_of(config: Config, sources: Sources[ServedPolicy], parts: dict[str, Parts]) -> EngineService:
+    """Started engines without servers: the clients of `parts` answer by themselves."""
+    service = EngineService(config, sources, Path(config.run.dir), note=lambda line: None)
+    for name, each in parts.items():
+        service.clients[name] = each.client
+        service.groups[name] = SimpleNamespace(
+            members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake
+        )
+    return service
 
 
 def run_of(
@@ -194,7 +197,7 @@ def run_of(
         (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
     config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
     each = {"actor": parts, **(further or {})}
-    service = Service(config, each, generate)
+    service = service_of(config, sources_of(config, generate), each)
     policies = {}
     for name, own in config.by_policy.items():
         policies[name] = SimpleNamespace(config=own, spec=None, sizes=SIZES, encoding="hf")

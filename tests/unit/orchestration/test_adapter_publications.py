@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from slimx.orchestration.publications import EnginePublications
+from tests.unit.rollout.rollout_stand import config_of
 
 
 class Noted:
@@ -20,16 +21,16 @@ class Noted:
 
 
 class Published(EnginePublications):
-    """Only what chooses between publications; `present`: engines that run."""
+    """Publications to the engines in `present`; those in `failing` are lost meanwhile."""
 
     def __init__(self) -> None:
         self.present = [SimpleNamespace(name=name, incarnation=1) for name in ("e0", "e1")]
         self.failing: set[str] = set()
-        self.engines = SimpleNamespace(members=SimpleNamespace(candidates=lambda: self.present))
-        self.publisher, self.adapters = Noted("all", self), Noted("adapters", self)
-        self._based: dict[str, int] = {}
-        self._brought = False
         self.sent: list[tuple[int, str]] = []
+        engines = SimpleNamespace(members=SimpleNamespace(candidates=lambda: self.present))
+        maker, trainers = SimpleNamespace(versions={}, begun={}), SimpleNamespace(plans={})
+        super().__init__("actor", config_of(), engines, maker, trainers, "hf", print)
+        self.publisher, self.adapters = Noted("all", self), Noted("adapters", self)
 
 
 async def test_the_base_goes_out_once_and_again_when_an_engine_was_started_again():

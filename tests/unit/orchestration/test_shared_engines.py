@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from slimx.config.sections.publish import Publish
 from slimx.engines.fleet.handle import MemberState
 from slimx.errors import SlimxError
 from slimx.orchestration.engines.shared import SharedEngines
 from slimx.orchestration.publications import EnginePublications
-from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost
 from tests.refusals import refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
-from tests.unit.reshard.publication_stand import TENSORS, Calls, FakeTrainers
+from tests.unit.reshard.publication_stand import BUCKETS, TENSORS
+from tests.unit.rollout.rollout_stand import config_of
 
 
 class Server(FakeEngine):
@@ -51,32 +51,22 @@ class Server(FakeEngine):
         return {"inventory": [TENSORS], "verify": {"checked": len(TENSORS)}}.get(verb)
 
 
-class Trainers(FakeTrainers):
-    """Trainers that do what `after` says when the publication of a policy's version has ended."""
+class Trainers:
+    """Ranks of `policy` that do, once, what `after` says when its next publication has ended."""
 
-    def __init__(self, after: dict[tuple[str, int], Callable[[], Awaitable[None]]]):
-        super().__init__(Calls())
-        self.after, self.published = after, ("", -1)
+    actors = ()
 
-    async def begin(self, manifest: Manifest) -> None:
-        self.published = manifest.policy, manifest.version
+    def __init__(self, policy: str, after: dict[str, Callable[[], Awaitable[None]]]):
+        self.policy, self.after = policy, after
+        planned = SimpleNamespace(plan=SimpleNamespace(count=len(BUCKETS)), forms=lambda: [TENSORS])
+        self.plans = {"publish": planned, "adapters": planned}
 
-    async def release(self, bucket: int | None = None) -> None:
-        if bucket is None and (work := self.after.pop(self.published, None)) is not None:
+    async def pack(self, name: str, bucket: int) -> PackedBucket:
+        return BUCKETS[bucket]
+
+    async def release(self, name: str, bucket: int | None) -> None:
+        if bucket is None and (work := self.after.pop(self.policy, None)) is not None:
             await work()
-
-
-class Policy(EnginePublications):
-    """EnginePublications of a policy whose trainers are not real."""
-
-    def __init__(self, policy: str, stand: Stand, shared: SharedEngines, trainers: Trainers):
-        self.policy, self._shared, self._based, self._brought = policy, shared, shared.based, False
-        self.engines, self._encoding = SimpleNamespace(members=stand.members), "hf"
-        self.config = SimpleNamespace(schedule=SimpleNamespace(colocate=False), publish=Publish())
-        self._maker, self._note = SimpleNamespace(versions={}, begun={}), stand.notes.append
-        self.members = shared.enter(policy, self._deliver)
-        self.publisher = self._publisher(trainers, self.members)
-        self.adapters = self._publisher(trainers, self.members, encoding="adapters")
 
 
 @pytest.fixture
@@ -84,7 +74,13 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
     """A run of two policies and one engine, or as many as the parameter says, whose first versions are out."""
     stand = Stand(count=getattr(request, "param", 1), kind=Server)
     shared, after = SharedEngines(stand.members, ["actor", "judge"]), {}
-    actor, judge = (Policy(name, stand, shared, Trainers(after)) for name in ("actor", "judge"))
+    engines = SimpleNamespace(members=stand.members)
+
+    def policy(name: str) -> EnginePublications:
+        maker, trainers = SimpleNamespace(versions={}, begun={}), Trainers(name, after)
+        return EnginePublications(name, config_of(), engines, maker, trainers, "hf", stand.notes.append, shared)
+
+    actor, judge = policy("actor"), policy("judge")
     for engine in stand.engines:
         engine.state = MemberState.JOINING
 
@@ -92,7 +88,7 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
         """Publish both at the same time, as a run does; returns what was done to engines."""
         stand.log.clear()
         async with asyncio.timeout(60):
-            await asyncio.gather(*(policy._publish(number) for policy in (actor, judge)))
+            await asyncio.gather(*(policy.publish(number) for policy in (actor, judge)))
         return list(stand.log)
 
     first = await step(0)
@@ -120,7 +116,7 @@ async def test_a_returning_engine_gets_every_policys_adapters_first(run: SimpleN
     await run.stand.members.quarantine(run.stand.engines[0], gone())
     await back(run)
     run.stand.log.clear()
-    await run.actor._publish(1)  # by the watch of the engines, which are the actor's
+    await run.actor.publish(1)  # by the watch of the engines, which are the actor's
     assert of("e0", run.stand.log) == ["actor 1 hf e0/2", "judge 1 adapters e0/2", "add e0/2"]
 
 
@@ -139,7 +135,7 @@ async def test_an_engine_lost_before_the_last_policys_part_is_reported(run: Simp
     run.stand.engines[0].state = MemberState.OUT
     run.stand.engines[0].incarnation += 1
     with refused("engine.lost", about="e0", kind=ReceiverLost):
-        await run.actor.members.admit(run.stand.engines[0])
+        await run.actor.publisher.members.admit(run.stand.engines[0])
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
@@ -166,7 +162,7 @@ async def test_an_engine_that_dies_between_policies_waits_for_the_next_step(
 ) -> None:
     first = run.stand.engines[0]
     first.may_start.clear()
-    run.after["actor", 1] = lambda: run.stand.members.quarantine(first, gone())
+    run.after["actor"] = lambda: run.stand.members.quarantine(first, gone())
     log = await run.step(1)
     assert of("e0", log) == ["actor 1 adapters e0/0", "remove e0/0"]
     assert of("e1", log) == ["actor 1 adapters e1/0", "judge 1 adapters e1/0"]
@@ -187,7 +183,7 @@ async def test_an_engine_that_returns_early_gets_all_policies_of_the_step(
         await run.stand.members.quarantine(first, gone())
         await back(run)
 
-    run.after[before[-1], 1] = dies
+    run.after[before[-1]] = dies
     log = await run.step(1)
     again = ["actor 1 hf", "judge 1 adapters"]
     early = [f"{policy} 1 adapters" for policy in before]
@@ -204,8 +200,6 @@ async def test_an_engine_that_returns_early_gets_all_policies_of_the_step(
 async def test_the_policy_whose_engines_they_are_watches_them_for_all(run: SimpleNamespace, policy: str) -> None:
     """An engine that came back while nothing was published: the watch of one policy brings what all need."""
     publications = getattr(run, policy)
-    publications.delivery = SimpleNamespace(keeps=False)
-    publications.publish = publications._publish
     await run.stand.members.quarantine(run.stand.engines[0], gone())
     await back(run)
     run.stand.log.clear()

@@ -12,16 +12,20 @@ from slimx.errors import PartLost, SlimxError
 from slimx.orchestration.publications import EnginePublications, Publications
 from tests.refusals import refused
 from tests.unit.engines.recovery_stand import Stand, gone
+from tests.unit.rollout.rollout_stand import config_of
 
 STEP = 7
 
 
 class Watched(EnginePublications):
-    """Only what `watched` needs; publications admit every engine that waits for one."""
+    """Publications that admit every engine that waits for one."""
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
-        self.stand, self.engines, self.stored = stand, SimpleNamespace(members=stand.members), stored
-        self.delivery, self._shared = SimpleNamespace(keeps=keeps), None
+        engines, maker = SimpleNamespace(members=stand.members), SimpleNamespace(versions={}, begun={})
+        trainers = SimpleNamespace(plans={})
+        super().__init__("actor", config_of(), engines, maker, trainers, "hf", stand.notes.append)
+        self.delivery.keeps = keeps
+        self.stand, self.stored = stand, stored
         self.published: list[str] = []
 
     async def publish(self, step: int) -> None:

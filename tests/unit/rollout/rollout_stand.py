@@ -50,7 +50,7 @@ class FakeEngine:
     def __init__(self, delay: float = 0.0, seed: int = 0) -> None:
         self.version, self.delay, self.random = 0, delay, np.random.default_rng(seed)
         self.requests: list[GenerationRequest] = []
-        self.busy = self.busiest = 0
+        self.busy = self.busiest = self.retried = 0
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.requests.append(request)
