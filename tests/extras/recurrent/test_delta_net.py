@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.extras.planner.memory.engine import engine_memory, kv_bytes, state_bytes
+from slimx.extras.recurrent.adapters.sglang import delta_net
 from slimx.extras.recurrent.delta_nets import DeltaNets
 from slimx.extras.recurrent.families import qwen3_5, qwen3_5_moe, qwen3_next
 from slimx.extras.recurrent.hybrid import HybridLayers
@@ -27,8 +29,9 @@ from slimx.preflight.hardware import Machine
 from slimx.reshard.plan.publication import publication_plan
 from slimx.rules.layout import check_layout
 from slimx.rules.unproven import unproven_layers
+from tests.function_call import call_with_sglang
 from tests.refusals import refused
-from tests.warm.sglang import run_with_sglang
+from tests.unit.adapters.sglang_ranks import built, described, join, pretend_hopper
 
 ROOT = Path(__file__).parents[3]
 NEXT: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Qwen3-Next-80B-A3B-Instruct/config.json").read_text())
@@ -129,6 +132,22 @@ SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2,
 """Sizes of an engine, and the rank that is built."""
 
 
+def served(path: str, rank: int, tensor: int, expert: int, copies: int) -> dict[str, Any]:
+    """Returns one rank of SGLang's model of `path`, described."""
+    delta_net.add_operators()
+    pretend_hopper()
+    from sglang.srt.models import qwen3_5, qwen3_5_text
+    from sglang.srt.models import qwen3_next as next_models
+
+    next_models._is_cpu = qwen3_5._is_cpu = False  # heads are padded on a CPU
+    torch.cuda.current_device = lambda: "meta"  # where norms with a gate are built
+    kinds = {kind.__name__: kind for kind in (next_models.Qwen3NextForCausalLM, *qwen3_5_text.EntryClass)}
+    arguments = {"disable_radix_cache": True, "mamba_radix_cache_strategy": "no_buffer", "ep_size": expert}
+    attention = {"dp_size": copies, "enable_dp_attention": copies > 1}
+    (architecture,) = json.loads((Path(path) / "config.json").read_text())["architectures"]
+    return described(built(join(path, rank, tensor, **arguments, **attention), "meta", kind=kinds[architecture]))
+
+
 def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
     """Checks SGLang's classes as built for CUDA, on one rank and on the last of two, also with attention replicated on
     two ranks: names, shapes, dtypes, and the location of each part of each tensor, by the loaded model's account."""
@@ -139,16 +158,13 @@ def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
         ("3.5 with experts", TEXT | wide, (*SPLITS, copies)),
         ("3.5", DENSE | wide, (*SPLITS[:2], copies)),
     ]
-    specs, splits, models = [], [], []
-    for name, hf, sizes in cases:
+    splits = []
+    for name, hf, of_model in cases:
         (tmp_path / name).mkdir()
-        specs += [read(tmp_path / name, hf)] * len(sizes)
-        splits += sizes
-        models += [f"{tmp_path / name},{s.tensor},{s.expert},{rank},{s.attention_data}" for s, rank in sizes]
-    ran = run_with_sglang("-m", "tests.unit.models.sglang_on_meta", *models)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    every = json.loads(ran.stdout.splitlines()[-1])
-    for spec, (sizes, rank), found in zip(specs, splits, every, strict=True):
+        spec = read(tmp_path / name, hf)
+        splits += [(spec, sizes, rank) for sizes, rank in of_model]
+    for spec, sizes, rank in splits:
+        found = call_with_sglang(served, str(spec.path), rank, sizes.tensor, sizes.expert, sizes.attention_data)
         parts = [part for part in EngineLayout(spec.engine_table(), sizes).parts() if rank in part.ranks]
         assert found["parameters"] == {part.name: [list(part.shape), part.dtype or "bfloat16"] for part in parts}
         assert found["uncovered"] == {}

@@ -3,7 +3,6 @@ costs. Against transformers: tests/integration/test_families.py."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -33,8 +32,9 @@ from slimx.models.layer_kind import LayerKind
 from slimx.preflight.facts import model_facts
 from slimx.reshard.plan.publication import publication_plan
 from tests.extras.sparse.sparse_stand import GLM_5, INDEXER, V32, read, run, small
+from tests.function_call import call_with_sglang
 from tests.refusals import invalid, refused
-from tests.warm.sglang import run_with_sglang
+from tests.unit.adapters.sglang_ranks import built, described, join, pretend_hopper
 
 both = pytest.mark.parametrize("hf", [V32, GLM_5], ids=["V3.2", "GLM-5"])
 
@@ -60,6 +60,12 @@ def test_an_engine_takes_every_tensor_of_the_checkpoint(hf: dict[str, Any]):
     assert taken == set(family.weight_table(small(hf)).checkpoint_shapes())
 
 
+def served(path: str) -> dict[str, Any]:
+    """Returns SGLang's model of `path`, described."""
+    pretend_hopper()
+    return described(built(join(path), "meta"))
+
+
 def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
     """Checks SGLang's classes as built for CUDA: names, shapes and dtypes of all parameters, and their locations."""
     specs = []
@@ -72,9 +78,8 @@ def test_the_engines_own_models_hold_what_the_tables_say(tmp_path: Path):
         directory = tmp_path / str(number)
         directory.mkdir()
         specs.append(read(directory, small({**hf, "quantization_config": None})))
-    ran = run_with_sglang("-m", "tests.unit.models.sglang_on_meta", *(str(spec.path) for spec in specs))
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    for spec, found in zip(specs, json.loads(ran.stdout.splitlines()[-1]), strict=True):
+    for spec in specs:
+        found = call_with_sglang(served, str(spec.path))
         parts = list(EngineLayout(spec.engine_table(), EngineSizes()).parts())
         assert found["parameters"] == {part.name: [list(part.shape), part.dtype or "bfloat16"] for part in parts}
         assert found["uncovered"] == {}

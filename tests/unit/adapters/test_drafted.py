@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slimx.adapters.sglang.weights.draft_model import WithDraft, publishes_draft, take_draft
+from slimx.adapters.sglang.weights.places import weights_of
+from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.extras.families import deepseek_v3
-from slimx.layout.ranks import Sizes
+from slimx.layout.engine import DRAFT, EngineLayout
+from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import read_model
 from slimx.reshard.plan.publication import publication_plan
+from tests.function_call import call_with_sglang
 from tests.refusals import refused
-from tests.unit.adapters.drafting_rank import SPOILT
-from tests.warm.sglang import run_with_sglang
+from tests.unit.adapters.engine_model import Weights, rank_local
+from tests.unit.adapters.receiver_stand import publish
+from tests.unit.adapters.sglang_ranks import built, join
 
 ROOT = Path(__file__).parents[3]
 YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -60,6 +66,8 @@ HF = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+SIZES, RANK = EngineSizes(tensor=2, expert=2), 1
+SPOILT = "draft.model.decoder.mlp.experts.w2_weight"
 OWN = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
 
 
@@ -98,6 +106,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(HF, tmp_path_factory.mktemp("drafted"))
 
 
+def loaded(path: str, *, fused: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Returns target and draft with the weights of `path`, as a server that drafts has them before any request."""
+    fusion = {"disable_shared_experts_fusion": not fused, "enforce_shared_experts_fusion": fused}
+    arguments = join(path, RANK, SIZES.tensor, ep_size=SIZES.expert, **fusion)
+    target, draft = models = [built(arguments, draft=is_draft) for is_draft in (False, True)]
+    for model in models:
+        for held in model.parameters():
+            held.data.fill_(torch.nan)
+        model.load_weights(load_file(Path(path) / "model.safetensors").items())
+    draft.set_embed_and_head(*target.get_embed_and_head())
+    return target, draft
+
+
+def wrong(target: torch.nn.Module, wanted: Weights) -> list[str]:
+    """Returns names of parameters of target and draft that are not the wanted ones, or that only one side has."""
+    held = weights_of(receiver_of(target).model)
+    same = {name for name, tensor in wanted.items() if name in held and torch.equal(held[name].data, tensor)}
+    return sorted((held.keys() | wanted.keys()) - same)
+
+
+def drafting(path: str, fused: bool) -> dict[str, Any]:
+    """Publishes to one rank of SGLang's model and the draft of its speculative decoding.
+
+    Returns the parameters that are not what slimx's table says after SGLang's own `load_weights` ("loaded") and after a
+    publication of other weights under the engine's own names ("published"), and what `verify` returns before and after
+    one number of the draft is changed ("verified", "spoilt").
+    """
+    torch.cuda.synchronize = lambda: None  # as the plugin does on a server without CUDA
+    target, draft = loaded(path, fused=fused)
+    runner = SimpleNamespace(model=draft)
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=target)),
+        draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", runner)]),
+    )
+    take_draft(None, scheduler)
+    table = read_model(path, mtp_layers=1).engine_table(draft=True, fused_shared_experts=fused)
+    layout = EngineLayout(table, SIZES)
+    before = load_file(Path(path) / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    after = {name: tensor + torch.randn(tensor.shape, generator=generator) for name, tensor in before.items()}
+    local = rank_local(layout, after, RANK)
+    found: dict[str, Any] = {"loaded": wrong(target, rank_local(layout, before, RANK))}
+    publish(target, local, encoding="local")
+    found |= {"published": wrong(target, local), "verified": receiver_of(target).verify()}
+    found["kinds"] = [type(target).__name__, type(draft).__name__]
+    found["drafted"] = sum(name.startswith(DRAFT) for name in local)
+    found["shared"] = draft.lm_head.weight is target.lm_head.weight
+    draft.get_parameter(SPOILT.removeprefix(DRAFT)).data.view(-1)[0] += 1
+    return found | {"spoilt": receiver_of(target).verify()["differ"]}
+
+
 @pytest.mark.parametrize(
     ("hf", "fused"),
     [
@@ -111,9 +170,7 @@ def test_sglangs_draft_gets_the_trained_layer_and_errors_in_it_are_found(
 ) -> None:
     """Two accounts of the draft: SGLang's loader, and the table that publications are planned with."""
     path = written(hf, tmp_path)
-    ran = run_with_sglang("-m", "tests.unit.adapters.drafting_rank", str(path), *(["fused"] if fused else []))
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told = call_with_sglang(drafting, str(path), fused)
     assert told["kinds"] == [hf["architectures"][0], f"{hf['architectures'][0]}NextN"]
     assert told["loaded"] == told["published"] == []
     assert told["verified"]["differ"] == told["verified"]["missing"] == []

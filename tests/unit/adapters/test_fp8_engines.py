@@ -16,7 +16,8 @@ from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
-from tests.warm.sglang import run_with_sglang
+from tests.function_call import call_with_sglang
+from tests.unit.adapters.sglang_ranks import built, join, pretend_hopper
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(ROOT.glob("configs/moe/*.yaml"))
@@ -52,9 +53,24 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     return spec, published
 
 
-def built(files: list[Path], directory: Path) -> Built:
+def held_by(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns {"hf": {tensor: form}, "local": {parameter: form}, "uncovered": {encoding: {parameter: why}}} of one rank
+    of SGLang's model, as a server on Hopper has it."""
+    from slimx.adapters.sglang.weights.layout import hf_layout
+    from slimx.adapters.sglang.weights.places import local_layout
+
+    pretend_hopper()
+    model = built(join(path, rank, world, **arguments), "meta")
+    layouts = {"hf": hf_layout(model), "local": local_layout(model)}
+    return {
+        **{name: {tensor: place.form for tensor, place in layout.places.items()} for name, layout in layouts.items()},
+        "uncovered": {name: layout.uncovered for name, layout in layouts.items()},
+    }
+
+
+def engines_of(files: list[Path], directory: Path) -> Built:
     """The engines of these configurations, built by SGLang."""
-    asked, plans = [], {}
+    engines = {}
     for file in files:
         config = load_config(file, [])
         for group in config.rollout.policy_engines if config.publish.quantize else ():
@@ -64,12 +80,9 @@ def built(files: list[Path], directory: Path) -> Built:
             arguments = sizes | {key: value for key, value in group.sglang.items() if key not in OF_RUN}
             arguments["enable_dp_attention"] = group.dp_attention > 1
             rank = group.tensor - 1
-            asked.append({"path": str(directory / name), "rank": rank, "world": group.tensor, "arguments": arguments})
-            plans[name] = published, rank
-    ran = run_with_sglang("-m", "tests.unit.adapters.engines_on_meta", stdin=json.dumps(asked))
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    return {name: (*plan, answer) for (name, plan), answer in zip(plans.items(), answers, strict=True)}
+            held = call_with_sglang(held_by, str(directory / name), rank, group.tensor, arguments)
+            engines[name] = published, rank, held
+    return engines
 
 
 def sent_to(published: PublicationPlan, rank: int) -> dict[str, str]:
@@ -94,7 +107,7 @@ def check(engines: Built) -> None:
 
 def test_every_parameter_of_an_fp8_engine_is_reached(tmp_path: Path) -> None:
     """Whole dense layers with DeepEP, DeepEP alone, and engines whose own layout is published to."""
-    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
+    engines = engines_of([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
     assert len(engines) == len(OFTEN)
     assert {plan.encoding for plan, _, _ in engines.values()} == {"hf", "local"}
     check(engines)
@@ -102,6 +115,6 @@ def test_every_parameter_of_an_fp8_engine_is_reached(tmp_path: Path) -> None:
 
 @pytest.mark.slow("full grid of shipped configurations")
 def test_so_is_every_other_configurations(tmp_path: Path) -> None:
-    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path)
+    engines = engines_of([file for file in CONFIGS if file.stem not in OFTEN], tmp_path)
     assert engines
     check(engines)

@@ -3,7 +3,7 @@ bytes: the codes and scales that were written, as Triton's kernel reads them."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from slimx.extras.planner.memory.engine import engine_memory
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.preflight.hardware import Machine
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedTensor
 from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import DEEPSEEK_V3, write_checkpoint
 from tests.extras.convert.convert_stand import WIDE, go
+from tests.function_call import call_with_sglang
 from tests.refusals import refused
+from tests.unit.adapters.sglang_ranks import built, join, pretend_hopper
 from tests.unit.layout.layout_stand import Model, Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.packer_stand import is_bias, pack_all
-from tests.warm.sglang import run_with_sglang
 
 QWEN3 = WIDE | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
 DEEPSEEK = DEEPSEEK_V3 | {
@@ -70,6 +72,72 @@ MARLIN, TRITON = "CompressedTensorsWNA16MoE", "CompressedTensorsWNA16TritonMoE"
 RANKS = 2
 
 
+class Repacked(Exception):
+    """Raised where codes are given to the kernel that arranges them for Marlin, which is compiled for a GPU."""
+
+
+def repack(*_: Any) -> None:
+    raise Repacked
+
+
+def expected(files: Tensors, prefix: str, rank: int, world: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yields each parameter of an engine's layer with codes or scales of the rank's share of each expert: [rows, words
+    or groups]."""
+    experts = sorted({int(name.split(".experts.")[1].split(".")[0]) for name in files if name.startswith(prefix)})
+    for kind in ("packed", "scale"):
+        up, down = [], []
+        for expert in experts:
+            parts = {m: files[f"{prefix}{expert}.{m}_proj.weight_{kind}"] for m in ("gate", "up", "down")}
+            up.append(torch.cat([parts[m].chunk(world)[rank] for m in ("gate", "up")]))
+            down.append(parts["down"].chunk(world, dim=1)[rank])
+        yield f"w13_weight_{kind}", up
+        yield f"w2_weight_{kind}", down
+
+
+def loaded(path: str, rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Loads a checkpoint of slimx on one rank of SGLang's engine, as a server on Hopper does.
+
+    Returns the "schemes" of its routed "layers"; their parameters after `load_weights` that are not the file's codes
+    and scales ("wrong"); and what the rank holds when `process_weights_after_loading` has made them ready for the
+    kernels ("held"): form and checksum of all that a publication in the engine's own layout writes, None where codes
+    are rearranged.
+    """
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16_moe as schemes
+
+    schemes.gptq_marlin_moe_repack = repack
+    pretend_hopper()
+    model = built(join(path, rank, world, **arguments))
+    files: Tensors = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        files |= load_file(file)
+    model.load_weights(iter(files.items()))
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_packed")}
+    known = {name: dict(expected(files, f"{name}.", rank, world)) for name in layers}
+    wrong = [
+        f"{name}.{parameter}"
+        for name, layer in layers.items()
+        for parameter, experts in known[name].items()
+        if not torch.equal(getattr(layer, parameter), torch.stack([each.T for each in experts]))
+    ]
+    scheme = {type(layer.scheme).__name__ for layer in layers.values()}
+    try:
+        for layer in layers.values():
+            layer.scheme.process_weights_after_loading(layer)
+    except Repacked:
+        held = None
+    else:
+        held = held_by(model)
+    return {"layers": len(layers), "schemes": sorted(scheme), "wrong": wrong, "held": held}
+
+
+def held_by(model: torch.nn.Module) -> dict[str, tuple[str, int]]:
+    from slimx.adapters.sglang.weights.places import local_layout, weights_of
+
+    layout, weights = local_layout(model), weights_of(model)
+    assert not layout.uncovered, layout.uncovered
+    return {name: (place.form, checksum_tensor(weights[name].data)) for name, place in layout.places.items()}
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Per model a directory with `bf16`, a checkpoint, and `int4`, what a conversion makes of it."""
@@ -83,19 +151,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def engines(places: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Any]]:
     """Collect what ranks of engines hold, by model and whether Triton's kernels are asked for."""
     keys = [("qwen3", False), *((name, True) for name in MODELS)]
-    asked = [
-        {
-            "path": str(places[name] / "int4"),
-            "rank": MODELS[name][1],
-            "world": RANKS,
-            "arguments": {"moe_runner_backend": "triton"} if triton else {},
-        }
-        for name, triton in keys
-    ]
-    ran = run_with_sglang("-m", "tests.unit.adapters.int4_engines", stdin=json.dumps(asked))
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(keys, answers, strict=True))
+    engines = {}
+    for name, triton in keys:
+        arguments = {"moe_runner_backend": "triton"} if triton else {}
+        engines[name, triton] = call_with_sglang(loaded, str(places[name] / "int4"), MODELS[name][1], RANKS, arguments)
+    return engines
 
 
 def config_of(place: Path) -> Config:
