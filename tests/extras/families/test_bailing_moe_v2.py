@@ -140,8 +140,8 @@ def test_routers_are_published_in_fp32_and_matrices_in_fp8(tmp_path: Path, encod
 
 
 def load_rank(path: str, rank: int, tensor: int, expert: int, out: str) -> dict[str, str]:
-    """Writes what one rank of SGLang's model holds of the checkpoint in `path` to the file `out`; returns parameters that
-    slimx's account of the model does not explain."""
+    """Writes what one rank of SGLang's model holds of the checkpoint in `path` to the file `out`; returns those
+    parameters that slimx's account does not explain."""
     from slimx.adapters.sglang.weights.layout import hf_layout
 
     model = built(join(path, rank, tensor, ep_size=expert, trust_remote_code=True))

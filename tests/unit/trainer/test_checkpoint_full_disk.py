@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,9 +12,12 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.trainer.checkpoint import files
+from slimx.trainer.process import install_adapters
 from tests.full_disk import fill, small_disk
+from tests.function_call import call_in_process
 from tests.unit.orchestration.checkpointing_stand import Bench, state
-from tests.unit.trainer.full_disk_rank import NBYTES
+
+NBYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,27 @@ class Written:
 
     directory: Path
     told: SlimxError | None
+
+
+def failures(directories: list[str]) -> list[dict[str, str] | None]:
+    """Writes about a megabyte of a checkpoint into each directory, as rank 1 of two, in a process whose torch the
+    trainer's adapters may change. Returns the failures that the rank notes: {"code", "about", "sentence"}, or None."""
+    install_adapters()
+    import torch
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    from slimx.trainer.checkpoint.save import Saver
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": torch.zeros(NBYTES // 4)}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    found: list[dict[str, str] | None] = []
+    for directory in map(Path, directories):
+        saver = Saver(rank=1, world=2, group=None, deadline_s=60)
+        saver._write(directory, plan, {item.index: planner.resolve_data(item) for item in plan.items}, b"")
+        error = saver.failure
+        found.append(error and {"code": error.code, "about": error.about, "sentence": str(error)})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +59,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Writ
         for directory in directories.values():
             (directory / files.REPORTS).mkdir(parents=True)
         fill(directories["full"])
-        command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.full_disk_rank"]
-        done = subprocess.run([*command, *map(str, directories.values())], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()[-len(directories) :]]
-        told = [line and SlimxError(line["sentence"], code=line["code"], about=line["about"]) for line in lines]
+        found = call_in_process(failures, [str(directory) for directory in directories.values()])
+        told = [each and SlimxError(each["sentence"], code=each["code"], about=each["about"]) for each in found]
         yield {name: Written(directories[name], error) for name, error in zip(directories, told, strict=True)}
 
 
