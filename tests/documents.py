@@ -1,10 +1,11 @@
-"""Fenced blocks of the documentation's pages, as CommonMark reads them: what a user copies, and tests execute."""
+"""Fenced blocks and commands of the documentation's pages, as CommonMark reads them: what users copy, and tests try."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -82,3 +83,29 @@ def blocks(page: str) -> list[Block]:
 COMMANDS = [words for page in PAGES for words in spans(page)]
 COMMANDS += [words for page in PAGES for block in blocks(page) for words in block.commands()]
 """Words of every command of a page."""
+ELSEWHERE = {
+    "build/hubs/verifiers/bin/python": "is made by make hubs",
+    "git clone": "needs a network",
+    "hf download": "needs a network",
+    "kubectl create": "needs a Kubernetes cluster",
+    "ln -s": "links files that git clone brings",
+    "pip check": "takes a minute of CPU time and is no part of slimx",
+    "python -m nltk.downloader": "needs a network",
+    "python -m slimx.engines.server.launch": "parses SGLang's options after importing SGLang",
+    "python3 -m verl.trainer.main_ppo": "starts verl",
+    "python3 train.py": "starts slime",
+    "ray status": "needs a Ray cluster",
+}
+"""Beginnings of commands that are not tried, each with the reason."""
+
+
+def elsewhere(words: Sequence[str]) -> str | None:
+    """Returns the key of ELSEWHERE that a command begins with; None: it is tried."""
+    return next((key for key in ELSEWHERE if " ".join(words).startswith(key)), None)
+
+
+def python_program(words: Sequence[str]) -> list[str] | None:
+    """Returns the arguments of Python for a program of the repository; None: the command is something else."""
+    if not Path(words[0]).name.startswith("python") or elsewhere(words) or words[1:3] == ["-m", "pytest"]:
+        return None
+    return list(words[1:])

@@ -18,9 +18,8 @@ from slimx.extras.planner.plan.report import plan_report
 from slimx.models.families import read_model
 from slimx.models.fields import WITHOUT_MEANING
 from slimx.models.schema import FIELDS
-from tests.extras.planner.test_plan_mutations import too_long
+from tests.extras.planner.odd_values import NOT_NUMBERS, NUMBERS, ROOT, STRINGS, STRUCTURES, too_long
 from tests.refusals import numbers, refused
-from tests.unit.config.config_mutations import NOT_NUMBERS, NUMBERS, ROOT, STRINGS, STRUCTURES
 
 PUBLISHED = {
     folder.name: json.loads((folder / "config.json").read_text())

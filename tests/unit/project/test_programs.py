@@ -7,9 +7,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.documents import COMMANDS
+from tests.documents import COMMANDS, python_program
 from tests.programs import run_program
-from tests.unit.project.page_stand import python_program
 from tests.warm.interpreter import ROOT
 from tools.quickstart.make_model import make_model
 
