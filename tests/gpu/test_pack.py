@@ -12,7 +12,29 @@ from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu, on_gpu
-from tests.gpu.tables import every_rounding, one_block_per_amax
+from tests.gpu.tables import matrix_plan, one_block_per_amax
+
+
+def every_rounding(item: int) -> Plan:
+    """Elements in blocks whose scale is 1: all e4m3 ties, their neighbours, denormals, and random bits up to 448."""
+    rng = np.random.default_rng(0)
+    if item == 2:
+        bits = np.arange(1 << 16, dtype=np.uint32)
+        bits = bits[(bits & 0x7FFF) <= 0x43E0] << 16
+    else:
+        ends = np.arange(0x7F)  # the codes as numbers: 8 for every exponent, subnormals below
+        exact = np.where(ends < 8, ends / 512, (1 + ends % 8 / 8) * 2.0 ** (ends // 8 - 7)).astype(np.float32)
+        ties = ((exact[:-1].astype(np.float64) + exact[1:]) / 2).astype(np.float32)
+        near = np.concatenate([exact, ties]).view(np.uint32)
+        near = (near[:, None].astype(np.int64) + np.arange(-3, 4)).clip(0, 0x43E00000).reshape(-1).astype(np.uint32)
+        some = rng.integers(0, 0x43E00001, 1 << 21, dtype=np.uint32)
+        bits = np.concatenate([near, near | 0x80000000, some, some | 0x80000000])
+    block = 128 * 128
+    bits = np.concatenate([bits, np.zeros(-(-len(bits) // (block - 1)) * (block - 1) - len(bits), np.uint32)])
+    top = np.full((len(bits) // (block - 1), 1), 0x43E00000, np.uint32)  # 448: the scale of the block is 1
+    blocks = np.concatenate([top, bits.reshape(len(top), -1)], axis=1).reshape(-1, 128)
+    elements = (blocks >> 16).astype(np.uint16) if item == 2 else blocks
+    return matrix_plan(OP.QUANTIZE_FP8, RULE.IEEE, elements, (128, 128))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{OP(form[0]).name}-{RULE(form[1]).name}-{form[2]}-{form[3]}")

@@ -2,21 +2,118 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan
 from tests.gpu.receiving import SIZE, proves_and_holds
 from tests.gpu.running import FILL, on_cpu
-from tests.gpu.sharing_peer import Peer
-from tests.refusals import numbers
+from tests.refusals import numbers, told
 
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """Another process with a GPU: it answers one JSON line for each that it reads."""
+
+    def __init__(self, gpus: str | None = None):
+        """Starts the process; `gpus`: its CUDA_VISIBLE_DEVICES, this process's by default."""
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self.process.stdin.write(json.dumps([method, *arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, seconds: float = 90) -> Any:
+        assert select.select([self.process.stdout], [], [], seconds)[0], "the peer did not answer"
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with status {self.process.wait()}"
+        return json.loads(line)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self.tell(method, *arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class PeerDevice:
+    """What a peer does with its GPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.kept: list[Any] = []
+
+    def ready(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def allocate(self, size: int, value: int) -> str:
+        self.kept.append(memory := DeviceMemory(size, self.device))
+        memory.bytes.fill_(value)
+        torch.cuda.synchronize()
+        return memory.path
+
+    def hold(self, path: str, size: int) -> str:
+        """Opens it and never closes it."""
+        self.kept.append(one := opened(path, size, self.device))
+        one.__enter__()
+        return "held"
+
+    def checksum(self, path: str, start: int, stop: int) -> str:
+        """Returns the checksum of a copy of these bytes."""
+        return f"{kernel.checksum_tensor(fetch(path, start, stop, self.device).cpu()):016x}"
+
+    def pack(self, path: str, seed: int) -> list[int]:
+        """Packs a random plan from this process's memory into another's; returns its sums."""
+        plan = random_plan(seed, tensors=40)
+        sources = torch.from_numpy(plan.memory).to(self.device)
+        names = [f"tensor {number}" for number in range(plan.tensors)]
+        pieces, size = plan.at(sources.data_ptr()), plan.bucket_bytes
+        held = DevicePlan(pieces, bucket_bytes=size, names=names, bucket="shared", device=self.device)
+        sums = torch.zeros(plan.tensors, dtype=torch.int64, device=self.device)
+        flags = torch.zeros(plan.tensors, dtype=torch.int32, device=self.device)
+        with opened(path, size, self.device) as address:
+            kernel_cuda.pack_at(held, address, sums, flags)
+            found = kernel_cuda.results(held, sums)
+        return found.tolist()
+
+
+def serve() -> None:
+    """Calls a method of `PeerDevice` for each line of the input; a refusal is answered by code, object and sentence."""
+    device = PeerDevice()
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        try:
+            out = getattr(device, method)(*arguments)
+        except SlimxError as error:
+            out = told(error)
+        print(json.dumps(out), flush=True)
 
 
 @pytest.fixture

@@ -14,20 +14,16 @@ from functools import cache
 from pathlib import Path
 
 import psutil
-import pytest
 
-from slimx.extras.boxes.bubblewrap import BubblewrapBox
 from slimx.extras.boxes.containers import ContainerBox
 from slimx.extras.boxes.engines import ContainerEngine
 from slimx.extras.boxes.programs.sandbox import Limits
-from slimx.extras.boxes.protocol import Box
-from slimx.extras.boxes.remote import RemoteBox, RemoteServer
+from slimx.extras.boxes.remote import RemoteServer
 from tests.needed import missing
 
 SMALL = Limits(seconds=60.0, memory_mib=128, processes=8, disk_mib=8)
 START_S = 300.0
 """Seconds for a server to listen; for hangs only."""
-KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow("needs podman"))]
 
 
 def archive(path: Path, *members: tarfile.TarInfo) -> Path:
@@ -103,20 +99,6 @@ def served(
     finally:
         process.terminate()
         process.wait(START_S)
-
-
-def made(kind: str, server: RemoteServer | None, base: Path) -> Callable[..., Box]:
-    """Begins boxes of a kind."""
-
-    def begin(source: str | Path, limits: Limits = SMALL) -> Box:
-        if kind == "remote":
-            assert server is not None
-            return RemoteBox(source, limits, server=server)
-        if kind == "container":
-            return ContainerBox(source, limits, engine=needed_engine(), host_usr=True, base=base)
-        return BubblewrapBox(Path(source), limits, host_usr=True, base=base)
-
-    return begin
 
 
 def runs(argument: str) -> bool:

@@ -11,23 +11,43 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slimx.extras.boxes import rootfs
+from slimx.extras.boxes.bubblewrap import BubblewrapBox
+from slimx.extras.boxes.containers import ContainerBox
 from slimx.extras.boxes.engines import OWNER
 from slimx.extras.boxes.programs.sandbox import Limits
 from slimx.extras.boxes.protocol import Box
+from slimx.extras.boxes.remote import RemoteBox, RemoteServer
 from tests.extras.boxes import box_stand
-from tests.extras.boxes.box_stand import KINDS, SMALL, needed_engine, served
+from tests.extras.boxes.box_stand import SMALL, needed_engine, served
 from tests.refusals import refused
+
+KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow("needs podman"))]
 
 pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow("full grid of back ends")) for kind in ("remote", "container")]
 of_bubblewrap = pytest.mark.parametrize("begin", ["bubblewrap", *SLOW], indirect=True)
 """Marks a test whose promise is kept by the same lines of code for a box that a server has."""
+
+
+def made(kind: str, server: RemoteServer | None, base: Path) -> Callable[..., Box]:
+    """Begins boxes of a kind."""
+
+    def begin(source: str | Path, limits: Limits = SMALL) -> Box:
+        if kind == "remote":
+            assert server is not None
+            return RemoteBox(source, limits, server=server)
+        if kind == "container":
+            return ContainerBox(source, limits, engine=needed_engine(), host_usr=True, base=base)
+        return BubblewrapBox(Path(source), limits, host_usr=True, base=base)
+
+    return begin
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -38,11 +58,11 @@ def begin(request):
         base = Path(directory)
         if request.param == "remote":
             with served(base, "--memory-mib", "128", "--disk-mib", "8", "--seconds", "60") as (server, _):
-                yield box_stand.made("remote", server, base)
+                yield made("remote", server, base)
                 state = server.request("GET", "").content
                 assert b'"held": 0' in state, state
         else:
-            yield box_stand.made(request.param, None, base)
+            yield made(request.param, None, base)
         if request.param == "container":
             engine = needed_engine()
             for listed in ("ps", "--all"), ("images",):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
+import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,13 +16,148 @@ from typer.testing import CliRunner
 
 from slimx.cli import app
 from slimx.config.load import load_config
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.extras.doctor.hooks import trial as hook_trial
 from slimx.extras.doctor.hooks.doctor import HookFindings, examine_hooks
+from slimx.rollout.hooks import RewardContext, RolloutContext
 from tests.refusals import numbers
 
-STAND = "tests.extras.doctor.hook_doctor_stand"
+HOOKS = __name__
+"""Where the hooks below are: wrong in one way each, and some that are right."""
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
+
+
+async def good(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+    return draft.finish(metadata={"fine": [1, "x"]})
+
+
+async def calling(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Calls a tool for each sum that the model writes, and inserts the result as one token."""
+    draft = ctx.draft(prompt)
+    for turn in range(4):
+        completion = await ctx.engine.generate(draft.token_ids, turn=turn)
+        draft.add_sampled(completion)
+        if "+" not in ctx.tokenizer.decode(completion.token_ids):
+            break
+        draft.add_inserted([5])
+    return draft.finish()
+
+
+async def streaming(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    async with ctx.engine.stream(draft.token_ids) as stream:
+        async for _ in stream:
+            pass
+    draft.add_sampled(stream.completion)
+    return draft.finish()
+
+
+async def untrained(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids), train=False)
+    return draft.finish()
+
+
+async def without_logprobs(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    trajectory = await good(ctx, prompt)
+    trajectory.logprobs[:] = float("nan")
+    return trajectory
+
+
+async def long_prompt(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft([*([5] * 70), *ctx.draft(prompt).token_ids])
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+    return draft.finish()
+
+
+async def endless_trajectory(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    for turn in range(3):
+        draft.add_inserted([5] * 4000)
+        draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=turn))
+    return draft.finish()
+
+
+async def unsaveable(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    return dataclasses.replace(await good(ctx, prompt), metadata={"agent": object()})
+
+
+async def raising(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    raise KeyError("tool")
+
+
+async def strange(ctx: RolloutContext, prompt: Prompt) -> Any:
+    return "an answer"
+
+
+async def one_seed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    for _ in range(2):
+        draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+        draft.add_inserted([5])
+    return draft.finish()
+
+
+async def holding(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    time.sleep(0.8)
+    return await good(ctx, prompt)
+
+
+async def stuck(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    time.sleep(30)
+    return await good(ctx, prompt)
+
+
+async def unknown_parameter(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"min_p": 0.1}))
+    return draft.finish()
+
+
+def blocking(ctx: RolloutContext, prompt: Prompt) -> Trajectory: ...
+
+
+async def right(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
+    return {"right": float(ctx.text.strip() == ctx.prompt.answer), "form": 0.5}
+
+
+async def constant(ctx: RewardContext, trajectory: Trajectory) -> float:
+    return 0.25
+
+
+async def none(ctx: RewardContext, trajectory: Trajectory) -> Any:
+    return None
+
+
+async def asks_judge(ctx: RewardContext, trajectory: Trajectory) -> float:
+    verdict = await ctx.engines["judge"].chat([{"role": "user", "content": ctx.text}])
+    return float(verdict.removeprefix("Points: "))
+
+
+async def asks_by_hand(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Blocks on the engines' address: answered all the same."""
+    body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{ctx.address}/generate", body), timeout=300).read()
+    return await good(ctx, prompt)
+
+
+def drop(group: Group) -> str:
+    return "no signal"
+
+
+def strange_keep(group: Group) -> Any:
+    return {"keep": True}
+
+
+def raising_keep(group: Group) -> bool:
+    raise ValueError("no rewards")
+
+
+def user_loss(inputs: Any) -> Any:
+    return inputs.logprobs
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +172,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"path": str(folder / "model")},
         "rollout": {
             "prompts": str(folder / "prompts.jsonl"),
-            "generate": f"{STAND}.good",
+            "generate": f"{HOOKS}.good",
             "max_prompt_tokens": 64,
             "group_size": 8,
         },
-        "reward": {"function": f"{STAND}.right"},
+        "reward": {"function": f"{HOOKS}.right"},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     return folder / "run.yaml"
@@ -58,14 +197,14 @@ def test_hooks_that_are_right_are_tried_and_shown(run_file):
     length = int(other[1])
     assert other == [f"{8 + length}", f"{length}", "p8", f"s{length}", "1", "completed", "0.5"]
     assert cut == [f"{7 + length}", f"{length - 1}", "p8", f"s{length - 1}", "1", "truncated", "0.5"]
-    assert "rollout.generate       tests.extras.doctor.hook_doctor_stand.good" in result.output
+    assert f"rollout.generate       {HOOKS}.good" in result.output
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["rollout.generate=tests.extras.doctor.hook_doctor_stand.streaming"],
-        ["rollout.generate=tests.extras.doctor.hook_doctor_stand.asks_by_hand"],
+        [f"rollout.generate={HOOKS}.streaming"],
+        [f"rollout.generate={HOOKS}.asks_by_hand"],
         ["rollout.generate=examples.debate.generate", "rollout.sampling.top_p=0.9"],
         ["rollout.generate=examples.fan_out.generate", "reward.function=examples.fan_out.reward"],
         [
@@ -92,28 +231,28 @@ def test_hooks_of_every_kind_work_with_the_scripted_engines(run_file, overrides)
 GENERATE = "rollout.generate"
 PROBLEMS = [
     ([f"{GENERATE}=no.such.hook"], "dotted.import", GENERATE, ["no.such.hook"]),
-    ([f"{GENERATE}={STAND}.blocking"], "dotted.async", GENERATE, ["blocking(ctx, prompt)"]),
-    (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{STAND}.good", "'retries'"]),
-    ([f"{GENERATE}={STAND}.untrained"], "hooks.untrained", f"{STAND}.untrained", []),
-    ([f"{GENERATE}={STAND}.without_logprobs"], "hooks.failed", "generate failed", ["0/0", "log-prob"]),
+    ([f"{GENERATE}={HOOKS}.blocking"], "dotted.async", GENERATE, ["blocking(ctx, prompt)"]),
+    (["rollout.options.retries=3"], "dotted.options", "rollout.options", [f"{HOOKS}.good", "'retries'"]),
+    ([f"{GENERATE}={HOOKS}.untrained"], "hooks.untrained", f"{HOOKS}.untrained", []),
+    ([f"{GENERATE}={HOOKS}.without_logprobs"], "hooks.failed", "generate failed", ["0/0", "log-prob"]),
     (
-        [f"{GENERATE}={STAND}.endless_trajectory", "rollout.routed_experts=false"],
+        [f"{GENERATE}={HOOKS}.endless_trajectory", "rollout.routed_experts=false"],
         "hooks.long_trajectory",
-        f"{STAND}.endless_trajectory",
+        f"{HOOKS}.endless_trajectory",
         ["120"],
     ),
-    ([f"{GENERATE}={STAND}.unsaveable"], "hooks.failed", "generate failed", ["metadata", f"{STAND}.unsaveable"]),
-    ([f"{GENERATE}={STAND}.raising"], "hooks.failed", "generate failed", ["3 of 3", f"{STAND}.raising"]),
-    ([f"{GENERATE}={STAND}.strange"], "hooks.failed", "generate failed", ["str", "Trajectory"]),
-    ([f"{GENERATE}={STAND}.unknown_parameter"], "hooks.failed", "generate failed", ["min_p"]),
-    ([f"reward.function={STAND}.none"], "hooks.failed", "reward failed", ["3 of 3", f"{STAND}.none", "None"]),
-    ([f"rollout.filter={STAND}.strange_keep"], "hooks.filter_verdict", "rollout.filter", ["dict"]),
-    ([f"rollout.filter={STAND}.raising_keep"], "hooks.filter_raised", "rollout.filter", ["ValueError", "no rewards"]),
-    ([f"algorithm.loss={STAND}.user_loss"], "hook.loss_result", f"{STAND}.user_loss", [f"{STAND}.user_loss"]),
+    ([f"{GENERATE}={HOOKS}.unsaveable"], "hooks.failed", "generate failed", ["metadata", f"{HOOKS}.unsaveable"]),
+    ([f"{GENERATE}={HOOKS}.raising"], "hooks.failed", "generate failed", ["3 of 3", f"{HOOKS}.raising"]),
+    ([f"{GENERATE}={HOOKS}.strange"], "hooks.failed", "generate failed", ["str", "Trajectory"]),
+    ([f"{GENERATE}={HOOKS}.unknown_parameter"], "hooks.failed", "generate failed", ["min_p"]),
+    ([f"reward.function={HOOKS}.none"], "hooks.failed", "reward failed", ["3 of 3", f"{HOOKS}.none", "None"]),
+    ([f"rollout.filter={HOOKS}.strange_keep"], "hooks.filter_verdict", "rollout.filter", ["dict"]),
+    ([f"rollout.filter={HOOKS}.raising_keep"], "hooks.filter_raised", "rollout.filter", ["ValueError", "no rewards"]),
+    ([f"algorithm.loss={HOOKS}.user_loss"], "hook.loss_result", f"{HOOKS}.user_loss", [f"{HOOKS}.user_loss"]),
     (["rollout.prompts=nowhere.jsonl"], "prompts.unreadable", "nowhere.jsonl", []),
     (
         [
-            f"reward.parts=[{{name: a, function: {STAND}.constant, where: {{dataset: x}}}}]",
+            f"reward.parts=[{{name: a, function: {HOOKS}.constant, where: {{dataset: x}}}}]",
             "reward.function=null",
         ],
         "reward.parts",
@@ -137,12 +276,12 @@ def test_a_wrong_hook_gives_one_clear_sentence(run_file, overrides, code, about,
 
 
 NOTES = [
-    ([f"{GENERATE}={STAND}.long_prompt"], "hooks.long_prompt", f"{STAND}.long_prompt", ["78", "64"]),
-    ([f"{GENERATE}={STAND}.one_seed", "rollout.routed_experts=false"], "hooks.one_seed", f"{STAND}.one_seed", []),
-    ([f"reward.function={STAND}.constant"], "hooks.constant_reward", "reward", ["0.25"]),
+    ([f"{GENERATE}={HOOKS}.long_prompt"], "hooks.long_prompt", f"{HOOKS}.long_prompt", ["78", "64"]),
+    ([f"{GENERATE}={HOOKS}.one_seed", "rollout.routed_experts=false"], "hooks.one_seed", f"{HOOKS}.one_seed", []),
+    ([f"reward.function={HOOKS}.constant"], "hooks.constant_reward", "reward", ["0.25"]),
     (
         [
-            f"reward.function={STAND}.asks_judge",
+            f"reward.function={HOOKS}.asks_judge",
             "+rollout.engines=[{name: actor}, {name: judge, frozen: true, model: m}]",
         ],
         "hooks.failed",
@@ -160,31 +299,31 @@ def test_what_may_be_meant_is_a_note(run_file, overrides, code, about, named):
 
 
 def test_how_long_a_hook_holds_the_event_loop_is_a_note(run_file):
-    found = examine(run_file, f"{GENERATE}={STAND}.holding")
-    (note,) = (error for error in found.notes if (error.code, error.about) == ("hooks.holding", f"{STAND}.holding"))
+    found = examine(run_file, f"{GENERATE}={HOOKS}.holding")
+    (note,) = (error for error in found.notes if (error.code, error.about) == ("hooks.holding", f"{HOOKS}.holding"))
     assert 0.7 <= numbers(note)[0] < 60 and not found.problems
 
 
 def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
     result = CliRunner().invoke(
         app,
-        ["doctor", str(run_file), "rollout.generate=no.such", f"reward.function={STAND}.nothing", "--hooks"],
+        ["doctor", str(run_file), "rollout.generate=no.such", f"reward.function={HOOKS}.nothing", "--hooks"],
     )
     assert result.exit_code == 1
     first, second = (line for line in result.output.splitlines() if line.split()[:1] == ["problem"])
     assert "rollout.generate" in first and "no.such" in first
-    assert all(name in second for name in ("reward.function", STAND, "nothing"))
+    assert all(name in second for name in ("reward.function", HOOKS, "nothing"))
     assert result.output.count("  note  ") == 1, "that no hook was tried"
 
 
 def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
     monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
-    found = examine(run_file, f"rollout.generate={STAND}.stuck")
-    assert found_among(found.problems, "hooks.blocking", f"{STAND}.stuck", ["1 s"]), found
+    found = examine(run_file, f"rollout.generate={HOOKS}.stuck")
+    assert found_among(found.problems, "hooks.blocking", f"{HOOKS}.stuck", ["1 s"]), found
 
 
 def test_a_filter_is_asked_about_the_rollouts_as_a_group(run_file):
-    found = examine(run_file, f"rollout.filter={STAND}.drop")
+    found = examine(run_file, f"rollout.filter={HOOKS}.drop")
     assert found.lines[-1].endswith("dropped: no signal") and not found.problems
 
 
@@ -200,7 +339,7 @@ def test_two_questions_at_once_are_refused(run_file):
 
 
 def test_a_hook_that_waits_for_words_hears_them_and_then_the_answer(run_file):
-    config = load_config(run_file, [f"rollout.generate={STAND}.calling"])
+    config = load_config(run_file, [f"rollout.generate={HOOKS}.calling"])
     plain, called = examine_hooks(config), examine_hooks(config, ["7+7", "8+8"])
     assert not called.problems
     rows = [line.split() for line in called.lines if "/0 " in line]

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from slimx.data.records import Prompt, Trajectory
+from slimx.data.records import Prompt
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+from tests.unit.rollout.rollout_stand import the_tokenizer
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})
 END = 3
@@ -62,13 +61,3 @@ def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None
         index=1,
         address=engine.url,
     )
-
-
-def load(name: str, **options: Any) -> Any:
-    reward = "slime"
-    return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
-
-
-def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
-    text = the_tokenizer().decode
-    return [(s.source, text(trajectory.token_ids[s.start : s.stop]), s.version) for s in trajectory.spans]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,19 @@ from slimx.extras.slime.sample import Sample
 from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
-from tests.extras.slime.slime_stand import END, PROMPT, Scripted, context, ids_of, load, spans
+from tests.extras.slime.slime_stand import END, PROMPT, Scripted, context, ids_of
 from tests.refusals import cause, refused
 from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+
+
+def load(name: str, **options: Any) -> Any:
+    reward = "slime"
+    return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
+
+
+def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
+    text = the_tokenizer().decode
+    return [(s.source, text(trajectory.token_ids[s.start : s.stop]), s.version) for s in trajectory.spans]
 
 
 async def test_a_hook_that_sends_text_continues_the_ids_that_were_sampled():

@@ -48,15 +48,6 @@ DEEPSEEK = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 8,
 }
-GLM = QWEN3 | {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-}
 MINIMAX = QWEN3 | {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "vocab_size": 120,  # padded to 128, of which 8 ranks hold some each
@@ -66,16 +57,6 @@ MINIMAX = QWEN3 | {
     "use_qk_norm": True,
     "use_routing_bias": True,
     "scoring_func": "sigmoid",
-}
-LING = QWEN3 | {
-    "architectures": ["BailingMoeV2ForCausalLM"],
-    "vocab_size": 120,
-    "intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_shared_experts": 1,
-    "moe_router_enable_expert_bias": True,
-    "router_dtype": "fp32",
-    "use_qk_norm": True,
 }
 FAMILIES: dict[str, Family] = {
     family.ARCHITECTURE: family for family in (bailing_moe_v2, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe)

@@ -17,8 +17,6 @@ from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.adapters.engine_model import (
     DEEPSEEK,
-    GLM,
-    LING,
     MINIMAX,
     QWEN3,
     ServerModel,
@@ -27,6 +25,26 @@ from tests.unit.adapters.engine_model import (
     expert_location,
     fill,
 )
+
+GLM = QWEN3 | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+}
+LING = QWEN3 | {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "vocab_size": 120,
+    "intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+    "moe_router_enable_expert_bias": True,
+    "router_dtype": "fp32",
+    "use_qk_norm": True,
+}
 
 LAYOUTS = [
     (QWEN3, EngineSizes(), False),

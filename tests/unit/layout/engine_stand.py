@@ -78,10 +78,6 @@ def engine_sizes(served: Served) -> list[EngineSizes]:
     ]
 
 
-def name_of(sizes: EngineSizes) -> str:
-    return f"TP{sizes.tensor}EP{sizes.expert}PP{sizes.pipeline}DP{sizes.attention_data}+{sizes.redundant}"
-
-
 def engine_rank(served: Served, whole: Tensors, sizes: EngineSizes, rank: int) -> Tensors:
     """Local name -> tensor of what `rank` holds, padding rows as zeros."""
     return dict(_Rank(served, whole, sizes, rank).tensors())

@@ -10,10 +10,14 @@ from slimx.extras.families import deepseek_v3
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
 from tests.refusals import refused
-from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes, name_of
+from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout.layout_stand import DEEPSEEK, assert_same, by_rank, checkpoint, fill
 
 CASES = [(name, sizes) for name, served in SERVED.items() for sizes in engine_sizes(served)]
+
+
+def name_of(sizes: EngineSizes) -> str:
+    return f"TP{sizes.tensor}EP{sizes.expert}PP{sizes.pipeline}DP{sizes.attention_data}+{sizes.redundant}"
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=lambda v: v if isinstance(v, str) else name_of(v))

@@ -116,13 +116,6 @@ class Parts:
         return SimpleNamespace(manifest=manifest, seconds=seconds, engines={"e": 1}, lost=(), **counts)
 
 
-class Silent(Parts):
-    """Trainers that never report what they have saved."""
-
-    async def save(self, path: Path, *, step: int) -> None:
-        self.done.append(f"save {step}")
-
-
 def _ends(batch: MicroBatch) -> list[int]:
     return np.cumsum(batch.lengths)[: len(batch.rows)].tolist()[:-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 from slimx.data.records import Prompt, Trajectory
@@ -13,7 +14,14 @@ from slimx.orchestration.state.resume import check_resume
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout.hooks import RolloutContext
 from tests.refusals import refused
-from tests.unit.orchestration.run_stand import LIMIT_S, Parts, Silent, lines, run_of, stopped
+from tests.unit.orchestration.run_stand import LIMIT_S, Parts, lines, run_of, stopped
+
+
+class Silent(Parts):
+    """Trainers that never report what they have saved."""
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.done.append(f"save {step}")
 
 
 async def spoken_to_both(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]:

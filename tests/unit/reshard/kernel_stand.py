@@ -178,38 +178,3 @@ def plan(tensors: list[Tensor], rng: random.Random, *, whole: bool = False) -> P
     rng.shuffle(records)
     out.pieces, out.nbytes = np.array(records, dtype=PIECE), end + 64
     return out
-
-
-def random_tensor(rng: random.Random, shape: tuple[int, int], *, finite: bool) -> Tensor:
-    """A tensor of a random op, rule, dtype and block shape."""
-    op = rng.choice(list(OP))
-    item = {OP.FP32_TO_BF16: 4, OP.BF16_TO_FP32: 2}.get(op, rng.choice([2, 4]))
-    if op == OP.QUANTIZE_INT4:
-        shape = shape[0], -(-shape[1] // 32) * 32
-    values = random_weights(shape, DTYPE[item], rng)
-    if not finite:
-        for _ in range(3):
-            values.view(-1)[rng.randrange(values.numel())] = rng.choice([torch.inf, -torch.inf, torch.nan])
-    block = rng.choice([(128, 128), (1, 128), (64, 32), (3, 5), (16, 16), (1, 1), (max(shape[0], 1), shape[1])])
-    if op == OP.COPY:
-        values = random_bits(shape, DTYPE[rng.choice([1, 2, 4])], rng.randrange(2**31))
-    if op in (OP.COPY, OP.COPY_CHECKED):
-        return Tensor(op, values, values.dtype)
-    if op in (OP.FP32_TO_BF16, OP.BF16_TO_FP32):
-        return Tensor(op, values, DTYPE[6 - item])
-    if op == OP.QUANTIZE_FP8:
-        rule = rng.choice(FP8_RULES if item == 2 else FP8_RULES[:-1])
-        return Tensor(op, values, DTYPE[1], rule, block)
-    if op == OP.QUANTIZE_MXFP8:
-        return Tensor(op, values, DTYPE[1], RULE.MXFP8, (1, 32))
-    if op == OP.QUANTIZE_INT4:
-        return Tensor(op, values.clamp(-1e38, 1e38) if finite else values, DTYPE[1], RULE.INT4, (1, 32))
-    codes = random_bits(shape, torch.uint8, rng.randrange(2**31))
-    codes = torch.where(codes & 0x7F == 0x7F, 0, codes) if finite else codes
-    if op == OP.DEQUANTIZE_FP8:
-        out = Tensor(op, codes, DTYPE[rng.choice([2, 4])], block=block)
-        out.scales = torch.rand(out.scale_shape) * rng.choice([1e-30, 1.0])
-    else:
-        out = Tensor(op, codes, DTYPE[rng.choice([2, 4])], block=(1, 32))
-        out.scales = torch.randint(0, 240 if finite else 256, out.scale_shape, dtype=torch.uint8)
-    return out

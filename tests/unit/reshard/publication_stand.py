@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 
-from slimx.errors import PartLost, SlimxError
+from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest, Publication
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.parties import Delivery, LocalRecipient, ReceiverLost
@@ -111,30 +110,6 @@ class FakeEngine(LocalRecipient):
         await self.calls.note(f"{self.name}.resume")
 
 
-class Copies(Delivery):
-    """A delivery that copies what it takes."""
-
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
-    async def begin(self, manifest: Manifest, buckets: int) -> None:
-        await self.calls.note(f"copies.begin {buckets}")
-
-    async def connect(self, recipient: FakeEngine, epoch: int) -> None:
-        await self.calls.note(f"copies.connect {recipient.name}")
-
-    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
-        await self.calls.note(f"copies.take {bucket}")
-        return replace(packed, path=f"/copy/{bucket}")
-
-    async def bring(self, recipient: FakeEngine, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        assert packed.path == f"/copy/{bucket}"
-        await super().bring(recipient, epoch, packed, bucket)
-
-    async def end(self) -> None:
-        await self.calls.note("copies.end")
-
-
 class FakeMembers:
     def __init__(self, calls: Calls, engines: list[FakeEngine]) -> None:
         self.calls, self.engines, self.epoch = calls, engines, 5
@@ -186,10 +161,5 @@ def lost(name: str) -> ReceiverLost:
     return ReceiverLost(f"engine {name} is gone")
 
 
-def died(part: str) -> PartLost:
-    return PartLost(f"{part} died", code="part.lost", about=part)
-
-
 SWITCH = ["pause", "load", "verify", "commit 7", "resume", "admit"]
 STAGES = ["stage 0", "stage 1", "stage 2"]
-STEPS = ["inventory", "begin", *STAGES, *SWITCH]

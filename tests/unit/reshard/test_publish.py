@@ -9,8 +9,34 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import Delivery
 from tests.refusals import refused
-from tests.unit.reshard.publication_stand import BUCKETS, STAGES, SWITCH, Calls, Copies, Stand, lost
+from tests.unit.reshard.publication_stand import BUCKETS, STAGES, SWITCH, Calls, FakeEngine, Stand, lost
+
+
+class Copies(Delivery):
+    """A delivery that copies what it takes."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await self.calls.note(f"copies.begin {buckets}")
+
+    async def connect(self, recipient: FakeEngine, epoch: int) -> None:
+        await self.calls.note(f"copies.connect {recipient.name}")
+
+    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
+        await self.calls.note(f"copies.take {bucket}")
+        return replace(packed, path=f"/copy/{bucket}")
+
+    async def bring(self, recipient: FakeEngine, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        assert packed.path == f"/copy/{bucket}"
+        await super().bring(recipient, epoch, packed, bucket)
+
+    async def end(self) -> None:
+        await self.calls.note("copies.end")
 
 
 @pytest.mark.parametrize("staging", ["model", "bucket"])

@@ -6,11 +6,18 @@ import asyncio
 
 import pytest
 
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import NoReceiverLeft, ReceiverLost, TransportLost
 from tests.refusals import numbers, refused
-from tests.unit.reshard.publication_stand import STEPS, TENSORS, Calls, FakeEngine, Stand, died, lost
+from tests.unit.reshard.publication_stand import STAGES, SWITCH, TENSORS, Calls, FakeEngine, Stand, lost
 from tests.virtual_time import virtually
+
+
+def died(part: str) -> PartLost:
+    return PartLost(f"{part} died", code="part.lost", about=part)
+
+
+STEPS = ["inventory", "begin", *STAGES, *SWITCH]
 
 
 @pytest.mark.parametrize(

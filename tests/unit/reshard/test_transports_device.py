@@ -16,11 +16,39 @@ import torch
 
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.refusals import numbers, refused
-from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
-from tests.unit.reshard.device_peer import DeviceRank
-from tests.unit.reshard.transport_peer import Peer
+from tests.unit.reshard.cuda_stand import DEVICE, memory_at, use_emulator
+from tests.unit.reshard.transport_peer import Peer, Rank
 
 SIZE = 5000
+
+
+class DeviceRank(Rank):
+    """Answers in another process; `emulate` first."""
+
+    def emulate(self, library: str) -> str:
+        self.library: ctypes.CDLL = use_emulator(Path(library), pytest.MonkeyPatch())
+        self.memory = None
+        return "ready"
+
+    def allocate(self, size: int, value: int) -> str:
+        """Memory of its own, filled; its path."""
+        self.memory = DeviceMemory(size)
+        self.memory.bytes.fill_(value)
+        return self.memory.path
+
+    def write(self, path: str, size: int, value: int) -> int:
+        """Fill another process's memory; how many it has open afterwards."""
+        with opened(path, size) as address:
+            memory_at(address, size, DEVICE).fill_(value)
+        return self.library.emulator_open()
+
+    def fetch(self, path: str, start: int, stop: int) -> list[int]:
+        return fetch(path, start, stop, DEVICE).tolist()
+
+    def hold(self, path: str) -> str:
+        """Open it and never close it."""
+        opened(path, 1).__enter__()
+        return "held"
 
 
 @pytest.fixture(autouse=True)

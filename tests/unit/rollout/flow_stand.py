@@ -92,14 +92,6 @@ def kept(config: Config, number: int) -> bool:
     return seeds[0] % 5 != 0 and all(seed % 29 for seed in seeds)
 
 
-def expected_tokens(trajectory: Trajectory) -> list[int]:
-    """The tokens that an uninterrupted run samples."""
-    prompt, seed = trajectory.spans[0].stop, trajectory.sampling["seed"]
-    first = [token_of(seed_of(seed, 0), prompt + n) for n in range(TURN_TOKENS)]
-    start = prompt + TURN_TOKENS + 2
-    return first + [token_of(seed_of(seed, 1), start + n) for n in range(TURN_TOKENS)]
-
-
 class Flow:
     """One process of a run, between its start and its end."""
 

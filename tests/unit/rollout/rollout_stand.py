@@ -13,7 +13,7 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.prompts.read import PromptSource
-from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.records import Prompt, Trajectory
 from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
@@ -110,10 +110,6 @@ class Stand:
 
 def ids_of(batches: Sequence[Batch]) -> list[str]:
     return [group.id for batch in batches for group in batch.groups]
-
-
-def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
-    return [trajectory.token_ids.tolist() for group in groups for trajectory in group.trajectories]
 
 
 async def one(ctx: RewardContext, trajectory: Trajectory) -> float:

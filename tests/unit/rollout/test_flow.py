@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slimx.config.schema import Config
 from slimx.data.prompts.read import PromptSource
-from slimx.data.records import Group, Prompt
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest, Pending
@@ -24,12 +24,20 @@ from slimx.rollout.flow.progress import key_of
 from slimx.rollout.flow.tickets import Dropped
 from slimx.rollout.hooks import seed_of
 from tests.refusals import numbers, refused
-from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept
+from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, kept, token_of
 from tests.unit.rollout.rollout_stand import config_of
 from tests.virtual_time import run_virtually
 
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
+
+
+def expected_tokens(trajectory: Trajectory) -> list[int]:
+    """The tokens that an uninterrupted run samples."""
+    prompt, seed = trajectory.spans[0].stop, trajectory.sampling["seed"]
+    first = [token_of(seed_of(seed, 0), prompt + n) for n in range(TURN_TOKENS)]
+    start = prompt + TURN_TOKENS + 2
+    return first + [token_of(seed_of(seed, 1), start + n) for n in range(TURN_TOKENS)]
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ from slimx.errors import DeadlineError
 from slimx.rollout import single_turn
 from slimx.rollout.flow.tickets import SavedTicket
 from slimx.rollout.hooks import Generate, RolloutContext, seed_of
-from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, ids_of, one, prompts, tokens_of
+from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, ids_of, one, prompts
 from tests.virtual_time import virtually
 from tests.waits import until
+
+
+def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
+    return [trajectory.token_ids.tolist() for group in groups for trajectory in group.trajectories]
 
 
 def stuck(*tickets: int) -> Generate:
