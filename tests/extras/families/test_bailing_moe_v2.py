@@ -21,12 +21,13 @@ from slimx.reshard.plan.publication import publication_plan
 from tests.function_call import call_with_sglang
 from tests.integration.bailing_oracle import TINY, Ling, write
 from tests.integration.family_oracle import scatter
+from tests.published import published
 from tests.refusals import refused
 from tests.unit.adapters.engine_model import rank_local
 from tests.unit.adapters.sglang_ranks import built, join
 
 ROOT = Path(__file__).parents[3]
-FLASH: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Ling-flash-2.0/config.json").read_text())
+FLASH: dict[str, Any] = published("Ling-flash-2.0")
 MINI = FLASH | {
     "hidden_size": 2048,
     "intermediate_size": 5120,

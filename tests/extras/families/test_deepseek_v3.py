@@ -20,9 +20,10 @@ from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
+from tests.published import DEEPSEEK_V3 as V3
 from tests.refusals import refused
-from tests.unit.models.deepseek_v3_config import V3, YARN
 
+YARN = {key: value for key, value in V3["rope_scaling"].items() if "mscale" not in key}
 KIMI_K2 = V3 | {
     "vocab_size": 163840,
     "num_attention_heads": 64,

@@ -22,12 +22,11 @@ from slimx.layout.maps import Rect
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory
+from tests.published import published
 from tests.refusals import refused
 from tests.unit.models.test_families import QWEN25_7B
 
-PUBLISHED: dict[str, Any] = json.loads(
-    (Path(__file__).parents[3] / "configs/moe/models/Kimi-K2.5/config.json").read_text()
-)
+PUBLISHED: dict[str, Any] = published("Kimi-K2.5")
 SMALL = {
     "vocab_size": 40,
     "hidden_size": 64,

@@ -13,8 +13,8 @@ from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.preflight.facts import model_facts
+from tests.published import DEEPSEEK_V3 as V3
 from tests.refusals import invalid
-from tests.unit.models.deepseek_v3_config import V3
 
 LORA = {"rank": 4, "alpha": 8}
 

@@ -16,8 +16,8 @@ from slimx.models.families import read_model
 from slimx.preflight.facts import model_facts
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.extras.convert.convert_stand import QWEN3
+from tests.published import DEEPSEEK_V3 as V3
 from tests.refusals import invalid
-from tests.unit.models.deepseek_v3_config import V3
 
 WIDE = QWEN3_MOE | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 WIDE |= {"moe_intermediate_size": 256}

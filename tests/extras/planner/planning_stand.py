@@ -14,7 +14,7 @@ from slimx import cli
 from slimx.config.load import load_config
 from slimx.errors import SlimxError
 from slimx.extras.planner.plan.report import plan_report
-from tests.unit.preflight.published_models import QWEN3_30B
+from tests.published import QWEN3_30B
 
 SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
 RUN_30B = (

@@ -15,8 +15,8 @@ from slimx.extras.planner.plan import text as plan_text
 from slimx.extras.planner.plan.report import plan_report
 from slimx.trainer.device.backends import choose_backends
 from tests.extras.planner.planning_stand import RUN_30B, SHALLOW, Planning, lines_of
+from tests.published import DEEPSEEK_V3, QWEN3_30B
 from tests.refusals import numbers
-from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
 QWEN3_235B = QWEN3_30B | {
     "hidden_size": 4096,

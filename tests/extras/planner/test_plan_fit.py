@@ -13,8 +13,8 @@ from slimx.extras.planner.plan.report import plan_report
 from slimx.extras.planner.record import PlanReport
 from slimx.reshard.plan.publication import publication_plan
 from tests.extras.planner.planning_stand import H100, RUN_30B, SHALLOW, lines_of
+from tests.published import QWEN3_30B
 from tests.refusals import numbers
-from tests.unit.preflight.published_models import QWEN3_30B
 
 FULL = "trainer.recompute.granularity=full"
 

@@ -29,7 +29,7 @@ from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models.families import qwen3_moe, read_model
 from slimx.models.layer_kind import LayerKind, LayerParts
-from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
+from tests.published import DEEPSEEK_V3, QWEN3_30B
 
 MLP, MOE = LayerParts("attention", "dense"), LayerParts("attention", "experts")
 QWEN = QWEN3_30B | {

@@ -25,8 +25,8 @@ from slimx.extras.recovery.ledger import TrainedStep
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.families import read_model
 from slimx.preflight.hardware import GIB, OVERHEAD, Machine, machine_of
+from tests.published import QWEN3_30B
 from tests.refusals import numbers
-from tests.unit.preflight.published_models import QWEN3_30B
 
 H100 = machine_of(Cluster(gpu="h100"))
 

@@ -30,11 +30,12 @@ from slimx.reshard.plan.publication import publication_plan
 from slimx.rules.layout import check_layout
 from slimx.rules.unproven import unproven_layers
 from tests.function_call import call_with_sglang
+from tests.published import published
 from tests.refusals import refused
 from tests.unit.adapters.sglang_ranks import built, described, join, pretend_hopper
 
 ROOT = Path(__file__).parents[3]
-NEXT: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Qwen3-Next-80B-A3B-Instruct/config.json").read_text())
+NEXT: dict[str, Any] = published("Qwen3-Next-80B-A3B-Instruct")
 TINY = NEXT | {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -21,12 +21,11 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.rules.layout import check_layout
 from slimx.rules.unproven import unproven_layers
+from tests.published import published
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
-NANO: dict[str, Any] = json.loads(
-    (ROOT / "configs/moe/models/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16/config.json").read_text()
-)
+NANO: dict[str, Any] = published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
 TINY = NANO | {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -8,11 +8,9 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.models.families import ModelSpec, read_model
+from tests.published import published
 
-ROOT = Path(__file__).parents[3]
-V32, GLM_5 = (
-    json.loads((ROOT / f"configs/moe/models/{name}/config.json").read_text()) for name in ("DeepSeek-V3.2", "GLM-5")
-)
+V32, GLM_5 = published("DeepSeek-V3.2"), published("GLM-5")
 INDEXER = "self_attn.indexer."
 
 

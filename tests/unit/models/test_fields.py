@@ -17,8 +17,9 @@ from tests.extras.families.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.extras.families.test_gpt_oss import HF as GPT_OSS
 from tests.extras.recurrent.test_delta_net import EXPERTS, NEXT
 from tests.extras.recurrent.test_nemotron_h import TINY as NEMOTRON
+from tests.published import DEEPSEEK_V3 as V3
+from tests.published import published
 from tests.refusals import refused
-from tests.unit.models.deepseek_v3_config import V3
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
 
 ROOT = Path(__file__).parents[3]
@@ -41,10 +42,10 @@ KNOWN["MiMoForCausalLM"] = KNOWN["Qwen2ForCausalLM"] | {"architectures": ["MiMoF
 KNOWN["KimiK25ForConditionalGeneration"] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
-    "vision_config": json.loads((ROOT / "configs/moe/models/Kimi-K2.5/config.json").read_text())["vision_config"],
+    "vision_config": published("Kimi-K2.5")["vision_config"],
 }
 for _name in ("DeepSeek-V3.2", "GLM-5", "Ling-flash-2.0"):
-    _hf = json.loads((ROOT / f"configs/moe/models/{_name}/config.json").read_text())
+    _hf = published(_name)
     _older = {"rope_theta": _hf.pop("rope_parameters", _hf)["rope_theta"]}  # the form that the other files have
     KNOWN[_hf["architectures"][0]] = {**_hf, **_older, "num_hidden_layers": 4}
 for _architecture, _fields in (

@@ -21,6 +21,7 @@ from slimx.layout.ranks import engine_sizes, sizes_of
 from slimx.models.families import read_model
 from slimx.rules.engines import has_engine_kernels
 from slimx.rules.layout import has_trainer_kernels
+from tests.published import published
 from tests.unit.config.test_moe_configs import FILES, ROOT
 
 GPT_OSS = ROOT / "configs/moe/gpt-oss-120b.yaml"
@@ -98,7 +99,7 @@ def test_buffers_have_the_bytes_of_deep_eps_formulas() -> None:
 
 def test_the_plan_counts_the_buffers_of_those_that_have_some(tmp_path: Path) -> None:
     """Plans Kimi-K2 with 4 of its layers, as buffers do not depend on their number."""
-    hf = json.loads((ROOT / "configs/moe/models/Kimi-K2-Instruct/config.json").read_text())
+    hf = published("Kimi-K2-Instruct")
     (tmp_path / "config.json").write_text(json.dumps(hf | {"num_hidden_layers": 4}))
     shallow = [f"model.path={tmp_path}", "trainer.pipeline=1", "trainer.layers_per_stage=null"]
     config = load_config(ROOT / "configs/moe/kimi-k2.yaml", shallow)

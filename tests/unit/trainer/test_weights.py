@@ -13,8 +13,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.trainer.model.weights import Weights
+from tests.published import DEEPSEEK_V3 as V3
 from tests.refusals import refused
-from tests.unit.models.deepseek_v3_config import V3
 from tests.unit.trainer.bare_module import bare_module
 
 SMALL = {
