@@ -144,7 +144,7 @@ def _routes(random: np.random.Generator, tokens: int, layers: int, topk: int) ->
     return random.random((tokens, layers, 8)).argsort(-1)[..., :topk].astype(np.uint8)
 
 
-def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
     """A checkpoint of random weights in `path`: norms around 1, the rest far from uniform."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(hf))
@@ -153,6 +153,6 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int, dtype: torc
     for name, shape in read_model(path, mtp_layers=mtp).table.checkpoint_shapes().items():
         norm = "norm" in name and len(shape) == 1
         scale = 0.1 if len(shape) > 1 else 0.05
-        tensors[name] = (torch.randn(shape, generator=generator) * scale + norm).to(dtype)
+        tensors[name] = torch.randn(shape, generator=generator) * scale + norm
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path

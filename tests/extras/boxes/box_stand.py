@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -81,21 +80,19 @@ def needed_engine() -> ContainerEngine:
 
 
 @contextmanager
-def served(
-    directory: Path, *words: str, token: str | None = "secret", under: Sequence[str] = ()
-) -> Iterator[tuple[RemoteServer, subprocess.Popen]]:
+def served(directory: Path, *words: str, under: Sequence[str] = ()) -> Iterator[tuple[RemoteServer, subprocess.Popen]]:
     """A server of bubblewrap's boxes on loopback, in a process of its own, started by the program `under` if given."""
     log = directory / "server.log"
     line = [*under, sys.executable, "-m", "slimx.extras.boxes.serve", "--port", "0", "--host-usr", *words]
-    line += ["--token-env", "BOXES_TOKEN"] if token else []
-    environment = os.environ | {"BOXES_TOKEN": token or "", "TMPDIR": str(directory)}
+    line += ["--token-env", "BOXES_TOKEN"]
+    environment = os.environ | {"BOXES_TOKEN": "secret", "TMPDIR": str(directory)}
     with log.open("w") as written:
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=written, env=environment, text=True)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:"), log.read_text()[-2000:]
-        yield RemoteServer(url, token), process
+        yield RemoteServer(url, "secret"), process
     finally:
         process.terminate()
         process.wait(START_S)
@@ -104,10 +101,3 @@ def served(
 def runs(argument: str) -> bool:
     """True while a process of this machine has this argument."""
     return any(argument in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
-
-
-def eventually(happens: Callable[[], bool]) -> None:
-    until = time.monotonic() + START_S
-    while not happens():
-        assert time.monotonic() < until
-        time.sleep(0.1)

@@ -25,6 +25,7 @@ from slimx.extras.boxes.protocol import Box
 from slimx.extras.boxes.remote import RemoteBox, RemoteServer
 from tests.extras.boxes import box_stand
 from tests.extras.boxes.box_stand import SMALL, needed_engine, served
+from tests.processes import wait_for
 from tests.refusals import refused
 
 KINDS = ["bubblewrap", "remote", pytest.param("container", marks=pytest.mark.slow("needs podman"))]
@@ -258,7 +259,7 @@ def test_ending_a_box_ends_what_runs_in_it(box):
     ended, program = [], f"import time; time.sleep(300)  # of {os.getpid()}"
     thread = threading.Thread(target=lambda: ended.append(python(box, program).ended))
     thread.start()
-    box_stand.eventually(lambda: box_stand.runs(program))
+    wait_for(lambda: box_stand.runs(program))
     box.end()
     thread.join(120)
     assert ended == ["stop"]

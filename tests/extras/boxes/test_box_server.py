@@ -30,9 +30,10 @@ from slimx.extras.boxes.terminal import tasks
 from slimx.rollout.hooks import GivenUp
 from tests.extras.agents.tool_stand import context
 from tests.extras.boxes import box_stand
-from tests.extras.boxes.box_stand import SMALL, eventually, served
+from tests.extras.boxes.box_stand import SMALL, served
 from tests.extras.boxes.calls import calling
 from tests.extras.boxes.test_terminal import TERMINAL
+from tests.processes import wait_for
 from tests.refusals import refused
 
 pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm", "tar")
@@ -175,7 +176,7 @@ def test_a_box_of_a_dead_client_is_ended_but_not_one_of_an_idle_client(server, b
         "os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program, server.url], check=True, timeout=300)
-    eventually(lambda: state(server)["expired"] == before + 1 and state(server)["held"] == 1)
+    wait_for(lambda: state(server)["expired"] == before + 1 and state(server)["held"] == 1)
     assert state(server)["left"] == 0 and len(list(place.glob(f"{rootfs.PREFIX}*"))) == 1
     assert box.run(["true"]).ok, "its client has renewed the lease"
 
@@ -198,7 +199,7 @@ async def test_a_restarted_server_removes_the_boxes_of_the_killed_one(place):
         started, seconds = threading.Event(), f"50.{os.getpid()}"
 
         def kill() -> None:
-            eventually(lambda: box_stand.runs(seconds))
+            wait_for(lambda: box_stand.runs(seconds))
             started.set()
             process.send_signal(signal.SIGKILL)
 

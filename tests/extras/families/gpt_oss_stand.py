@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from slimx.extras.families import gpt_oss
+from tests.unit.layout.layout_stand import Model, Tensors, checkpoint
 
 HF: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -38,17 +37,8 @@ HF: dict[str, Any] = {
     },
 }
 TABLE = gpt_oss.weight_table(HF)
-Tensors = dict[str, torch.Tensor]
-
-
-def numbered() -> Tensors:
-    """A checkpoint whose elements are numbered from 1."""
-    out, start = {}, 1
-    for name, shape in TABLE.checkpoint_shapes().items():
-        count = torch.Size(shape).numel()
-        out[name] = torch.arange(start, start + count).view(shape)
-        start += count
-    return out
+NUMBERED = checkpoint(Model(HF, TABLE))
+"""A checkpoint in which the elements are numbered from 1."""
 
 
 def sources(whole: Tensors) -> Tensors:

@@ -28,14 +28,15 @@ from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.rules.layout import sizes_divide
 from slimx.trainer.device.backends import choose_backends
-from tests.extras.families.gpt_oss_stand import HF, TABLE, Tensors, numbered, sources
+from tests.extras.families.gpt_oss_stand import HF, NUMBERED, TABLE, sources
 from tests.refusals import refused
+from tests.unit.layout.layout_stand import Tensors
 from tests.unit.reshard.plan_oracle import carry_out
 
 
 @pytest.fixture(scope="module")
 def whole() -> Tensors:
-    return numbered()
+    return NUMBERED
 
 
 def held(parts: list[Part], whole: Tensors, ranks: int) -> list[Tensors]:

@@ -19,7 +19,8 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory
-from tests.extras.families.gpt_oss_stand import HF, TABLE, Tensors, numbered, sources
+from tests.extras.families.gpt_oss_stand import HF, NUMBERED, TABLE, sources
+from tests.unit.layout.layout_stand import Tensors
 
 
 def packed(tensors: Tensors) -> Tensors:
@@ -67,7 +68,7 @@ def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
 @pytest.mark.parametrize("suffix", ["_blocks", "_scales"])
 def test_a_damaged_mxfp4_tensor_is_refused_by_name(tmp_path: Path, suffix):
     (tmp_path / "config.json").write_text(json.dumps(HF))
-    tensors = packed({name: value.float() for name, value in numbered().items()})
+    tensors = packed({name: value.float() for name, value in NUMBERED.items()})
     name = f"model.layers.0.mlp.experts.down_proj{suffix}"
     for code, damaged in (("shape", tensors[name][:, :-1].contiguous()), ("dtype", tensors[name].view(torch.int8))):
         save_file(tensors | {name: damaged}, tmp_path / "model.safetensors")

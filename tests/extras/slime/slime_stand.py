@@ -22,15 +22,15 @@ class Scripted:
 
     url = "http://127.0.0.1:31000"
 
-    def __init__(self, *answers: str | list[int], finish_reason: str = "stop") -> None:
-        self.answers, self.finish_reason, self.count = list(answers), finish_reason, 0
+    def __init__(self, *answers: str | list[int]) -> None:
+        self.answers, self.count = list(answers), 0
         self.asked: list[tuple[list[int], dict[str, Any], int]] = []
 
     async def generate(self, request: GenerationRequest) -> Completion:
         token_ids = list(request.token_ids)
         self.asked.append((token_ids, request.sampling, request.seed))
         answer = self.answers.pop(0)
-        ids = ids_of(answer) + [END] * (self.finish_reason == "stop") if isinstance(answer, str) else answer
+        ids = [*ids_of(answer), END] if isinstance(answer, str) else answer
         logprobs = -(self.count + 1 + np.arange(len(ids), dtype=np.float32)) / 8
         self.count += len(ids)
         versions = [(0, 1, 6), (1, len(ids), 7)] if len(ids) > 1 else [(0, 1, 6)]
@@ -39,7 +39,7 @@ class Scripted:
             np.array(ids, np.int32),
             logprobs,
             versions,
-            self.finish_reason,
+            "stop",
             routes if request.routed_experts else None,
             0,
             0.1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +16,18 @@ from slimx.config.sections.algorithm import Algorithm
 from slimx.trainer.context import ContextShard
 
 Number = torch.Tensor
-FIELDS = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "weight")
+COLUMNS = {
+    "old": "old_logprobs",
+    "rollout": "rollout_logprobs",
+    "reference": "reference_logprobs",
+    "teacher": "teacher_logprobs",
+    "a": "advantages",
+    "w": "weight",
+    "lp": "logprobs",
+    "entropy": "entropy",
+    "selected": "selected",
+}
+"""Values of a token by their names in formulas, and in inputs."""
 
 
 @dataclass
@@ -37,7 +48,7 @@ def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
     """Five sequences of 1 to 9 tokens; ratios and gaps on both sides of every bound; a third of the tokens untrained,
     where garbage stands."""
     g = torch.Generator().manual_seed(seed)
-    values: dict[str, list[torch.Tensor]] = {name: [] for name in (*FIELDS, "logprobs", "entropy", "selected")}
+    values: dict[str, list[torch.Tensor]] = {name: [] for name in COLUMNS.values()}
     for n in (9, 4, 1, 7, 6):
         draw = lambda scale: scale * torch.randn(n, generator=g, dtype=torch.float64)  # noqa: B023, E731
         old, trained = -3 * torch.rand(n, generator=g, dtype=torch.float64), torch.rand(n, generator=g) > 0.3
@@ -70,17 +81,7 @@ def packed(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, LossInputs
     return lp, entropy, inputs
 
 
-@dataclass
-class Token:
-    lp: Number
-    old: Number
-    rollout: Number
-    reference: Number
-    teacher: Number
-    a: Number
-    w: Number
-    entropy: Number
-    selected: bool
+Token = make_dataclass("Token", COLUMNS)
 
 
 Formula = Callable[[list[Token]], list[Number]]
@@ -145,27 +146,16 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
 
 
 def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> list[list[Token]]:
-    out, at = [], 0
-    for i, n in enumerate(sequences.lengths):
-        v = {name: each[i] for name, each in sequences.values.items()}
-        out.append(
-            [
-                Token(
-                    lp=lp[at + k],
-                    old=v["old_logprobs"][k],
-                    rollout=v["rollout_logprobs"][k],
-                    reference=v["reference_logprobs"][k],
-                    teacher=v["teacher_logprobs"][k],
-                    a=v["advantages"][k],
-                    w=v["weight"][k],
-                    entropy=entropy[at + k],
-                    selected=bool(v["selected"][k]),
-                )
-                for k in range(n)
-                if v["weight"][k] > 0
-            ]
-        )
-        at += n
+    """The trained tokens of each sequence."""
+    values = sequences.values | {
+        "logprobs": lp.split(sequences.lengths),
+        "entropy": entropy.split(sequences.lengths),
+        "selected": [each.bool().tolist() for each in sequences.values["selected"]],
+    }
+    out = []
+    for i, weights in enumerate(values["weight"]):
+        columns = [values[name][i] for name in COLUMNS.values()]
+        out.append([Token(*(column[k] for column in columns)) for k in range(len(weights)) if weights[k] > 0])
     return out
 
 

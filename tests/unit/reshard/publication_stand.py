@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest, Publication
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.parties import Delivery, LocalRecipient, ReceiverLost
+from slimx.reshard.parties import Delivery, ReceiverLost
 from slimx.reshard.publish import Publisher
 
 BUCKETS = [
@@ -71,43 +72,28 @@ class FakeTrainers:
         await self.calls.note("trainers.release" if bucket is None else f"trainers.release {bucket}")
 
 
-class FakeEngine(LocalRecipient):
+class FakeEngine:
+    """An engine that notes the verbs of its publications, with the number of a bucket or version."""
+
     def __init__(self, name: str, calls: Calls, *inventory: dict[str, str], verified: int = 4) -> None:
-        self.name, self.calls, self.verified, self.incarnation = name, calls, verified, 1
-        self.known = list(inventory) or [TENSORS]
+        self.name, self.calls, self.incarnation = name, calls, 1
+        self.answers = {"inventory": list(inventory) or [TENSORS], "verify": {"checked": verified}}
         self.manifest: Manifest | None = None
 
-    async def inventory(self, encoding: str) -> list[dict[str, str]]:
-        assert encoding == "hf"
-        await self.calls.note(f"{self.name}.inventory")
-        return self.known
-
-    async def begin(self, manifest: Manifest, staging: str) -> None:
-        self.manifest = manifest
-        await self.calls.note(f"{self.name}.begin")
-
-    async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        assert packed.targets is BUCKETS[bucket].targets
-        await self.calls.note(f"{self.name}.stage {bucket}")
-
-    async def abort(self) -> None:
-        await self.calls.note(f"{self.name}.abort")
-
-    async def pause(self) -> None:
-        await self.calls.note(f"{self.name}.pause")
-
-    async def load(self) -> None:
-        await self.calls.note(f"{self.name}.load")
-
-    async def verify(self) -> dict[str, int]:
-        await self.calls.note(f"{self.name}.verify")
-        return {"checked": self.verified}
-
-    async def commit(self, version: int) -> None:
-        await self.calls.note(f"{self.name}.commit {version}")
-
-    async def resume(self) -> None:
-        await self.calls.note(f"{self.name}.resume")
+    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
+        label = f"{self.name}.{verb}"
+        match verb, arguments:
+            case "inventory", (encoding,):
+                assert encoding == "hf"
+            case "begin", (manifest, _):
+                self.manifest = manifest
+            case "stage", (packed, bucket):
+                assert packed.targets is BUCKETS[bucket].targets
+                label += f" {bucket}"
+            case "commit", (version,):
+                label += f" {version}"
+        await self.calls.note(label)
+        return self.answers.get(verb)
 
 
 class FakeMembers:
