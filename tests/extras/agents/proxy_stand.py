@@ -18,8 +18,8 @@ from slimx.extras.agents.proxy.server import ChatProxy
 from slimx.extras.agents.proxy.tool_calls import ToolCall
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from tests.unit.rollout.rollout_stand import the_tokenizer
+from slimx.rollout.hooks import RolloutContext
+from tests.unit.rollout.rollout_stand import rollout_context, the_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{{ '[tools ' + tools|tojson + ']' }}{% endif %}"
@@ -128,16 +128,8 @@ def marked(text: str) -> Any:
 
 def context(engine: Any, proxy: ChatProxy | None, **sampling: Any) -> RolloutContext:
     parameters = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 100, **sampling}
-    return RolloutContext(
-        engine=RolloutEngine(engine, parameters, seed=11, routed_experts=True),
-        tokenizer=tokenizer(),
-        version=5,
-        evaluation=False,
-        seed=11,
-        group_id="g",
-        index=0,
-        proxy=proxy,
-    )
+    fields = {"tokenizer": tokenizer(), "version": 5, "group_id": "g", "proxy": proxy}
+    return rollout_context(engine, parameters, seed=11, routed=True, **fields)
 
 
 def client_of(base_url: str, **options: Any) -> AsyncOpenAI:

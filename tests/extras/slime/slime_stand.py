@@ -9,8 +9,8 @@ import numpy as np
 from slimx.data.records import Prompt
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from tests.unit.rollout.rollout_stand import the_tokenizer
+from slimx.rollout.hooks import RolloutContext
+from tests.unit.rollout.rollout_stand import rollout_context, the_tokenizer
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})
 END = 3
@@ -51,13 +51,5 @@ def ids_of(text: str) -> list[int]:
 
 
 def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None = None) -> RolloutContext:
-    return RolloutContext(
-        engine=RolloutEngine(engine, {"temperature": 1.0, "max_new_tokens": 32, **(sampling or {})}, 5, routed),
-        tokenizer=the_tokenizer(),
-        version=7,
-        evaluation=False,
-        seed=5,
-        group_id="4",
-        index=1,
-        address=engine.url,
-    )
+    parameters = {"temperature": 1.0, "max_new_tokens": 32} | (sampling or {})
+    return rollout_context(engine, parameters, routed=routed, version=7, group_id="4", index=1, address=engine.url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -96,55 +95,6 @@ def minimum(r: Number, a: Number, low: float, high: float) -> Number:
     return torch.min(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
 
 
-def gspo(tokens: list[Token]) -> list[Number]:
-    product = torch.ones((), dtype=torch.float64)
-    for t in tokens:
-        product = product * ratio(t)
-    return [minimum(product ** (1 / len(tokens)), t.a, 0.1, 0.15) for t in tokens]
-
-
-def topr(tokens: list[Token]) -> list[Number]:
-    product = 1.0
-    for t in tokens:
-        product *= ratio(t).item()
-    return [(1.0 if t.a >= 0 else min(max(product, 0.0), 1.0)) * t.a * t.lp for t in tokens]
-
-
-def sapo(tokens: list[Token]) -> list[Number]:
-    out = []
-    for t in tokens:
-        tau = 1.0 if t.a > 0 else 1.05
-        out.append(4 / tau / (1 + torch.exp(-tau * (ratio(t) - 1))) * t.a)
-    return out
-
-
-def dual(t: Token) -> Number:
-    value = minimum(ratio(t), t.a, 0.2, 0.2)
-    return value if t.a >= 0 else torch.max(value, 1.3 * t.a)
-
-
-OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
-    "clip": ({"loss": {"high": 0.28}}, lambda s: [minimum(ratio(t), t.a, 0.2, 0.28) for t in s]),
-    "dual clip": ({"loss": {"dual": 1.3}}, lambda s: [dual(t) for t in s]),
-    "gspo": ({"loss": {"kind": "gspo", "low": 0.1, "high": 0.15}}, gspo),
-    "cispo": (
-        {"loss": {"kind": "cispo", "low": 0.5, "high": 0.4}},
-        lambda s: [min(max(ratio(t).item(), 0.5), 1.4) * t.a * t.lp for t in s],
-    ),
-    "topr": ({"loss": "topr"}, topr),
-    "sapo": ({"loss": "sapo"}, sapo),
-    "clip_cov": (
-        {"loss": "clip_cov"},
-        lambda s: [0 * t.lp if t.selected else minimum(ratio(t), t.a, 0.2, 0.2) for t in s],
-    ),
-    "kl_cov": (
-        {"loss": {"kind": "kl_cov", "coef": 0.7}},
-        lambda s: [ratio(t) * t.a - 0.7 * t.selected * torch.abs(t.lp - t.old) for t in s],
-    ),
-    "plain": ({"loss": "plain"}, lambda s: [t.a * t.lp for t in s]),
-}
-
-
 def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> list[list[Token]]:
     """The trained tokens of each sequence."""
     values = sequences.values | {
@@ -172,7 +122,8 @@ def agree(algorithm: Algorithm, sequences: Sequences, formula: Callable[[list[li
         assert torch.allclose(zero if found is None else found, zero if wanted is None else wanted, rtol=0, atol=1e-11)
 
 
-CLIP: Formula = OBJECTIVES["clip"][1]
+def clip(tokens: list[Token]) -> list[Number]:
+    return [minimum(ratio(t), t.a, 0.2, 0.28) for t in tokens]
 
 
 def gap_of(tokens: list[Token], level: str) -> list[float]:

@@ -16,13 +16,12 @@ from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.objective import make_loss, policy_loss
 from slimx.config.sections.algorithm import Algorithm
 from tests.unit.algorithms.loss_stand import (
-    CLIP,
-    OBJECTIVES,
     Formula,
     Number,
     Token,
     agree,
     batch,
+    clip,
     gap_of,
     loss_inputs,
     minimum,
@@ -32,6 +31,55 @@ from tests.unit.algorithms.loss_stand import (
 )
 
 # The formulas, token by token -----------------------------------------------------------------------------------------
+
+
+def gspo(tokens: list[Token]) -> list[Number]:
+    product = torch.ones((), dtype=torch.float64)
+    for t in tokens:
+        product = product * ratio(t)
+    return [minimum(product ** (1 / len(tokens)), t.a, 0.1, 0.15) for t in tokens]
+
+
+def topr(tokens: list[Token]) -> list[Number]:
+    product = 1.0
+    for t in tokens:
+        product *= ratio(t).item()
+    return [(1.0 if t.a >= 0 else min(max(product, 0.0), 1.0)) * t.a * t.lp for t in tokens]
+
+
+def sapo(tokens: list[Token]) -> list[Number]:
+    out = []
+    for t in tokens:
+        tau = 1.0 if t.a > 0 else 1.05
+        out.append(4 / tau / (1 + torch.exp(-tau * (ratio(t) - 1))) * t.a)
+    return out
+
+
+def dual(t: Token) -> Number:
+    value = minimum(ratio(t), t.a, 0.2, 0.2)
+    return value if t.a >= 0 else torch.max(value, 1.3 * t.a)
+
+
+OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
+    "clip": ({"loss": {"high": 0.28}}, clip),
+    "dual clip": ({"loss": {"dual": 1.3}}, lambda s: [dual(t) for t in s]),
+    "gspo": ({"loss": {"kind": "gspo", "low": 0.1, "high": 0.15}}, gspo),
+    "cispo": (
+        {"loss": {"kind": "cispo", "low": 0.5, "high": 0.4}},
+        lambda s: [min(max(ratio(t).item(), 0.5), 1.4) * t.a * t.lp for t in s],
+    ),
+    "topr": ({"loss": "topr"}, topr),
+    "sapo": ({"loss": "sapo"}, sapo),
+    "clip_cov": (
+        {"loss": "clip_cov"},
+        lambda s: [0 * t.lp if t.selected else minimum(ratio(t), t.a, 0.2, 0.2) for t in s],
+    ),
+    "kl_cov": (
+        {"loss": {"kind": "kl_cov", "coef": 0.7}},
+        lambda s: [ratio(t) * t.a - 0.7 * t.selected * torch.abs(t.lp - t.old) for t in s],
+    ),
+    "plain": ({"loss": "plain"}, lambda s: [t.a * t.lp for t in s]),
+}
 
 
 def surrogate_loss(formula: Formula) -> Callable[[list[list[Token]]], Number]:
@@ -75,7 +123,7 @@ def test_kl_in_the_loss(estimator, unbiased):
     }
 
     def formula(batch: list[list[Token]]) -> Number:
-        total = surrogate_loss(CLIP)(batch)
+        total = surrogate_loss(clip)(batch)
         for t in (t for s in batch for t in s):
             estimate = KL[estimator](torch.exp(t.lp), torch.exp(t.reference))
             total = total + 0.3 * t.w * estimate * (ratio(t) if unbiased else 1)
@@ -119,7 +167,7 @@ def test_entropy_in_the_loss():
     agree(
         Algorithm(loss={"high": 0.28}, entropy_coef=0.2),
         batch(5),
-        lambda b: surrogate_loss(CLIP)(b) - 0.2 * sum(t.w * t.entropy for s in b for t in s),
+        lambda b: surrogate_loss(clip)(b) - 0.2 * sum(t.w * t.entropy for s in b for t in s),
     )
 
 
@@ -129,7 +177,7 @@ def test_a_teacher_in_the_advantages():
     def formula(b: list[list[Token]]) -> Number:
         for t in (t for s in b for t in s):
             t.a = t.a + 0.5 * (t.teacher - t.rollout)
-        return surrogate_loss(CLIP)(b)
+        return surrogate_loss(clip)(b)
 
     agree(Algorithm(loss={"high": 0.28}, teacher="t", teacher_coef=0.5), batch(6), formula)
     alone = Algorithm(name="distillation", teacher="t")
@@ -163,7 +211,7 @@ def test_corrections_weigh_the_objective(kind, level):
         for s in b:
             factors = [RULES[kind](w, low, high) for w in gap_of(s, level)]
             seen.extend(gap_of(s, level))
-            total = total - sum(f * t.w * x for f, t, x in zip(factors, s, CLIP(s), strict=True))
+            total = total - sum(f * t.w * x for f, t, x in zip(factors, s, clip(s), strict=True))
         return total
 
     agree(Algorithm(loss={"high": 0.28}, old_logprobs="recompute", correction=keys), sequences, formula)

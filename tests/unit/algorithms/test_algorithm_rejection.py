@@ -12,7 +12,7 @@ import torch
 from slimx.algorithms.losses.objective import make_loss
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
-from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, loss_inputs, three_tokens
+from tests.unit.algorithms.loss_stand import Number, Token, agree, batch, clip, gap_of, loss_inputs, three_tokens
 
 KEYS: dict[str, Any] = {"loss": {"high": 0.28}, "old_logprobs": "recompute"}
 
@@ -23,7 +23,7 @@ def weighted(factors: Any) -> Any:
     def formula(sequences: list[list[Token]]) -> Number:
         total = torch.zeros((), dtype=torch.float64)
         for tokens in sequences:
-            total = total - sum(f * t.w * x for f, t, x in zip(factors(tokens), tokens, CLIP(tokens), strict=True))
+            total = total - sum(f * t.w * x for f, t, x in zip(factors(tokens), tokens, clip(tokens), strict=True))
         return total
 
     return formula

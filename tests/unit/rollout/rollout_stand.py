@@ -21,7 +21,7 @@ from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
-from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext, RolloutContext, RolloutEngine
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
 
@@ -110,6 +110,18 @@ class Stand:
 
 def ids_of(batches: Sequence[Batch]) -> list[str]:
     return [group.id for batch in batches for group in batch.groups]
+
+
+def rollout_context(
+    engine: Any, sampling: dict[str, Any], *, seed: int = 5, routed: bool = False, **fields: Any
+) -> RolloutContext:
+    """The context of a training rollout; `fields`: those of the context that differ."""
+    return RolloutContext(
+        engine=RolloutEngine(engine, sampling, seed, routed),
+        evaluation=False,
+        seed=seed,
+        **{"tokenizer": the_tokenizer(), "version": 0, "group_id": "g0", "index": 0} | fields,
+    )
 
 
 async def one(ctx: RewardContext, trajectory: Trajectory) -> float:

@@ -7,8 +7,8 @@ import numpy as np
 from slimx.data.records import Prompt
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from tools.quickstart.make_model import make_tokenizer
+from slimx.rollout.hooks import RolloutContext
+from tests.unit.rollout.rollout_stand import rollout_context, the_tokenizer
 
 END = 3
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46")
@@ -18,7 +18,7 @@ class ScriptedEngine:
     """Answers with given texts, in order, and remembers what it was asked."""
 
     def __init__(self, *answers: str, finish_reason: str = "stop"):
-        self.tokenizer, self.answers, self.finish_reason = make_tokenizer(), list(answers), finish_reason
+        self.tokenizer, self.answers, self.finish_reason = the_tokenizer(), list(answers), finish_reason
         self.prompts: list[list[int]] = []
         self.seeds: list[int] = []
 
@@ -40,17 +40,9 @@ class ScriptedEngine:
 
 
 def context(engine: ScriptedEngine) -> RolloutContext:
-    return RolloutContext(
-        engine=RolloutEngine(engine, {"temperature": 1.0}, seed=5, routed_experts=False),
-        tokenizer=engine.tokenizer,
-        version=7,
-        evaluation=False,
-        seed=5,
-        group_id="g0",
-        index=0,
-    )
+    return rollout_context(engine, {"temperature": 1.0}, version=7)
 
 
 def spans(trajectory) -> list[tuple[str, int, str]]:
-    tokenizer = make_tokenizer()
+    tokenizer = the_tokenizer()
     return [(s.source, s.turn, tokenizer.decode(trajectory.token_ids[s.start : s.stop])) for s in trajectory.spans]

@@ -15,9 +15,9 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.hook_loading import check_generated, load_hooks
-from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from slimx.rollout.hooks import RolloutContext
 from tests.refusals import refused
-from tests.unit.rollout.rollout_stand import FakeEngine, config_of, the_tokenizer
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, rollout_context, the_tokenizer
 
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
@@ -177,15 +177,7 @@ def test_versions_that_do_not_cover_a_completion_are_refused():
 
 
 def context(engine: FakeEngine | None, **sampling: Any) -> RolloutContext:
-    return RolloutContext(
-        engine=RolloutEngine(engine, sampling, 5, routed_experts=False),
-        tokenizer=the_tokenizer(),
-        version=0,
-        evaluation=False,
-        seed=5,
-        group_id="g3",
-        index=1,
-    )
+    return rollout_context(engine, sampling, group_id="g3", index=1)
 
 
 async def test_turns_have_different_seeds_and_sampling_overrides():
