@@ -36,7 +36,7 @@ def join(path: str, rank: int = 0, world: int = 1, **arguments: Any) -> Any:
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.server_args import ServerArgs
 
-    known = ServerArgs(
+    server_args = ServerArgs(
         model_path=path,
         device="cpu",
         skip_tokenizer_init=True,
@@ -44,17 +44,17 @@ def join(path: str, rank: int = 0, world: int = 1, **arguments: Any) -> Any:
         tp_size=world,
         **{"disable_shared_experts_fusion": True} | arguments,
     )
-    context.publish(known, role="scheduler", ranks=context.SpawnRanks(world_rank=rank))
+    context.publish(server_args, role="scheduler", ranks=context.SpawnRanks(world_rank=rank))
     torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world)
     new_group = torch.distributed.new_group
     torch.distributed.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
     shm_broadcast.MessageQueue.create_from_process_group = lambda *_, **__: None  # it would meet the other ranks
     parallel_state.init_distributed_environment(world_size=world, rank=rank, local_rank=0, backend="fake")
     parallel_state.initialize_model_parallel(backend="fake")
-    initialize_dp_attention(known)
+    initialize_dp_attention(server_args)
     initialize_moe_config()
     initialize_fp8_gemm_config()
-    return known
+    return server_args
 
 
 def built(

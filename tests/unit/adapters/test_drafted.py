@@ -170,13 +170,13 @@ def test_sglangs_draft_gets_the_trained_layer_and_errors_in_it_are_found(
 ) -> None:
     """Two accounts of the draft: SGLang's loader, and the table that publications are planned with."""
     path = written(hf, tmp_path)
-    told = call_with_sglang(drafting, str(path), fused)
-    assert told["kinds"] == [hf["architectures"][0], f"{hf['architectures'][0]}NextN"]
-    assert told["loaded"] == told["published"] == []
-    assert told["verified"]["differ"] == told["verified"]["missing"] == []
+    found = call_with_sglang(drafting, str(path), fused)
+    assert found["kinds"] == [hf["architectures"][0], f"{hf['architectures'][0]}NextN"]
+    assert found["loaded"] == found["published"] == []
+    assert found["verified"]["differ"] == found["verified"]["missing"] == []
     rows = read_model(path).family.draft_rows(hf, fused_shared_experts=fused)
-    assert told["shared"] and told["drafted"] == len(rows)
-    assert told["spoilt"] == [SPOILT]
+    assert found["shared"] and found["drafted"] == len(rows)
+    assert found["spoilt"] == [SPOILT]
 
 
 def configured(model: Path, *changes: str, **sglang: object) -> Config:

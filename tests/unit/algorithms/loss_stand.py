@@ -100,7 +100,7 @@ def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> 
     values = sequences.values | {
         "logprobs": lp.split(sequences.lengths),
         "entropy": entropy.split(sequences.lengths),
-        "selected": [each.bool().tolist() for each in sequences.values["selected"]],
+        "selected": [marks.bool().tolist() for marks in sequences.values["selected"]],
     }
     out = []
     for i, weights in enumerate(values["weight"]):

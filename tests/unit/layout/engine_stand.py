@@ -25,7 +25,7 @@ from tests.unit.layout.layout_stand import (
     Tensors,
     covering,
     experts_of,
-    gated,
+    swiglu,
 )
 
 Named = Iterator[tuple[str, torch.Tensor]]
@@ -121,7 +121,7 @@ class _Rank:
         out = whole[there + "self_attn.o_proj.weight"]
         yield here + "self_attn.o_proj.weight", out.chunk(self.heads, 1)[self.own % self.heads]
         if not sparse:
-            yield from self._dense(here + "mlp.", there + "mlp.")
+            yield from self._dense(here + "mlp.", there + "mlp")
             return
         if "num_local_experts" in self.hf:
             here, there = here + "block_sparse_moe.", there + "block_sparse_moe."
@@ -133,7 +133,7 @@ class _Rank:
         if "n_routed_experts" in self.hf:
             yield here + "gate.e_score_correction_bias", whole[there + "gate.e_score_correction_bias"]
             if not self.served.fused:
-                yield from self._dense(here + "shared_experts.", there + "shared_experts.")
+                yield from self._dense(here + "shared_experts.", there + "shared_experts")
 
     def _grouped(self, here: str, there: str) -> Named:
         for leaf in ("weight", "bias") if self.hf.get("attention_bias") else ("weight",):
@@ -160,7 +160,7 @@ class _Rank:
 
     def _dense(self, here: str, there: str) -> Named:
         """Over all tensor-parallel ranks, under DP-attention too."""
-        gate_up, down = self._swiglu(there, self.sizes.tensor, self.own)
+        gate_up, down = swiglu(self.whole, there, self.sizes.tensor, self.own)
         yield here + "gate_up_proj.weight", gate_up
         yield here + "down_proj.weight", down
 
@@ -168,16 +168,11 @@ class _Rank:
         experts = experts_of(self.hf)
         physical = [*range(experts), *(p % experts for p in range(self.sizes.redundant))]
         count = len(physical) // self.sizes.expert
-        slots = [f"{there}experts.{e}." for e in physical[self.expert * count : (self.expert + 1) * count]]
-        slots += [there + "shared_experts."] if self.served.fused else []
-        both = [self._swiglu(slot, self.sharers, self.own % self.sharers) for slot in slots]
+        slots = [f"{there}experts.{e}" for e in physical[self.expert * count : (self.expert + 1) * count]]
+        slots += [there + "shared_experts"] if self.served.fused else []
+        both = [swiglu(self.whole, slot, self.sharers, self.own % self.sharers) for slot in slots]
         for name, matrices in zip(("w13_weight", "w2_weight"), zip(*both, strict=True), strict=True):
             yield here + name, torch.stack(matrices)
-
-    def _swiglu(self, there: str, size: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate over up, and down, of the MLP `there`."""
-        gate, up, down = (self.whole[name] for name in gated(there.removesuffix(".")))
-        return torch.cat([gate.chunk(size)[own], up.chunk(size)[own]]), down.chunk(size, 1)[own]
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -294,16 +294,16 @@ def experts_of(hf: dict[str, Any]) -> int:
     return next(hf[key] for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in hf)
 
 
-def gated(source: str) -> tuple[str, str, str]:
-    """Names of the matrices gate, up and down of the MLP `source`."""
+def swiglu(whole: Tensors, source: str, size: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate over up, and down, of the MLP `source`: the share of rank `own` of `size`."""
     kinds = ("w1", "w3", "w2") if "block_sparse_moe" in source else ("gate_proj", "up_proj", "down_proj")
-    return tuple(f"{source}.{kind}.weight" for kind in kinds)
+    gate, up, down = (whole[f"{source}.{kind}.weight"] for kind in kinds)
+    return torch.cat([gate.chunk(size)[own], up.chunk(size)[own]]), down.chunk(size, 1)[own]
 
 
 def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iterator[tuple[str, torch.Tensor]]:
-    gate, up, down = (whole[matrix] for matrix in gated(source))
-    yield name.format(1), torch.cat([gate.chunk(size)[own], up.chunk(size)[own]])
-    yield name.format(2), down.chunk(size, 1)[own]
+    for number, matrix in enumerate(swiglu(whole, source, size, own), 1):
+        yield name.format(number), matrix
 
 
 def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:

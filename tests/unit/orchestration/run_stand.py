@@ -158,10 +158,10 @@ def sources_of(
 def service_of(config: Config, sources: Sources[ServedPolicy], parts: dict[str, Parts]) -> EngineService:
     """Started engines without servers: the clients of `parts` answer by themselves."""
     service = EngineService(config, sources, Path(config.run.dir), note=lambda line: None)
-    for name, each in parts.items():
-        service.clients[name] = each.client
+    for name, part in parts.items():
+        service.clients[name] = part.client
         service.groups[name] = SimpleNamespace(
-            members=Members(), engines=[], interrupt=each.interrupt, sleep=each.sleep, wake=each.wake
+            members=Members(), engines=[], interrupt=part.interrupt, sleep=part.sleep, wake=part.wake
         )
     return service
 

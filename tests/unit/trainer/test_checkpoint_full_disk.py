@@ -60,8 +60,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Writ
             (directory / files.REPORTS).mkdir(parents=True)
         fill(directories["full"])
         found = call_in_process(failures, [str(directory) for directory in directories.values()])
-        told = [each and SlimxError(each["sentence"], code=each["code"], about=each["about"]) for each in found]
-        yield {name: Written(directories[name], error) for name, error in zip(directories, told, strict=True)}
+        errors = [error and SlimxError(error["sentence"], code=error["code"], about=error["about"]) for error in found]
+        yield {name: Written(directories[name], error) for name, error in zip(directories, errors, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["too small", "full"])
