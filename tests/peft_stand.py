@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import torch
-from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    import peft
 
 
 def make_adapters(base: Path, out: Path, **config: Any) -> peft.PeftModel:
     """Write adapters of `base` with random A and B to `out`, as `peft.LoraConfig(**config)` has them; returns the model
     with them, in float32."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(3)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()

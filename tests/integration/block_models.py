@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
@@ -58,6 +57,8 @@ SPARSE = {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "no
 
 def make_block_model(out: Path, *, dense: bool = False, layers: int = 2) -> Path:
     """A seeded Qwen3-MoE, or Qwen3, of `layers` layers in bf16, no tensor constant, with the quickstart's tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
     hf: dict[str, Any] = quickstart["CONFIG"] | WIDE | {"num_hidden_layers": layers}
     if dense:

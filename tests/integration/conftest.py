@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -77,6 +79,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
 
     return made_once(tmp_path_factory, "tiny_model", make)
+
+
+@pytest.fixture(scope="session")
+def deep_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another tiny model, with four layers, so that virtual stages of pipelines have one each."""
+
+    def make(out: Path) -> None:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        shutil.copytree(tiny_model, out, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((tiny_model / "config.json").read_text()) | {"num_hidden_layers": 4}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32).save_pretrained(out)
+        (out / "config.json").write_text(json.dumps(config))
+
+    return made_once(tmp_path_factory, "deep_model", make)
 
 
 @pytest.fixture(scope="session")

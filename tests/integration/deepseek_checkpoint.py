@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tests.integration.conftest import ROOT, perturbed
 
@@ -69,6 +68,8 @@ DEEPSEEK = {
 def make_deepseek(out: Path, **other: Any) -> None:
     """A seeded DeepSeek-V3 with the quickstart's tokenizer; no tensor is constant, so that none can hide. `other`:
     fields that it has in place of DEEPSEEK's."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     torch.manual_seed(1)
     hf = DEEPSEEK | other
     DeepseekV3ForCausalLM(DeepseekV3Config(**hf)).save_pretrained(out)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.integration import bailing_oracle
 from tests.integration.conftest import ROOT, perturbed
@@ -156,6 +155,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def make_model(name: str, out: Path) -> None:
     """A seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     hf = MODELS[name]
     torch.manual_seed(1)
     if _ling(hf):
@@ -173,6 +174,8 @@ def make_model(name: str, out: Path) -> None:
 
 def logits(model: Path, ids: list[int]) -> torch.Tensor:
     """[L, vocab] of the float32 model in directory `model`."""
+    from transformers import AutoModelForCausalLM
+
     with torch.no_grad():
         if _ling(json.loads((model / "config.json").read_text())):
             return bailing_oracle.load(model)(torch.tensor(ids))

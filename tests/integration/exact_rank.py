@@ -1,21 +1,17 @@
 """One gloo rank of test_exact: the gap between log-probs that came from elsewhere and those of this rank's layouts.
 
-    python -m tests.integration.exact_rank JOB.json RANK
-
-JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and `cases`
-in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
-log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
-where this rank has none. A case may have a `model` of its own. Of a case with `gradients` (the numerics.mode in which
-they are computed), GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint.
-`quantize` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by
-occasion whether what the rank computes with changes with its weights.
+The job has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and
+`cases` in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions
+without log-probs take those of the first case, which is one rank's. The result lists the cases' gap metrics, group by
+group; {} where this rank has none. A case may have a `model` of its own. Of a case with `gradients` (the numerics.mode
+in which they are computed), GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a
+checkpoint. `quantize` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the
+metrics say by occasion whether what the rank computes with changes with its weights.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +26,7 @@ from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Span, Trajectory
 from tests.integration.rank_start import enter, join, leave
 from tests.integration.saving import begin_save, finish_save
+from tests.processes import wait_for
 
 VERSION = 1
 """The weight version that sampled every token."""
@@ -168,7 +165,7 @@ def follows(
 
     settings, spec = config(group, case, out), read_model(group["model"])
     trainer = PolicyTrainer(settings, spec, parallel)
-    weights, said = trainer.weights, {}
+    weights, facts = trainer.weights, {}
     (served,) = (refresh.__self__ for refresh in weights.derived)
 
     def fresh() -> bool:
@@ -181,12 +178,12 @@ def follows(
         copy[name].mul_(1.5)
     with weights.switching() as switch:
         switch(copy)
-        said["others"] = fresh() and not torch.equal(copy[name], first[name])
-    said["back"] = fresh()
+        facts["others"] = fresh() and not torch.equal(copy[name], first[name])
+    facts["back"] = fresh()
     rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
     batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
     trainer.train_step(batches, step=0, version=VERSION)
-    said["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
+    facts["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
     path, trained = out / "checkpoint", weights.snapshot()
     begin_save(trainer, path, step=0)
     finish_save(trainer, path)
@@ -194,8 +191,8 @@ def follows(
         weights.parameters[name].mul_(1.5)
     weights.changed()
     trainer.restore(str(path), same_layout=True)
-    said["restored"] = fresh() and torch.equal(weights.parameters[name], trained[name])
-    return said
+    facts["restored"] = fresh() and torch.equal(weights.parameters[name], trained[name])
+    return facts
 
 
 def write_gradients(
@@ -233,39 +230,31 @@ def shared_logprobs(path: Path, known: list[Trajectory], rank: int, seconds: flo
         np.savez(path.with_suffix(".part.npz"), *[t.logprobs for t in known])
         path.with_suffix(".part.npz").rename(path)
         return
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"rank 0 has not written {path}"
-        time.sleep(0.02)
+    wait_for(path.exists, seconds)
     with np.load(path) as found:
         for trajectory, name in zip(known, found.files, strict=True):
             trajectory.logprobs[:] = found[name]
 
 
-def main() -> None:
-    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    out, start, said = Path(sys.argv[1]).parent, join, []
+def run(job: dict[str, Any], rank: int) -> list[list[dict[str, Any]]]:
+    out, start, groups = job["out"], join, []
     meetings = iter(job["init_methods"])
     for number, group in enumerate(job["groups"]):
         known, metrics = trajectories(group["completions"]), []
         for at, case in enumerate(group["cases"]):
-            trainer, meeting, mine = config(group, case, out).trainer, next(meetings), {}
+            trainer, meeting, found = config(group, case, out).trainer, next(meetings), {}
             if rank < trainer.world_size:
                 parallel = start(trainer, rank, meeting)
                 start = enter
-                mine = gap(group, case, known, out, parallel)
+                found = gap(group, case, known, out, parallel)
                 if "follows" in case:
-                    mine |= follows(group, case, known, out, parallel)
+                    found |= follows(group, case, known, out, parallel)
                 if "gradients" in case:
                     write_gradients(group, case, known, out / f"{number}-{at}.safetensors", parallel)
                 leave(parallel)
-            metrics.append(mine)
+            metrics.append(found)
             if "logprobs" not in group["completions"][0]:
                 shared_logprobs(out / f"{number}.npz", known, rank)
                 group["completions"][0]["logprobs"] = None
-        said.append(metrics)
-    (out / f"{rank}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()
+        groups.append(metrics)
+    return groups

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from slimx.runtime.ports import free_port
+from tests.integration import exact_rank
 from tests.integration.rank_processes import run_ranks
 
 ONE: dict[str, Any] = {"trainer": {}}
@@ -24,12 +24,9 @@ DENSE = [case for case in TWO if "expert" not in case["trainer"]]
 
 def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[dict[str, float]]]:
     """Gap metrics of every group's cases (exact_rank)."""
-    out.mkdir(exist_ok=True)
     count = sum(len(group["cases"]) for group in groups)
     meetings = [f"tcp://127.0.0.1:{free_port()}" for _ in range(count)]
-    (out / "job.json").write_text(json.dumps({"groups": groups, "init_methods": meetings}))
-    run_ranks("tests.integration.exact_rank", out, world)
-    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+    ranks = run_ranks(exact_rank.run, out, world, {"groups": groups, "init_methods": meetings})
     return [
         [next((rank[g][c] for rank in ranks if rank[g][c]), {}) for c in range(len(group["cases"]))]
         for g, group in enumerate(groups)

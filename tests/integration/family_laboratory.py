@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,17 +9,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from slimx.config.sections.trainer import Trainer
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import save_groups
 from slimx.extras.convert.run import hf_to_megatron
 from slimx.extras.convert.work import convert
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
-from slimx.layout.ranks import Sizes
+from slimx.layout.ranks import Sizes, sizes_of
 from slimx.layout.table import Table, stored
 from slimx.models.families import Family, load_family, read_model
-from slimx.runtime.ports import free_port
-from tests.integration import transformer_engine_stand
+from tests.integration import family_rank, transformer_engine_stand
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
 from tests.integration.family_oracle import Oracle
@@ -41,19 +40,7 @@ LAYOUTS = {
     ENGINE: {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
     ENGINE_STAGES: {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
-SIZES = {
-    "single": Sizes(),
-    "TP2xEP2": Sizes(tensor=2, expert=2),
-    "PP2": Sizes(pipeline=2),
-    "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
-    "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
-    "CP2": Sizes(context=2),
-    "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
-    ENGINE: Sizes(tensor=2, expert=2),
-    ENGINE_STAGES: Sizes(tensor=2, pipeline=2, expert_tensor=2),
-}
-
-
+SIZES = {name: sizes_of(Trainer(**layout)) for name, layout in LAYOUTS.items()}
 STAGED = ("V3", "Qwen3-Next", "Nemotron-3")
 """Models with experts whose layers differ from stage to stage: a dense one first, delta nets, Mamba-2."""
 TIED = ("Llama-tied", "Qwen3-tied")
@@ -121,28 +108,19 @@ class Laboratory:
     def _run(self, layout: str) -> None:
         if layout in ENGINES and not transformer_engine_stand.PACKAGE.is_dir():
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
-        out = self.directory / layout
-        out.mkdir()
         cases = []
         for name, case in CASES.items():
             if (layout, name) not in self.asked:
                 continue
-            model = {"path": str(self.oracle(name).path), "family": case.family}
+            model = {"path": self.oracle(name).path, "family": case.family}
             job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32"}
-            release = str(self.release(name)) if thorough(layout, name) else None
+            release = self.release(name) if thorough(layout, name) else None
             cases.append({**job, "release": release})
             if thorough(layout, name):
                 cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16", "release": None})
-        job = {
-            "cases": cases,
-            "layout": LAYOUTS[layout],
-            "groups": str(self.directory),
-            "out": str(out),
-            "init_method": f"tcp://127.0.0.1:{free_port()}",
-        }
-        (out / "job.json").write_text(json.dumps(job))
+        job = {"cases": cases, "layout": LAYOUTS[layout], "groups": self.directory}
         role = "rank_with_engine" if layout in ENGINES else "rank"
-        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, role=role)
+        run_ranks(family_rank.train, self.directory / layout, SIZES[layout].world, job, role=role)
 
 
 class Ran:

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Trajectory
@@ -32,9 +30,11 @@ class Oracle:
     ):
         """`config`: name of its configuration's class in transformers; `fill`: gives the model its weights (None:
         `scatter`)."""
+        import transformers
+
         torch.manual_seed(seed)
         self.path = path
-        self.model = AutoModelForCausalLM.from_config(
+        self.model = transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, config)(**fields), dtype=torch.float32, attn_implementation="eager"
         )
         (fill or scatter)(self.model)

@@ -1,7 +1,5 @@
 """One gloo rank of test_families: it loads checkpoints into the trainer and writes what comes out.
 
-    python -m tests.integration.family_rank JOB.json RANK
-
 Per case, CASE.RANK.npz holds the micro-batches with their logits (last pipeline stage, first tensor-parallel rank) and,
 where the sequences have routes, whether the model's differ; CASE.KIND.RANK.safetensors holds local tensors by local
 name; CASE.RANK.error says why there is no more.
@@ -9,8 +7,6 @@ name; CASE.RANK.error says why there is no more.
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,22 +14,20 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, make_rows
-from slimx.data.loss_weights import loss_weights
-from slimx.data.packing import pack
+from slimx.data.batch import MicroBatch
 from slimx.data.saved.codec import load_groups
+from slimx.orchestration.batches import make_packer
 from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
+from tests.integration.trainer_rank import sft_rows
 
 MAX_TOKENS = 160
 
 
 class Rank:
     def __init__(self, job: dict[str, Any], rank: int):
-        self.job, self.rank, self.out = job, rank, Path(job["out"])
-
-    def start(self) -> None:
-        self.parallel = rank_start.join(self.config(self.job["cases"][0]).trainer, self.rank, self.job["init_method"])
+        self.job, self.rank, self.out = job, rank, job["out"]
+        self.parallel = rank_start.join(self.config(job["cases"][0]).trainer, rank, job["init_method"])
 
     def config(self, case: dict[str, Any], **trainer: Any) -> Config:
         return Config.model_validate(
@@ -68,16 +62,8 @@ class Rank:
         if case["dtype"] != "float32":
             return
         (group,) = load_groups(str(Path(self.job["groups"]) / f"{self.case}.groups"))
-        batch = group.trajectories
-        rows = make_rows(batch, [1.0] * len(batch), loss_weights(batch, "token"))
         sizes = self.parallel.sizes
-        packed = pack(
-            rows,
-            data_size=sizes.data,
-            max_tokens=MAX_TOKENS,
-            multiple_of=sizes.tensor * sizes.context,
-            sequence_multiple=sizes.sequence_multiple,
-        )
+        packed = make_packer(config, trainer.weights.spec, sizes)(sft_rows(group.trajectories))
         batches = packed.shards[self.parallel.coordinates.data]
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline * sizes.context == 1:
@@ -100,8 +86,8 @@ class Rank:
         config, sizes = trainer.config, self.parallel.sizes
         runs = holdings(config.trainer, config.numerics, trainer.weights.spec).runs(sizes, self.rank)
         planned = Buffers(runs, config.trainer, sizes).state(self.rank)
-        held = tuple(trainer.offloading.sizes().values())
-        assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)
+        sizes = tuple(trainer.offloading.sizes().values())
+        assert (planned.weights, planned.gradients, planned.optimizer) == sizes, (planned, sizes)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)
@@ -195,16 +181,11 @@ class Rank:
         save_file(copies, self.out / f"{self.case}.{kind}.{self.rank}.safetensors")
 
 
-def main() -> None:
-    rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
-    rank.start()
-    for case in rank.job["cases"]:
+def train(job: dict[str, Any], number: int) -> None:
+    rank = Rank(job, number)
+    for case in job["cases"]:
         try:
             rank.run(case)
         except Exception:  # whatever it is, the other models of this layout need the rest
             (rank.out / f"{case['name']}.{rank.rank}.error").write_text(traceback.format_exc())
     rank_start.leave(rank.parallel)
-
-
-if __name__ == "__main__":
-    main()

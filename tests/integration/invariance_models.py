@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
-from tests.integration.layout_cases import (
-    EXPERTS,
-    LAYERS,
-)
+
+LAYERS, EXPERTS = 4, 8
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers.modeling_layers import MtpLayer
 
 from slimx.data.records import Trajectory
 from tests.integration import family_oracle
@@ -40,6 +39,8 @@ class Oracle(family_oracle.Oracle):
 
     def __init__(self, path: Path, seed: int, config: str, fields: dict[str, Any]):
         """`config`: name of its configuration's class in transformers."""
+        from transformers.modeling_layers import MtpLayer
+
         super().__init__(path, seed, config, fields)
         layers = self.model.model.layers
         deeper = copy.deepcopy(self.model.config)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from slimx.runtime.ports import free_port
 from tests import stacks
 from tests.warm.fork import Fork
 from tests.warm.interpreter import interpreter
@@ -19,14 +24,49 @@ ENDED_S = 300.0
 """Seconds in which killed ranks are gone."""
 
 
-def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S, role: str = "rank") -> None:
-    """Run `python -m module OUT/job.json RANK` for every rank, in processes that have imported what trainers import.
+def cached[**Key, Value](function: Callable[Key, Value]) -> Callable[Key, Value]:
+    """`functools.cache` that raises the AssertionError of a first call again: ranks that failed do not run twice."""
 
-    Each rank's words are in OUT/RANK.log. When one fails or all are late, the others are ended, and AssertionError has
-    its words or where each of them hangs. `role`: of the zygote (tests/warm/zygote.py).
+    @functools.cache
+    def outcome(*key: Key.args, **options: Key.kwargs) -> Value | AssertionError:
+        try:
+            return function(*key, **options)
+        except AssertionError as error:
+            return error
+
+    @functools.wraps(function)
+    def call(*key: Key.args, **options: Key.kwargs) -> Value:
+        if isinstance(value := outcome(*key, **options), AssertionError):
+            raise value
+        return value
+
+    return call
+
+
+def run_ranks(
+    function: Callable[[dict[str, Any], int], Any],
+    out: Path,
+    world: int,
+    job: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    seconds: float = DEADLINE_S,
+    role: str = "rank",
+) -> list[Any]:
+    """Run `function(job, rank)` for every rank, in processes that have imported what trainers import, and return the
+    results by rank, as JSON has them.
+
+    `function`: of a module that ranks import. `out`: directory of the job, which is made if it is missing. `job`: gets
+    `out` and the ranks' `init_method`. Output of a rank is in OUT/RANK.log. When one fails or all are late, the others
+    are ended, and AssertionError has its output or where each of them hangs. `role`: of the zygote
+    (tests/warm/zygote.py).
     """
-    commands = [["-m", module, str(out / "job.json"), str(rank)] for rank in range(world)]
+    out.mkdir(exist_ok=True)
+    file = out / "job.json"
+    file.write_text(json.dumps({**job, "init_method": f"tcp://127.0.0.1:{free_port()}"}, default=str))
+    name = f"{function.__module__}:{function.__qualname__}"
+    commands = [["-m", "tests.integration.rank_main", name, str(file), str(rank)] for rank in range(world)]
     run_programs(commands, [out / f"{rank}.log" for rank in range(world)], seconds, role)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def run_programs(

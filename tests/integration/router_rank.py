@@ -1,7 +1,5 @@
 """One gloo rank of test_router: single training steps with replayed routes or with auxiliary terms.
 
-    python -m tests.integration.router_rank JOB.json RANK
-
 Of each case all ranks together write CASE.safetensors (gradients by Hugging Face name) and CASE.after.safetensors (the
 weights after the step), and the first rank of the last stage writes CASE.json: the step's metrics and the token ids of
 the sequences in each of its micro-batches.
@@ -10,8 +8,6 @@ the sequences in each of its micro-batches.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +26,7 @@ from tests.integration.rank_start import join, leave
 def config(job: dict[str, Any], case: dict[str, Any]) -> Config:
     return Config.model_validate(
         {
-            "run": {"dir": job["out"]},
+            "run": {"dir": str(job["out"])},
             "model": {"path": case["path"]},
             "numerics": {"dtype": "float32"},
             "trainer": {
@@ -65,15 +61,15 @@ def run(job: dict[str, Any], case: dict[str, Any], parallel: Any) -> None:
     shard = for_stage(shard, stage_layers(sizes, spec.table.layers)[parallel.coordinates.pipeline])
     if case["later"]:
         move_before_the_update(trainer, case["later"])
-    said = trainer.train_step(shard, step=0, version=0)
-    out, parameters = Path(job["out"]), trainer.weights.parameters
+    metrics = trainer.train_step(shard, step=0, version=0)
+    out, parameters = job["out"], trainer.weights.parameters
     # Buffers (the router's selection bias) have no gradient.
     gradients = {name: getattr(p, "main_grad", torch.zeros_like(p)) for name, p in parameters.items()}
     write_tensors(out / f"{case['name']}.safetensors", gradients, spec, parallel)
     write_tensors(out / f"{case['name']}.after.safetensors", parameters, spec, parallel)
     if parallel.rank == sizes.stage * (sizes.pipeline - 1):
-        told = {"metrics": said, "microbatches": [sequences(batch) for batch in shard]}
-        (out / f"{case['name']}.json").write_text(json.dumps(told))
+        results = {"metrics": metrics, "microbatches": [sequences(batch) for batch in shard]}
+        (out / f"{case['name']}.json").write_text(json.dumps(results))
 
 
 def move_before_the_update(trainer: Any, path: str) -> None:
@@ -95,13 +91,8 @@ def sequences(batch: MicroBatch) -> list[list[int]]:
     return [tokens[~padding].tolist() for tokens, padding in parts if not padding.all()]
 
 
-def main() -> None:
-    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+def train(job: dict[str, Any], rank: int) -> None:
     parallel = join(config(job, job["cases"][0]).trainer, rank, job["init_method"])
     for case in job["cases"]:
         run(job, case, parallel)
     leave(parallel)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,10 @@ Engine's kernels are not shown by that.
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,9 @@ import pytest
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import coordinates, sizes_of
 from slimx.models.families import read_model
-from slimx.runtime.ports import free_port
 from tests.gpu.trainer_cases import write_model
+from tests.integration.full_steps import config, micro_batches
 from tests.integration.invariance_models import DEEPSEEK, QWEN
-from tests.integration.memory_rank import config
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -35,7 +36,97 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"model": "qwen", "layout": {"world_size": 2, "pipeline": 2}},
     "latent": {"model": "deepseek", "layout": {"world_size": 1}},
 }
-WAYS: list[dict[str, Any]] = [{}, ALL]
+OPTIONS: list[dict[str, Any]] = [{}, ALL]
+STEPS = (1, 2, 1)
+"""Micro-batches of each step: upstream would take the first step's number for all."""
+
+
+def train(job: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """Trains on a pretended GPU with each set of options.
+
+    Returns, for each, a digest of the weights after every step, the most bytes on the GPU and the bytes that were moved
+    in the longest, and those of weights, gradients and optimizer state."""
+    from tests.integration import pretended_cuda
+
+    pretended_cuda.install()
+    parallel = join(job, rank)
+    pretend_transformer_engine()
+    results = [train_with(job, options, parallel) for options in job["options"]]
+    parallel.destroy()
+    return results
+
+
+def join(job: dict[str, Any], rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meet = dist.init_process_group
+    dist.init_process_group = lambda backend, **kwargs: meet("gloo", **kwargs)
+    from slimx.adapters.megatron import layers as megatron_layers
+    from slimx.config.sections.trainer import Trainer
+    from slimx.layout.ranks import sizes_of
+    from slimx.trainer.parallel import ParallelState
+
+    megatron_layers.install()
+    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
+    torch.set_num_threads(1)
+    sizes, device = sizes_of(Trainer(**job["layout"])), torch.device("cuda")
+    return ParallelState(sizes, rank=rank, init_method=job["init_method"], device=device, deadline_s=600, seed=1)
+
+
+def pretend_transformer_engine() -> None:
+    """Stand in for what megatron-core asks of it beside the layers, and for tensors on the pretended GPU."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.moe import experts
+
+    from slimx.trainer.device import backends
+    from tests.integration.pretended_cuda import Pretended
+    from tests.integration.pretended_cuda_rank import _rotation_of_latent_attention
+
+    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
+    transformer_engine.set_save_original_input = experts.set_save_original_input = lambda module: None
+    backends._check_offload = lambda *_: None
+    Pretended.untyped_storage = lambda self: self.held.untyped_storage()
+    _rotation_of_latent_attention()
+
+
+def train_with(job: dict[str, Any], options: dict[str, Any], parallel: Any) -> dict[str, Any]:
+    from slimx.models.families import read_model
+    from slimx.trainer.trainer import PolicyTrainer
+    from tests.integration.pretended_cuda import LiveBytes
+
+    settings = config(job, job["model"], job["case"] | {"trainer": options})
+    trainer = PolicyTrainer(settings, read_model(settings.model.path), parallel)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
+    assert len(batches) == max(STEPS)
+    digests, peaks, moved = [], [], []
+    trainer.logprobs(batches)  # before the first step, as evaluations and old log-probs come
+    for step, count in enumerate(STEPS):
+        with LiveBytes() as live:
+            trainer.train_step(batches[:count], step=step, version=1)
+        peaks.append(live.peak)
+        moved.append(moved_bytes() if settings.trainer.offload_activations else 0)
+        digests.append(digest_of(trainer.weights.parameters))
+        trainer.logprobs(batches[:1])
+    state = sum(trainer.offloading.sizes().values())
+    longest = STEPS.index(max(STEPS))
+    return {"weights": digests, "peak": peaks[longest], "moved": moved[longest], "state": state}
+
+
+def moved_bytes() -> int:
+    """Bytes of the last pass, whose chunks megatron-core still knows."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    chunks = PipelineOffloadManager.get_instance()._cached_chunks_forward
+    return sum(group.total_offload_bytes for chunk in chunks for group in chunk.offload_groups)
+
+
+def digest_of(parameters: dict[str, Any]) -> str:
+    found = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        found.update(name.encode() + parameter.detach().cpu().float().numpy().tobytes())
+    return found.hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -47,32 +138,29 @@ def test_weights_do_not_depend_on_where_activations_wait(name: str, tmp_path: Pa
     write_model(tmp_path / model, {"qwen": QWEN, "deepseek": DEEPSEEK}[model], 0, seed=1)
     job = {
         **LAYOUTS[name],
-        "models": str(tmp_path),
-        "out": str(tmp_path),
+        "models": tmp_path,
+        "out": tmp_path,
         "case": {"tokens": 256, "length": 128},
-        "ways": WAYS,
-        "init_method": f"tcp://127.0.0.1:{free_port()}",
+        "options": OPTIONS,
     }
     job["rollouts"] = 2 * sizes_of(config(job | {"rollouts": 1}, model, job["case"]).trainer).data
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.activation_offload_rank", tmp_path, world, role="rank_on_pretended_gpu")
-    for rank in range(world):
-        plain, *others = json.loads((tmp_path / f"{rank}.json").read_text())
+    results = run_ranks(train, tmp_path, world, job, role="rank_on_pretended_gpu")
+    for rank, (plain, *others) in enumerate(results):
         check_plan(job, {}, rank, plain)
-        for way, said in zip(WAYS[1:], others, strict=True):
-            assert said["weights"] == plain["weights"]
-            assert said["peak"] < plain["peak"]
-            check_plan(job, way, rank, said)
+        for options, offloaded in zip(OPTIONS[1:], others, strict=True):
+            assert offloaded["weights"] == plain["weights"]
+            assert offloaded["peak"] < plain["peak"]
+            check_plan(job, options, rank, offloaded)
 
 
-def check_plan(job: dict[str, Any], way: dict[str, Any], rank: int, said: dict[str, Any]) -> None:
+def check_plan(job: dict[str, Any], options: dict[str, Any], rank: int, result: dict[str, Any]) -> None:
     """A plan knows the bytes that were moved in an update, and those that were on the device at once."""
-    settings = config(job, job["model"], job["case"] | {"trainer": way})
+    settings = config(job, job["model"], job["case"] | {"trainer": options})
     sizes, spec = sizes_of(settings.trainer), read_model(settings.model.path)
     stage = coordinates(rank, sizes).pipeline
     (record,) = (each for each in trainer_memory(settings, spec, sizes, "cpu") if each.stage == stage)
-    off = record.peak / (said["state"] + said["peak"]) - 1
+    off = record.peak / (result["state"] + result["peak"]) - 1
     # Of latent attention the plan counts what Transformer Engine keeps, not what plain torch does (docs/trainer.md).
-    moved = record.moved / said["moved"] - 1 if way and job["model"] != "deepseek" else 0.0
-    print(f"rank {rank}, {len(way.get('offload_activations', ()))} parts: peak {off:+.1%}, moved {moved:+.1%}")
-    assert abs(off) <= WITHIN and abs(moved) <= WITHIN, (way, record, said)
+    moved = record.moved / result["moved"] - 1 if options and job["model"] != "deepseek" else 0.0
+    print(f"rank {rank}, {len(options.get('offload_activations', ()))} parts: peak {off:+.1%}, moved {moved:+.1%}")
+    assert abs(off) <= WITHIN and abs(moved) <= WITHIN, (options, record, result)

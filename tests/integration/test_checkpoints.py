@@ -6,6 +6,8 @@ import argparse
 import json
 import pickle
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slimx.config.schema import Config
 from slimx.extras.megatron_files.directory import check_fit
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
@@ -24,7 +26,9 @@ from tests.integration.chosen import chosen_cases
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.integration.rank_processes import run_ranks
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16
-from tests.refusals import refused
+from tests.integration.saving import begin_save, finish_save
+from tests.integration.trainer_rank import Rank, equal
+from tests.refusals import refused, told
 
 pytestmark = pytest.mark.integration
 LAYOUTS = {
@@ -38,56 +42,144 @@ NAMES = [
     pytest.param(name, marks=[pytest.mark.slow("CP2 saves as DP2 does")] if name == "CP2" else []) for name in LAYOUTS
 ]
 OTHERS = NAMES[2:]
+LOCKED_S = 300.0
+"""Seconds after which the thread of a save that nobody releases writes all the same."""
+
+
+class CheckpointRank(Rank):
+    """A rank under layout `name` of the job."""
+
+    def __init__(self, job: dict[str, Any], rank: int, name: str):
+        self.name = name
+        where = f"tcp://127.0.0.1:{job['ports'][name]}"
+        super().__init__(job | {"layout": job["layouts"][name], "init_method": where}, rank)
+
+    def config(self, load: str | None = None) -> Config:
+        dtype = "bfloat16" if "bf16" in self.name else "float32"
+        return super().config(dtype=dtype, load=load)
+
+    def keep(self, key: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Keep the result of `work`, or code and object of the refusal that it raises."""
+        try:
+            value = work(*arguments, **options)
+        except Exception as error:
+            value = told(error)
+        self.results[key] = value
+
+    def save_while_training(self, trainer: Any, path: Path) -> dict[str, Any]:
+        """Two more steps while the thread has not written its copy; then back, and the same two steps again."""
+        saver, trained = trainer.saver, threading.Event()
+        write, saver._write = saver._write, lambda *work: (trained.wait(LOCKED_S), write(*work))
+        begin_save(trainer, path, step=2)
+        saver._write = write
+        while_writing = self.steps(trainer, (2, 3))
+        early = files.unreported(path, range(self.sizes.world))
+        self.barrier()  # both have looked
+        trained.set()
+        finish_save(trainer, path)
+        trainer.restore(str(path), same_layout=True)
+        return {"while_writing": while_writing, "early": early, "restored": self.steps(trainer, (2, 3))}
+
+    def save_again(self, trainer: Any, path: Path) -> dict[str, Any]:
+        """The plan of the first save serves the second one, of other values."""
+        plan, steps = trainer.saver._metadata, self.steps(trainer, (4,))
+        self.save(trainer, path, step=5)
+        expected = self.steps(trainer, (5,))
+        trainer.restore(str(path), same_layout=True)
+        kept = trainer.saver._metadata is plan
+        return {"kept": kept, "before": steps, "expected": expected, "restored": self.steps(trainer, (5,))}
+
+    def save_badly(self, trainer: Any, path: Path) -> None:
+        """A directory stands in the place of a file of rank 1."""
+        if self.rank == 0:
+            (path / "__1_0.distcp").mkdir(parents=True)
+        self.save(trainer, path, step=5)
+
+    def resume(self, path: Path, *, load_optimizer: bool = True) -> list[dict[str, float]]:
+        """Steps of a new trainer that was brought to the checkpoint of another layout."""
+        trainer = self.trainer()
+        trainer.restore(str(path), same_layout=False, load_optimizer=load_optimizer)
+        return self.steps(trainer, (2, 3))
+
+    def mirror(self, trainer: Any) -> dict[str, Any]:
+        """Two steps of `trainer`, and of a new one that began from its bytes."""
+        from slimx.extras.recovery.mirror import Mirror, read_back
+        from slimx.trainer.checkpoint.load import take_state
+        from slimx.trainer.checkpoint.state import local_state
+
+        state = local_state(trainer.chunks, trainer.optimizer, loading=False, frozen=False)
+        data = Mirror(self.rank, 60).copied(state)
+        expected, new = self.steps(trainer, (6, 7)), self.trainer()
+        empty = local_state(new.chunks, new.optimizer, loading=True, frozen=False)
+        take_state(read_back(data, empty), new.chunks, new.optimizer)
+        new.weights.changed()
+        return {"expected": expected, "restored": self.steps(new, (6, 7))}
+
+    def same_weights(self, path: str) -> bool:
+        """Returns True if Megatron-LM's directory gives this rank the bits that the Hugging Face one gives it."""
+        return equal(self.trainer(load=path).weights.parameters, self.trainer().weights.parameters)
+
+
+def train(job: dict[str, Any], number: int) -> dict[str, Any]:
+    """Trains under one layout after the other; returns the results by layout."""
+    out, results = job["out"], {}
+    for name in job["layouts"]:
+        rank = CheckpointRank(job, number, name)
+        trainer = rank.trainer()
+        rank.keep("steps", rank.steps, trainer, (0, 1))
+        if name in ("DP2", "EP2-bf16"):
+            rank.keep("saved", rank.save_while_training, trainer, out / name)
+        if name == "DP2":
+            rank.keep("saved_again", rank.save_again, trainer, out / "second")
+            rank.keep("saved_badly", rank.save_badly, trainer, out / "bad")
+        elif name == "EP2-bf16":
+            rank.keep("refused", rank.resume, out / "DP2")
+            rank.keep("weights_only", rank.resume, out / "DP2", load_optimizer=False)
+        else:
+            rank.keep("resumed", rank.resume, out / "DP2")
+        rank.keep("mirrored", rank.mirror, trainer)
+        for kind, path in job["megatron"].items():
+            rank.keep(kind, rank.same_weights, path)
+        results[name] = rank.finish()
+    return results
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with four layers, so that virtual stages have something to hold."""
-    directory = tmp_path_factory.mktemp("model") / "four"
-    shutil.copytree(tiny_model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32).save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def config(model: Path) -> dict[str, Any]:
-    return json.loads((model / "config.json").read_text())
+def config(deep_model: Path) -> dict[str, Any]:
+    return json.loads((deep_model / "config.json").read_text())
 
 
 class Ranks:
-    """What the two ranks said and left."""
+    """Results of the two ranks, and what they left."""
 
-    def __init__(self, out: Path, witness: Path):
-        self.out, self.witness = out, witness
-        self.said = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+    def __init__(self, out: Path, witness: Path, results: list[dict[str, Any]]):
+        self.out, self.witness, self.results = out, witness, results
 
     def __getitem__(self, layout: str) -> dict[str, Any]:
         """Of the last rank: it belongs to the last pipeline stage, which knows the loss."""
-        return self.said[-1][layout]
+        return self.results[-1][layout]
 
 
 @pytest.fixture(scope="module")
 def ranks(
-    model: Path, config: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    deep_model: Path, config: dict[str, Any], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Ranks:
     """With CP2 if the chosen tests are about it."""
     cut = any(each.get("layout") == "CP2" for each in chosen_cases(request))
     layouts = {name: layout for name, layout in LAYOUTS.items() if name != "CP2" or cut}
     out = tmp_path_factory.mktemp("checkpoints")
-    weights, witness = load_file(model / "model.safetensors"), out / "witness"
+    weights, witness = load_file(deep_model / "model.safetensors"), out / "witness"
     megatron = {
-        kind: str(write_megatron(out / kind, megatron_tensors(weights, config, per_layer=per_layer), witness))
+        kind: write_megatron(out / kind, megatron_tensors(weights, config, per_layer=per_layer), witness)
         for kind, per_layer in (("stacked", False), ("per_layer", True))
     }
-    job = {"out": str(out), "model": str(model), "layouts": layouts, "megatron": megatron}
-    job["ports"] = {name: free_port() for name in layouts}
-    (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.checkpoint_rank", out, 2)
-    return Ranks(out, witness)
+    job = {
+        "model": deep_model,
+        "layouts": layouts,
+        "megatron": megatron,
+        "ports": {name: free_port() for name in layouts},
+    }
+    return Ranks(out, witness, run_ranks(train, out, 2, job))
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -95,16 +187,16 @@ def ranks(
 
 @pytest.mark.parametrize("layout", ["DP2", "EP2-bf16"])
 def test_training_during_a_save_does_not_change_the_checkpoint(ranks, layout):
-    for said in ranks.said:
-        saved = said[layout]["saved"]
+    for results in ranks.results:
+        saved = results[layout]["saved"]
         assert saved["early"] == [0, 1], "both ranks had trained two steps before either had written its part"
         assert saved["restored"] == saved["while_writing"]
     assert ranks[layout]["saved"]["restored"][0] != ranks[layout]["saved"]["restored"][1]
 
 
 def test_the_second_checkpoint_reuses_the_plan_with_new_values(ranks):
-    for said in ranks.said:
-        again = said["DP2"]["saved_again"]
+    for results in ranks.results:
+        again = results["DP2"]["saved_again"]
         assert again["restored"] == again["expected"]
         assert again["kept"]
     assert (ranks.out / "second" / "__0_0.distcp").read_bytes() != (ranks.out / "DP2" / "__0_0.distcp").read_bytes()
@@ -116,8 +208,8 @@ def test_replicas_are_written_by_all_data_parallel_ranks_in_equal_shares(ranks):
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_complete(ranks):
-    for said in ranks.said:
-        code, about, sentence = said["DP2"]["saved_badly"]
+    for results in ranks.results:
+        code, about, sentence = results["DP2"]["saved_badly"]
         assert (code, about) == ("checkpoint.write", str(ranks.out / "bad"))
         assert "trainer rank 1" in sentence and "IsADirectoryError" in sentence
     assert not (ranks.out / "bad" / "metadata.json").exists()
@@ -129,8 +221,8 @@ def test_a_checkpoint_has_the_layout_of_megatron_core_0_16(ranks):
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_a_trainer_that_takes_a_mirrored_state_goes_on_to_the_last_bit(ranks, layout):
-    for said in ranks.said:
-        assert said[layout]["mirrored"]["restored"] == said[layout]["mirrored"]["expected"]
+    for results in ranks.results:
+        assert results[layout]["mirrored"]["restored"] == results[layout]["mirrored"]["expected"]
     first, second = ranks[layout]["mirrored"]["restored"]
     assert first["loss/sft"] != second["loss/sft"]
 
@@ -148,8 +240,8 @@ def test_another_layout_goes_on_with_the_same_losses(ranks, layout):
 
 
 def test_weights_alone_go_where_the_optimizer_cannot(ranks):
-    for said in ranks.said:
-        assert said["EP2-bf16"]["refused"][:2] == ["checkpoint.load", str(ranks.out / "DP2")]
+    for results in ranks.results:
+        assert results["EP2-bf16"]["refused"][:2] == ["checkpoint.load", str(ranks.out / "DP2")]
     found, expected = ranks["EP2-bf16"]["weights_only"], ranks["DP2"]["saved"]["restored"]
     assert found[0]["loss/sft"] == pytest.approx(expected[0]["loss/sft"], abs=0.02)  # bf16 against fp32
     assert found[0]["loss/sft"] < ranks["EP2-bf16"]["steps"][0]["loss/sft"] - 0.05, "the weights are the trained ones"
@@ -161,7 +253,7 @@ def test_weights_alone_go_where_the_optimizer_cannot(ranks):
 @pytest.mark.parametrize("kind", ["stacked", "per_layer"])
 @pytest.mark.parametrize("layout", NAMES)
 def test_megatrons_weights_equal_the_hugging_face_directory_bit_for_bit(ranks, layout, kind):
-    assert [said[layout][kind] for said in ranks.said] == [True, True]
+    assert [results[layout][kind] for results in ranks.results] == [True, True]
 
 
 def test_no_code_of_a_checkpoint_runs(ranks):
@@ -170,9 +262,9 @@ def test_no_code_of_a_checkpoint_runs(ranks):
         torch.load(ranks.out / "stacked" / "release" / "common.pt", weights_only=True)
 
 
-def test_plain_torch_reads_a_checkpoint_under_megatrons_names(ranks, config, model):
+def test_plain_torch_reads_a_checkpoint_under_megatrons_names(ranks, config, deep_model):
     """After the first step the weights are near those that the run began with, and every name is there."""
-    began = megatron_tensors(load_file(model / "model.safetensors"), config, per_layer=False)
+    began = megatron_tensors(load_file(deep_model / "model.safetensors"), config, per_layer=False)
     described = FileSystemReader(ranks.out / "DP2").read_metadata().state_dict_metadata
     rows = config["vocab_size"]
     trained = {}
@@ -217,8 +309,8 @@ def test_an_edited_file_is_named_before_anything_is_loaded(ranks, tmp_path):
         files.check_digests(tmp_path / "edited", records)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(ranks, model, tmp_path):
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 3}
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(ranks, deep_model, tmp_path):
+    config = json.loads((deep_model / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused("megatron.shape") as error:
         check_fit(ranks.out / "stacked", read_model(tmp_path).table)

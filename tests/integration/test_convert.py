@@ -3,12 +3,12 @@ and what they save comes back as that directory, bit for bit."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimx.config.schema import Config
 from slimx.extras.convert import run
 from slimx.extras.convert.work import convert
 from slimx.models.families import load_family
@@ -18,6 +18,8 @@ from tests.integration.chosen import chosen_cases
 from tests.integration.family_cases import CASES
 from tests.integration.family_laboratory import TIED
 from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_start import enter, join, leave
+from tests.integration.saving import begin_save, finish_save
 
 pytestmark = pytest.mark.integration
 # The largest first: no rank waits for others that are busy with a layout of fewer.
@@ -46,24 +48,88 @@ TAKEN = [
 ]
 
 
+def configuration(out: Path, layout: dict[str, Any], model: dict[str, Any], load: str | None) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(out)},
+            "model": model["model"],
+            "numerics": {"dtype": model["dtype"]},
+            "trainer": {
+                **layout,
+                "load": load,
+                "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
+                "megatron": {"mtp_num_layers": model["mtp"]} if model["mtp"] else {},
+            },
+            "rollout": {"prompts": "p", "engines": []},
+            "algorithm": {"name": "sft"},
+            "checkpoint": {"deadline": 300},
+        }
+    )
+
+
+def load_and_save(job: dict[str, Any], rank: int) -> dict[str, dict[str, list[str]]]:
+    """Loads converted checkpoints under each layout and saves the trainers' own.
+
+    Returns, by layout and model, which local tensors differ from those that the Hugging Face directory gives."""
+    out, results, begin = job["out"], {}, join
+    for name, layout in job["layouts"].items():
+        if rank >= layout["world_size"]:
+            continue
+        first = next(iter(job["models"].values()))
+        section = configuration(out, layout, first, None).trainer
+        parallel, begin = begin(section, rank, f"tcp://127.0.0.1:{job['ports'][name]}"), enter
+        import torch
+
+        from slimx.models.families import configured_model
+        from slimx.trainer.trainer import PolicyTrainer
+
+        results[name] = {}
+        for kind, model in job["models"].items():
+            if name not in model["layouts"]:
+                continue
+            config = configuration(out, layout, model, None)
+            spec = configured_model(config)
+            expected = PolicyTrainer(config, spec, parallel).weights.parameters
+            trainer = PolicyTrainer(configuration(out, layout, model, model["megatron"]), spec, parallel)
+            found = trainer.weights.parameters
+            results[name][kind] = sorted(found.keys() ^ expected.keys()) + [
+                key
+                for key in expected
+                if found[key].dtype != expected[key].dtype or not torch.equal(found[key], expected[key])
+            ]
+            # Adam without gradients changes no weight, and now there is optimizer state to save.
+            for chunk in trainer.chunks:
+                chunk.zero_grad_buffer()
+            trainer.optimizer.step()
+            path = out / "saved" / name / kind / "iter_0000003"
+            begin_save(trainer, path, step=3)
+            finish_save(trainer, path)
+        leave(parallel)
+    return results
+
+
 @pytest.fixture(scope="module")
-def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     """With the layouts and models of the chosen tests."""
     params = chosen_cases(request)
     layouts = {name: layout for name, layout in LAYOUTS.items() if any(each["layout"] == name for each in params)}
     chosen = {each["model"] for each in params}
     out = tmp_path_factory.mktemp("convert")
-    job: dict[str, Any] = {"out": str(out), "layouts": layouts, "models": {}}
+    job: dict[str, Any] = {"layouts": layouts, "models": {}}
 
     def add(name: str, cut: str, mtp: int, dtype: str, layouts: list[str], family: str | None) -> None:
         path, megatron = out / name, out / f"{name}-m"
-        given = load_family(family) if family else None
-        convert(run.hf_to_megatron(path, layout=cut, file_bytes=60_000, family=given), megatron, threads=2, verify=True)
-        model = {"path": str(path)} | ({"family": family} if family else {})
+        loaded = load_family(family) if family else None
+        convert(
+            run.hf_to_megatron(path, layout=cut, file_bytes=60_000, family=loaded), megatron, threads=2, verify=True
+        )
+        model = {"path": path} | ({"family": family} if family else {})
         job["models"][name] = {
             "model": model,
             "dtype": dtype,
-            "megatron": str(megatron),
+            "megatron": megatron,
             "mtp": mtp,
             "layouts": layouts,
         }
@@ -79,20 +145,18 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         CASES[name].make(out / name, seed)
         add(name, "", CASES[name].mtp, "float32", ["single"], CASES[name].family)
     job["ports"] = {name: free_port() for name in layouts}
-    (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.convert_rank", out, 4)
-    return out, [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
+    return out, run_ranks(load_and_save, out, 4, job)
 
 
 @pytest.mark.parametrize(("layout", "model"), TAKEN)
-def test_a_trainer_loads_the_converted_checkpoint_like_the_original(said, layout, model):
+def test_a_trainer_loads_the_converted_checkpoint_like_the_original(converted, layout, model):
     for rank in range(LAYOUTS[layout]["world_size"]):
-        assert said[1][rank][layout][model] == []
+        assert converted[1][rank][layout][model] == []
 
 
 @pytest.mark.parametrize(("layout", "model"), TAKEN)
-def test_a_trainers_checkpoint_converts_back_bit_for_bit(said, layout, model, tmp_path):
-    out, _ = said
+def test_a_trainers_checkpoint_converts_back_bit_for_bit(converted, layout, model, tmp_path):
+    out, _ = converted
     family = load_family(CASES[model].family) if model in FAMILIES and CASES[model].family else None
     saved = out / "saved" / layout / model / "iter_0000003"
     conversion = run.megatron_to_hf(saved, out / model, file_bytes=90_000, family=family)

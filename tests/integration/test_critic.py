@@ -1,11 +1,10 @@
 """A critic computes what transformers' trunk and a linear head compute, in every layout, and learns a fixed batch.
 
-Each layout is one start of real processes that do everything asked below; `critic_rank.py` is one of them.
+Each layout is one start of real processes that do everything asked below.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.layout.ranks import Sizes, coordinates
+from slimx.config.schema import Config
+from slimx.config.sections.trainer import Trainer
+from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
+from slimx.data.records import Group, Prompt
+from slimx.extras.preferences.bradley_terry import assign_slopes, pair_rows
+from slimx.layout.ranks import Sizes, coordinates, sizes_of
 from slimx.models.families import SCORE
-from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.critic_rank import CLIP, DEEPSEEK, MARGINS, QWEN, RATE, STEPS, critic_rows, preferences
 from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
 from tests.integration.rank_processes import run_ranks
+from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_oracle import Oracle, difference, write_model
+from tests.integration.trainer_rank import Rank, demonstrations, shard
 
 pytestmark = pytest.mark.integration
 
@@ -35,34 +40,175 @@ LAYOUTS = {
     "TP2": {"world_size": 2, "tensor": 2},
     "CP2xPP2": {"world_size": 4, "context": 2, "pipeline": 2},
 }
-SIZES = {
-    "single": Sizes(),
-    "PP2": Sizes(pipeline=2),
-    "TP2xEP2": Sizes(tensor=2, expert=2),
-    "EP2xTP2": Sizes(tensor=2, data=2, expert=2, expert_tensor=2),
-    "DP2": Sizes(data=2),
-    "TP2": Sizes(tensor=2, expert_tensor=2),
-    "CP2xPP2": Sizes(context=2, pipeline=2),
-}
 QUICK = ("single", "TP2xEP2")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow("full grid of layouts")) for name in LAYOUTS]
 SEVERAL = ALL[1:]
+QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
+STEPS = 12
+"""Optimizer steps of the critic on one batch."""
+RATE = 2e-3
+CLIP = 0.5
+"""Some values move further than this from the old ones, some do not."""
+MARGINS = [0.0, 0.5, 1.0, -0.3, 0.0, 2.0, 0.1, 0.0]
+"""Of the pairs."""
+
+
+def critic_rows() -> list[TrainingRow]:
+    """The demonstrations, with old values and returns of no model; those of a token depend on its sequence and
+    place alone, so that all layouts train the same."""
+    trajectories = demonstrations(0)
+    rows = make_rows(trajectories, [0.0] * len(trajectories), loss_weights(trajectories, "token"))
+    for number, row in enumerate(rows):
+        random = np.random.default_rng(100 + number)
+        row.values = random.normal(0, 0.6, len(row)).astype(np.float32)
+        row.returns = random.normal(1.0, 1.0, len(row)).astype(np.float32)
+    return rows
+
+
+def preferences() -> list[Group]:
+    """The demonstrations in pairs, the first of which is chosen."""
+    trajectories = demonstrations(0)
+    for number, trajectory in enumerate(trajectories):
+        trajectory.reward = float(number % 2 == 0)
+    pairs = zip(trajectories[::2], trajectories[1::2], strict=True)
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
+    return [Group(id=f"g{number}", prompt=prompt, trajectories=list(pair)) for number, pair in enumerate(pairs)]
+
+
+class CriticRank(Rank):
+    """`job["models"]`: checkpoints by family; `job["model"]` is the one in use."""
+
+    def __init__(self, job: dict[str, Any], rank: int):
+        super().__init__(job | {"model": job["models"][QWEN]}, rank)
+        self.use(QWEN)
+
+    def use(self, family: str) -> None:
+        from slimx.models.families import read_trunk
+
+        self.family, self.job["model"] = family, self.job["models"][family]
+        self.spec = read_trunk(self.config().model)
+
+    def config(self, **trainer: Any) -> Config:
+        return Config.model_validate(
+            {
+                "run": {"dir": str(self.out)},
+                "model": {"path": self.job["model"]},
+                "numerics": {"dtype": self.job.get("dtype", "float32")},
+                "trainer": {**self.job["layout"], **trainer},
+                "rollout": {"prompts": "p"},
+                "schedule": {"steps": STEPS},
+                "algorithm": {"name": "ppo"},
+                "critic": {"head": "normal", "value_clip": CLIP, "optimizer": {"lr": RATE, "clip_grad": 0.0}},
+            }
+        )
+
+    def critic(self, **trainer: Any) -> Any:
+        from slimx.extras.token_level.critic import CriticTrainer
+
+        return CriticTrainer(self.config(**trainer), self.parallel)
+
+    def first_step(self) -> Any:
+        """Values and one step."""
+        critic = self.critic(distributed_optimizer=False)
+        rows = critic_rows()
+        batches = shard(rows, self.parallel)
+        for number, (batch, values) in enumerate(zip(batches, critic.values(batches), strict=False)):
+            starts = np.cumsum([0, *batch.lengths])
+            for row, start in zip(batch.rows, starts, strict=False):
+                self.arrays[f"{self.family}.{number}.{row}"] = values[start : start + len(rows[row])]
+        self.results[f"{self.family}.step"] = critic.train_step(batches, step=0)
+        return critic
+
+    def train_reward_model(self) -> None:
+        """One step of a reward model on pairs, whose head is the checkpoint's."""
+        import torch.distributed as dist
+
+        from slimx.extras.preferences.trainer import RewardModelTrainer
+
+        config = self.config(distributed_optimizer=False).model_dump()
+        del config["critic"]
+        config |= {"algorithm": {"name": "bradley_terry"}, "reward": {"function": None}}
+        config["rollout"] = {"prompts": "p", "group_size": 2, "engines": []}
+        config["trainer"]["optimizer"] |= {"clip_grad": 0.0}
+        config["model"]["path"] = self.job["models"]["scored"]
+        model = RewardModelTrainer(Config.model_validate(config), self.spec, self.parallel)
+        rows = pair_rows(preferences())
+        batches = shard(rows, self.parallel)
+        values_here = {}
+        for batch, values in zip(batches, model.values(batches), strict=False):
+            starts = np.cumsum([0, *batch.lengths])
+            values_here |= {
+                row: values[start : start + len(rows[row])] for row, start in zip(batch.rows, starts, strict=False)
+            }
+        found: list[Any] = [None] * self.sizes.world
+        dist.all_gather_object(found, values_here)
+        scores = {row: values for part in found for row, values in part.items()}
+        metrics = assign_slopes(rows, [scores[row] for row in range(len(rows))], MARGINS)
+        self.results["pairs.scores"] = [float(scores[row][-1]) for row in range(len(rows))]
+        self.results["pairs.step"] = metrics | model.train_step(shard(rows, self.parallel), step=0)
+        self.write_tensors("pair_gradients", self.gradients(model))
+        self.results["pairs.head"] = [each.weight.main_grad.flatten().tolist() for each in model.heads]
+
+    def write_gradients(self, critic: Any) -> None:
+        """Without the distributed optimizer every rank has whole gradients."""
+        self.write_tensors("gradients", self.gradients(critic))
+        modules = [chunk.module for chunk in critic.chunks]
+        self.results["head"] = {
+            name: parameter.main_grad.flatten().tolist()
+            for module in modules
+            for name, parameter in module.named_parameters()
+            if "value_head" in name
+        }
+
+    def train_on_one_batch(self) -> None:
+        """Some steps with the distributed optimizer, a checkpoint between them."""
+        critic, batches = self.critic(), shard(critic_rows(), self.parallel)
+        steps = [critic.train_step(batches, step=step) for step in range(STEPS // 2)]
+        path = self.out / "checkpoint"
+        begin_save(critic, path, step=STEPS // 2)
+        rest = range(STEPS // 2, STEPS)
+        steps += [critic.train_step(batches, step=step) for step in rest]
+        finish_save(critic, path)
+        critic.restore(str(path), same_layout=True)
+        self.results["steps"] = steps
+        self.results["again"] = [critic.train_step(batches, step=step) for step in rest]
+
+    def move_head(self) -> None:
+        """Measures the smallest and the largest move of the value head's elements in one step."""
+        critic, batches = self.critic(), shard(critic_rows(), self.parallel)
+        heads = {n: p for chunk in critic.chunks for n, p in chunk.named_parameters() if "value_head" in n}
+        before = {name: parameter.detach().clone() for name, parameter in heads.items()}
+        critic.train_step(batches, step=0)
+        moved = {name: (parameter.detach() - before[name]).abs() for name, parameter in heads.items()}
+        self.results["moved"] = {name: [float(by.min()), float(by.max())] for name, by in moved.items()}
+
+
+def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    critic = CriticRank(job, rank)
+    if job.get("only_head"):
+        critic.move_head()
+        return critic.finish()
+    critic.write_gradients(critic.first_step())
+    critic.train_on_one_batch()
+    critic.train_reward_model()
+    critic.use(DEEPSEEK)
+    critic.first_step()
+    return critic.finish()
 
 
 class Ran:
     """What the ranks of one layout wrote."""
 
-    def __init__(self, directory: Path, sizes: Sizes):
-        self.directory, self.sizes = directory, sizes
-        self.ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(sizes.world)]
+    def __init__(self, directory: Path, sizes: Sizes, results: list[dict[str, Any]]):
+        self.directory, self.sizes, self.ranks = directory, sizes, results
 
     @property
     def last(self) -> dict[str, Any]:
-        """What the last rank said: it belongs to the last pipeline stage, which knows the loss."""
+        """Results of the last rank: it belongs to the last pipeline stage, which knows the loss."""
         return self.ranks[-1]
 
     def values(self, family: str) -> dict[int, np.ndarray]:
-        """By row; every rank that knows a row's values must say the same."""
+        """By row; ranks that know the values of a row must agree."""
         out: dict[int, np.ndarray] = {}
         for rank in range(self.sizes.world):
             with np.load(self.directory / f"{rank}.npz") as arrays:
@@ -76,27 +222,22 @@ class Ran:
 
 
 class Laboratory:
-    """Runs each layout once, when it is first asked for."""
+    """Runs each layout once, when it is first requested."""
 
     def __init__(self, directory: Path, models: dict[str, Path]):
-        self.directory = directory
-        self.models = {family: str(path) for family, path in models.items()}
-        self._done: dict[str, Ran] = {}
+        self.directory, self.models = directory, models
+        self._runs: dict[str, Ran] = {}
 
     def __getitem__(self, name: str) -> Ran:
-        if name not in self._done:
-            self._done[name] = self.run(name, LAYOUTS[name], SIZES[name])
-        return self._done[name]
+        if name not in self._runs:
+            self._runs[name] = self.run(name, LAYOUTS[name])
+        return self._runs[name]
 
-    def run(self, name: str, layout: dict[str, Any], sizes: Sizes, **options: Any) -> Ran:
+    def run(self, name: str, layout: dict[str, Any], **options: Any) -> Ran:
         """`options`: further keys of the ranks' job."""
-        out = self.directory / name
-        out.mkdir()
-        job = {"models": self.models, "layout": layout, "out": str(out), **options}
-        job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
-        (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.critic_rank", out, sizes.world)
-        return Ran(out, sizes)
+        out, sizes = self.directory / name, sizes_of(Trainer(**layout))
+        job = {"models": self.models, "layout": layout, **options}
+        return Ran(out, sizes, run_ranks(train, out, sizes.world, job))
 
 
 class ValueOracle:
@@ -228,10 +369,10 @@ def test_gradients_and_metrics_are_those_of_one_rank(laboratory, name):
     assert worst <= 1e-5, tensor
     for metric, value in single.last[f"{QWEN}.step"].items():
         assert layout.last[f"{QWEN}.step"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
-    for rank, said in enumerate(layout.ranks):
+    for rank, results in enumerate(layout.ranks):
         last = coordinates(rank, layout.sizes).pipeline == layout.sizes.pipeline - 1
-        assert (said["head"] != {}) == last
-        for tensor, gradient in said["head"].items():
+        assert (results["head"] != {}) == last
+        for tensor, gradient in results["head"].items():
             expected = single.last["head"][tensor]
             assert gradient == pytest.approx(expected, rel=1e-4, abs=1e-5 * max(map(abs, expected))), tensor
 
@@ -241,13 +382,13 @@ def test_a_restored_critic_repeats_its_steps_bit_for_bit(laboratory, name):
     losses = [step["value/loss"] for step in laboratory[name].last["steps"]]
     assert len(losses) == STEPS and losses[-1] < 0.6 * losses[0]
     assert losses == pytest.approx([step["value/loss"] for step in laboratory["single"].last["steps"]], rel=1e-3)
-    for said in laboratory[name].ranks:
-        assert said["again"] == said["steps"][STEPS // 2 :]
+    for results in laboratory[name].ranks:
+        assert results["again"] == results["steps"][STEPS // 2 :]
 
 
 def test_the_fp32_head_of_an_interleaved_bf16_critic_moves_as_adam_says(laboratory):
     layout = {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2, "layers_per_stage": [1, 0, 0, 1]}
-    ran = laboratory.run("bf16", layout, Sizes(pipeline=2, virtual=2), dtype="bfloat16", only_head=True)
+    ran = laboratory.run("bf16", layout, dtype="bfloat16", only_head=True)
     moved = ran.last["moved"]
     assert len(moved) == 2 and ran.ranks[0]["moved"] == {}
     for smallest, largest in moved.values():

@@ -1,10 +1,11 @@
 """Log-probs and entropies under policy, reference and teacher, of rollouts sampled with and without top-k, against
-transformers; what a loss is given in a step of two updates. One rank, and two tensor-parallel ones in chunks."""
+transformers; the inputs of a loss in a step of two updates. One rank, and two tensor-parallel ones in chunks."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +13,153 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.algorithms.advantages.estimate import group_advantages
+from slimx.algorithms.losses.objective import make_loss
+from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
+from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Trajectory
 from slimx.data.sampling_support import Support
-from slimx.data.saved.codec import save_groups
-from slimx.runtime.ports import free_port
+from slimx.data.saved.codec import load_groups, save_groups
+from slimx.orchestration.batches import make_packer
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.forward_passes_rank import DISTILLED, HOLDERS, KL, likeliest
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
+from tests.integration.trainer_rank import Rank, by_sequence
 
 pytestmark = pytest.mark.integration
 
 LAYOUTS = {"single": {"world_size": 1}, "TP2": {"world_size": 2, "tensor": 2}}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+HOLDERS = ("policy", "reference", "teacher")
+KL = 0.5
+DISTILLED = {"teacher_coef": 0.0, "teacher_engine": "wise", "teacher_top_k": 3, "teacher_kl_coef": 0.5}
+
+
+def likeliest(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Three tokens of 128 at each position, and their log-probs, each [T, 3]."""
+    ids = (7 * labels[:, None] + tokens[:, None] + [0, 45, 90]) % 128
+    return ids.astype(np.int64), np.tile(np.log(np.float32([0.4, 0.25, 0.1])), (len(tokens), 1))
+
+
+class PassesRank(Rank):
+    def config(self) -> Config:
+        return Config.model_validate(
+            {
+                "run": {"dir": str(self.out)},
+                "model": {"path": self.job["model"]},
+                "numerics": {"dtype": "float32"},
+                "trainer": {
+                    **self.job["layout"],
+                    "distributed_optimizer": False,
+                    "max_tokens_per_microbatch": 80,
+                    "logprob_chunk_tokens": 13,
+                    "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
+                },
+                "rollout": {"prompts": "p"},
+                "algorithm": {
+                    "name": "grpo",
+                    "reference": True,
+                    "kl_coef": KL,
+                    "teacher": self.job["teacher"],
+                    "old_logprobs": "recompute",
+                },
+            }
+        )
+
+    @property
+    def reports(self) -> bool:
+        return self.rank == self.sizes.world - 1
+
+    def trainer(self) -> Any:
+        """Reference and teacher taken, then moved to the policy's weights."""
+        trainer = super().trainer()
+        trainer.weights.load(self.job["policy"])
+        return trainer
+
+    def batches(self) -> list[MicroBatch]:
+        groups = load_groups(self.job["groups"])
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        config = self.config()
+        advantages = [value for group in groups for value in group_advantages(config.algorithm, group)]
+        rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
+        batch = make_packer(config, self.spec, self.sizes)(rows)
+        return batch.shards[self.parallel.coordinates.data]
+
+    def write_scores(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Scores under all weights, twice; what is there before is there afterwards, the optimizer's state too."""
+        before = self.weights(trainer)
+        arrays = {}
+        for turn in range(2):
+            for holder in HOLDERS:
+                for number, scores in enumerate(trainer.scores(batches, under=holder)):
+                    arrays |= {f"{holder}.{name}.{number}.{turn}": values for name, values in scores.items()}
+        self.results["changed"] = [
+            name for name, tensor in trainer.weights.parameters.items() if not before[name].equal(tensor)
+        ]
+        for number, batch in enumerate(batches):
+            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
+            arrays[f"lengths.{number}"] = np.array(batch.lengths)
+        if self.reports:
+            np.savez(self.out / "scores.npz", **arrays)
+
+    def write_gradients(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Writes the gradients of one update."""
+        self.results["step"] = trainer.train_step(batches, step=0, version=0)
+        self.write_tensors("gradients", self.gradients(trainer))
+
+    def distil(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Writes the gradients of the KL with an invented teacher's likeliest tokens, over the whole vocabulary."""
+        algorithm = Algorithm(name="distillation", **DISTILLED)
+        trainer.loss = make_loss(algorithm)
+        taught = []
+        for batch in batches:
+            ids, logprobs = likeliest(batch.tokens, batch.labels)
+            columns = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
+            taught.append(replace(batch, support=None, advantages=np.zeros_like(batch.advantages), **columns))
+        self.results["distilled"] = trainer.train_step(taught, step=0, version=0)
+        self.write_tensors("distilled", self.gradients(trainer))
+
+    def two_updates(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """The same micro-batches twice: the inputs of the loss in each of the updates."""
+        recorded: list[Any] = []
+        loss = trainer.loss
+
+        def record(inputs: Any) -> Any:
+            recorded.append(inputs)
+            return loss(inputs)
+
+        trainer.loss = record
+        trainer.train_updates([batches, batches], step=0, version=0)
+        names = ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs", "entropy")
+        arrays = {f"{name}.{n}": getattr(x, name).detach().numpy() for n, x in enumerate(recorded) for name in names}
+        if self.reports:
+            np.savez(self.out / "losses.npz", **arrays)
+
+    def refresh(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Whether the reference agrees with the policy, before and after the policy becomes it; and with its first
+        log-probs, when it is loaded again."""
+        equal, first = [], trainer.logprobs(batches, under="reference")
+        for turn in range(2):
+            if turn:
+                trainer.passes.refresh_reference()
+            policy, reference = (trainer.logprobs(batches, under=holder) for holder in ("policy", "reference"))
+            equal.append(all(map(np.array_equal, policy, reference)))
+        trainer.passes.load_reference(self.job["reference"])
+        again = trainer.logprobs(batches, under="reference")
+        self.results["reference_is_policy"] = equal
+        self.results["reference_is_back"] = all(map(np.array_equal, first, again))
+
+
+def train(job: dict[str, Any], number: int) -> dict[str, Any]:
+    rank = PassesRank(job, number)
+    batches, trainer = rank.batches(), rank.trainer()
+    rank.write_scores(trainer, batches)
+    rank.write_gradients(trainer, batches)
+    rank.refresh(trainer, batches)
+    rank.two_updates(rank.trainer(), batches)
+    rank.distil(rank.trainer(), batches)
+    return rank.finish()
 
 
 def restricted(trajectory: Trajectory, random: np.random.Generator) -> Support:
@@ -57,6 +190,8 @@ def scores(oracle: Oracle, trajectory: Trajectory) -> tuple[torch.Tensor, torch.
 class Laboratory:
     def __init__(self, directory: Path, models: dict[str, Path]):
         self.directory, self.models = directory, models
+        self.results: dict[str, dict[str, Any]] = {}
+        """Of the last rank by layout."""
         self.oracles = {name: Oracle(path) for name, path in models.items()}
         self.groups: list[Group] = rollouts(self.oracles["policy"])
         random = np.random.default_rng(0)
@@ -69,18 +204,15 @@ class Laboratory:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def __call__(self, layout: str) -> Path:
-        """Directory of what the ranks wrote."""
+        """Directory of the ranks' files."""
         out = self.directory / layout
-        if not out.exists():
-            out.mkdir()
-            job = {name: str(path) for name, path in self.models.items()} | {
-                "groups": str(self.directory / "groups.bin"),
+        if layout not in self.results:
+            job = self.models | {
+                "model": self.models["reference"],
+                "groups": self.directory / "groups.bin",
                 "layout": LAYOUTS[layout],
-                "out": str(out),
-                "init_method": f"tcp://127.0.0.1:{free_port()}",
             }
-            (out / "job.json").write_text(json.dumps(job))
-            run_ranks("tests.integration.forward_passes_rank", out, LAYOUTS[layout]["world_size"])
+            self.results[layout] = run_ranks(train, out, LAYOUTS[layout]["world_size"], job)[-1]
         return out
 
 
@@ -92,51 +224,34 @@ def laboratory(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest
     return Laboratory(directory, {name: write_model(directory / name, tiny_model, w) for name, w in models.items()})
 
 
-def by_sequence(path: Path, key: str) -> dict[tuple[int, ...], np.ndarray]:
-    """Values of `KEY.NUMBER` of scores.npz by sequence (its tokens and the last label)."""
-    out = {}
-    with np.load(path) as arrays:
-        for number in range(sum(name.startswith("tokens.") for name in arrays)):
-            end = np.cumsum(arrays[f"lengths.{number}"])
-            for start, stop in zip([0, *end], end, strict=False):
-                tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
-                if tokens.any():  # not the padding
-                    values = arrays[key.replace("NUMBER", str(number))][start:stop]
-                    out[(*tokens.tolist(), int(labels[-1]))] = values
-    return out
-
-
 @every_layout
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_scores_under_each_set_of_weights_are_those_of_transformers(laboratory, layout, holder):
-    path = laboratory(layout) / "scores.npz"
-    found = [by_sequence(path, f"{holder}.{name}.NUMBER.0") for name in ("logprobs", "entropy")]
+    arrays = np.load(laboratory(layout) / "scores.npz")
+    found = [by_sequence(arrays, f"{holder}.{name}.{{}}.0") for name in ("logprobs", "entropy")]
     assert len(found[0]) == len(laboratory.trajectories)
     for trajectory in laboratory.trajectories:
         with torch.no_grad():
             expected = scores(laboratory.oracles[holder], trajectory)
-        for values, wanted in zip(found, expected, strict=True):
-            assert np.abs(values[tuple(trajectory.token_ids.tolist())] - wanted.numpy()).max() <= 1e-5
+        for values, right in zip(found, expected, strict=True):
+            assert np.abs(values[tuple(trajectory.token_ids.tolist())] - right.numpy()).max() <= 1e-5
 
 
 @every_layout
 def test_passes_under_other_weights_change_nothing_and_repeat_bit_for_bit(laboratory, layout):
-    assert json.loads((laboratory(layout) / "said.json").read_text())["changed"] == []
     with np.load(laboratory(layout) / "scores.npz") as arrays:
+        assert laboratory.results[layout]["changed"] == []
         first = [name for name in arrays if name.endswith(".0") and name.count(".") == 3]
         assert len(first) > 2 * len(HOLDERS)
         for name in first:
             assert np.array_equal(arrays[name], arrays[f"{name[:-1]}1"]), name
-    policy, teacher = (
-        by_sequence(laboratory(layout) / "scores.npz", f"{holder}.logprobs.NUMBER.0")
-        for holder in ("policy", "teacher")
-    )
+        policy, teacher = (by_sequence(arrays, f"{holder}.logprobs.{{}}.0") for holder in ("policy", "teacher"))
     assert all(np.abs(policy[tokens] - teacher[tokens]).max() > 1e-2 for tokens in policy)
 
 
 @every_layout
 def test_a_step_with_recomputed_log_probs_is_the_formula_over_the_support(laboratory, layout):
-    """The ratio is 1 everywhere, whatever the engine said; KL to reference and teacher are over the kept tokens."""
+    """The ratio is 1 everywhere, whatever the engine returned; KL to reference and teacher are over the kept tokens."""
     policy = laboratory.oracles["policy"]
     policy.model.zero_grad()
     advantages = [value for group in laboratory.groups for value in group_advantages(Algorithm(), group)]
@@ -154,13 +269,14 @@ def test_a_step_with_recomputed_log_probs_is_the_formula_over_the_support(labora
         gap = torch.where(weight > 0, new - rollout, 0.0).detach()
         engine += (weight * (gap.exp() - gap - 1)).sum().item()
     (loss + KL * kls[0]).backward()
-    found = json.loads((laboratory(layout) / "said.json").read_text())["step"]
+    out = laboratory(layout)
+    found = laboratory.results[layout]["step"]
     assert found["loss/policy"] == pytest.approx(loss.item(), abs=1e-6) and found["loss/clip_fraction"] == 0.0
     assert found["kl/reference"] == pytest.approx(kls[0].item(), rel=1e-4) and kls[0] > 1e-4
     assert found["kl/teacher"] == pytest.approx(kls[1].item(), rel=1e-4) and kls[1] > 1e-4
     assert found["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
     assert found["kl/rollout"] == pytest.approx(engine, rel=1e-4)
-    worst, name = difference(load_file(laboratory(layout) / "gradients.safetensors"), policy.gradients())
+    worst, name = difference(load_file(out / "gradients.safetensors"), policy.gradients())
     assert worst <= 1e-5, name
 
 
@@ -173,36 +289,38 @@ def test_the_kl_of_a_teachers_top_tokens_is_that_of_whole_logits(laboratory, lay
     for t, weight in zip(trajectories, loss_weights(trajectories, "token"), strict=True):
         tokens = t.token_ids.astype(np.int64)
         logits = policy.model(torch.from_numpy(tokens)[None]).logits[0, :-1] / TEMPERATURE
-        ids, said = (torch.from_numpy(part) for part in likeliest(tokens[:-1], tokens[1:]))
+        ids, taught = (torch.from_numpy(part) for part in likeliest(tokens[:-1], tokens[1:]))
         three = logits.softmax(-1).gather(1, ids)
         p = torch.cat([three, 1 - three.sum(1, keepdim=True)], 1)
-        q = torch.cat([said.exp(), 1 - said.exp().sum(1, keepdim=True)], 1)
+        q = torch.cat([taught.exp(), 1 - taught.exp().sum(1, keepdim=True)], 1)
         total = total + (torch.from_numpy(weight) * (p * (p / q).log()).sum(1)).sum()
     (DISTILLED["teacher_kl_coef"] * total).backward()
-    found = json.loads((laboratory(layout) / "said.json").read_text())["distilled"]
+    out = laboratory(layout)
+    found = laboratory.results[layout]["distilled"]
     assert found["kl/teacher_top"] == pytest.approx(total.item(), rel=1e-5) and total > 0.1
-    worst, name = difference(load_file(laboratory(layout) / "distilled.safetensors"), policy.gradients())
+    worst, name = difference(load_file(out / "distilled.safetensors"), policy.gradients())
     assert worst <= 1e-5, name
 
 
 @every_layout
 def test_every_update_of_a_step_compares_with_the_policy_before_the_first(laboratory, layout):
     out = laboratory(layout)
-    with np.load(out / "losses.npz") as given, np.load(out / "scores.npz") as before:
+    with np.load(out / "losses.npz") as inputs, np.load(out / "scores.npz") as before:
         count = sum(name.startswith("tokens.") for name in before)
-        assert sum(name.startswith("logprobs.") for name in given) == 2 * count
+        assert sum(name.startswith("logprobs.") for name in inputs) == 2 * count
         for number in range(count):
             for name, holder in (("old_logprobs", "policy"), ("reference_logprobs", "reference")):
-                wanted = before[f"{holder}.logprobs.{number}.0"]
+                expected = before[f"{holder}.logprobs.{number}.0"]
                 for update in range(2):
-                    assert np.array_equal(given[f"{name}.{number + update * count}"], wanted)
-            assert np.array_equal(given[f"logprobs.{number}"], given[f"old_logprobs.{number}"])
+                    assert np.array_equal(inputs[f"{name}.{number + update * count}"], expected)
+            assert np.array_equal(inputs[f"logprobs.{number}"], inputs[f"old_logprobs.{number}"])
             second = number + count
-            assert np.abs(given[f"logprobs.{second}"] - given[f"old_logprobs.{second}"]).max() > 1e-2
-            assert not np.array_equal(given[f"old_logprobs.{number}"], given[f"rollout_logprobs.{number}"])
+            assert np.abs(inputs[f"logprobs.{second}"] - inputs[f"old_logprobs.{second}"]).max() > 1e-2
+            assert not np.array_equal(inputs[f"old_logprobs.{number}"], inputs[f"rollout_logprobs.{number}"])
 
 
 @every_layout
 def test_a_refreshed_reference_is_the_current_or_the_saved_policy(laboratory, layout):
-    said = json.loads((laboratory(layout) / "said.json").read_text())
-    assert said["reference_is_policy"] == [False, True] and said["reference_is_back"]
+    assert laboratory(layout)
+    results = laboratory.results[layout]
+    assert results["reference_is_policy"] == [False, True] and results["reference_is_back"]

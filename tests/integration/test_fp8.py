@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.runtime.ports import free_port
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.orchestration.batches import make_packer
 from tests.integration import transformer_engine_stand
 from tests.integration.block_models import make_block_deepseek, make_block_model
 from tests.integration.conftest import Weights
-from tests.integration.optimizer_rank import SEQUENCES
 from tests.integration.rank_processes import run_ranks
+from tests.integration.trainer_rank import CLIPPED, Rank, demonstrations, equal, sft_rows
 from tests.needed import missing
 
 pytestmark = pytest.mark.integration
@@ -35,12 +37,144 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 """Layouts of a model of four layers."""
 
+BEFORE_TRAINING = 2
+"""Steps between two looks at the weights."""
 UNIFIED = ("computed_in_fp8", "same_codes", "same_scales", "moved", "same_later")
-"""Arrays of each rank with its publication, before and after steps (`fp8_rank`)."""
+"""Facts of each rank about its publication, before and after steps (`Fp8Rank`)."""
 
 COPIES = ("no_copies", "a_copy_of_each", "copies_leave")
-"""Facts that each rank of Transformer Engine tells about its copies of weights: none when it starts, one of each weight
+"""Facts of each rank of Transformer Engine about its copies of weights: none when it starts, one of each weight
 in fp8 after passes, none in a trainer that was offloaded."""
+
+
+class Fp8Rank(Rank):
+    optimizer = CLIPPED
+
+    def config(self, **options: Any) -> Config:
+        fp8 = options.pop("fp8", self.job["recipe"])
+        base = super().config(dtype="bfloat16", **options)
+        return base.model_copy(update={"trainer": base.trainer.model_copy(update={"fp8": fp8})})
+
+    def demonstrated(self, step: int) -> list[MicroBatch]:
+        """Packed as a run packs them: tokens of a rank are whole blocks."""
+        rows = sft_rows(demonstrations(step)[: self.job["sequences"]])
+        pack = make_packer(self.config(), self.spec, self.sizes)
+        return pack(rows).shards[self.parallel.coordinates.data]
+
+    def write_gradients(self, name: str, **options: Any) -> None:
+        """Log-probs and gradients of one step."""
+        trainer = self.trainer(distributed_optimizer=False, optimizer={"clip_grad": 0.0}, **options)
+        batches = self.demonstrated(0)
+        # Only the last stage has log-probs.
+        for batch, logprobs in zip(batches, trainer.logprobs(batches), strict=self.parallel.last_stage):
+            at = np.cumsum([0, *batch.lengths])
+            for first, last in pairwise(at.tolist()):
+                places = np.arange(first, last)[~batch.padding[first:last]]
+                if places.size:
+                    self.arrays[f"{name} {batch.tokens[places].tolist()}"] = logprobs[places]
+        self.steps(trainer, (0,))
+        self.write_tensors(name, self.gradients(trainer))
+
+    def computed_weights(self, trainer: Any) -> dict[str, Any]:
+        """By local name: codes and scales that a forward pass made of each weight."""
+        from slimx.extras.low_precision import products
+
+        by_address = {value.data_ptr(): name for name, value in trainer.weights.parameters.items()}
+        seen: dict[str, Any] = {}
+        plain = products.quantize
+
+        def watched(values: Any, *rest: Any) -> Any:
+            out = plain(values, *rest)
+            name = by_address.get(values.data_ptr())
+            if name is not None and values.shape == trainer.weights.parameters[name].shape:
+                seen[name] = out
+            return out
+
+        products.quantize = watched
+        try:
+            trainer.logprobs(self.demonstrated(0))
+        finally:
+            products.quantize = plain
+        return seen
+
+    def compare_publication(self, trainer: Any) -> None:
+        """A publication's codes and scales of the checkpoint's tensors, and those that the layers computed with."""
+        import torch
+
+        from slimx.extras.low_precision.block_fp8 import SCALE_SUFFIX, quantization
+        from slimx.layout.megatron import MegatronLayout
+        from slimx.layout.number_formats import Precision
+        from slimx.reshard.pack.packer import Packer
+        from slimx.reshard.plan.copy_plan import compile_plan
+
+        seen = self.computed_weights(trainer)
+        local = MegatronLayout(self.spec.table, self.sizes).parts_of(self.rank)
+        parts = [part._replace(ranks=(0,)) for part in local if part.quantized]
+        self.results["computed_in_fp8"] = sorted(seen) == sorted(part.name for part in parts)
+        plan = compile_plan(
+            parts, parts, precision=Precision("bfloat16", "bfloat16", quantization("te")), bucket_bytes=2**62
+        )
+        packer = Packer(plan, 0, {part.name: trainer.weights.parameters[part.name].detach() for part in parts})
+        form = packer.form(0)
+        memory = torch.zeros(form.size, dtype=torch.uint8)
+        packer.pack(0, memory)
+        published = {
+            tensor.name: memory[start : start + tensor.nbytes].view(tensor.shape if tensor.dtype != "float32" else -1)
+            for tensor, start in zip(form.tensors, form.offset.tolist(), strict=True)
+        }
+        self.results["same_codes"] = all(torch.equal(codes, published[name]) for name, (codes, _) in seen.items())
+        self.results["same_scales"] = all(
+            torch.equal(scales.view(torch.uint8).flatten(), published[name + SCALE_SUFFIX].flatten())
+            for name, (_, scales) in seen.items()
+        )
+
+    def check_copies(self) -> None:
+        """Passes with other weights and a step between passes with these: the stand of Transformer Engine fails where
+        a copy of weights is out of date."""
+        trainer = self.trainer()
+        modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+        copies = [module._fp8_workspaces for module in modules if hasattr(module, "_fp8_workspaces")]
+        self.results["no_copies"] = not any(copies)
+        self.results["no_copies"] &= bool(copies)
+        first = trainer.weights.snapshot()
+        self.steps(trainer, (0,))
+        trainer.logprobs(self.demonstrated(1))
+        with trainer.weights.switching() as switch:
+            switch(first)
+            trainer.logprobs(self.demonstrated(1))
+        trainer.logprobs(self.demonstrated(2))
+        count = sum(map(len, copies))
+        weights = sum(part.quantized for part in trainer.weights.parts)
+        self.results["a_copy_of_each"] = count == weights
+        trainer.offload()
+        self.results["copies_leave"] = not any(copies)
+        trainer.reload()
+        self.steps(trainer, (1,))
+
+    def compare_publications(self) -> None:
+        trainer = self.trainer()
+        self.compare_publication(trainer)
+        before = self.weights(trainer)
+        self.steps(trainer, range(BEFORE_TRAINING))
+        self.results["moved"] = not equal(self.weights(trainer), before)
+        first = dict(self.results)
+        self.compare_publication(trainer)
+        self.results["same_later"] = all(self.results[name] and first[name] for name in ("same_codes", "same_scales"))
+
+
+def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    fp8 = Fp8Rank(job, rank)
+    fp8.write_gradients("fp8")
+    if job["engine"]:
+        fp8.write_gradients("bf16", fp8=None)
+        fp8.check_copies()
+        return fp8.finish()
+    if fp8.sizes.world == 1:
+        fp8.write_gradients("bf16", fp8=None)
+        fp8.write_gradients("recomputed", recompute={"granularity": "full"})
+    if job["recipe"] == "blockwise":
+        fp8.compare_publications()
+    return fp8.finish()
 
 
 def run(
@@ -50,18 +184,13 @@ def run(
     recipe: str,
     role: str = "rank",
     *,
-    sequences: int = SEQUENCES,
+    sequences: int = 6,
 ) -> tuple[dict[str, np.ndarray], list[dict]]:
-    """Arrays of all ranks, and what each rank said."""
-    out.mkdir()
-    job = {"model": str(model), "layout": layout, "kinds": [], "out": str(out), "recipe": recipe}
-    job |= {"engine": role != "rank", "sequences": sequences}
-    job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
-    (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.fp8_rank", out, layout["world_size"], role=role)
-    ranks = range(layout["world_size"])
-    arrays = {key: value for rank in ranks for key, value in np.load(out / f"{rank}.npz").items()}
-    return arrays, [json.loads((out / f"{rank}.json").read_text()) for rank in ranks]
+    """Arrays of all ranks, and results by rank."""
+    job = {"model": model, "layout": layout, "recipe": recipe, "engine": role != "rank", "sequences": sequences}
+    results = run_ranks(train, out, layout["world_size"], job, role=role)
+    arrays = {key: value for rank in range(len(results)) for key, value in np.load(out / f"{rank}.npz").items()}
+    return arrays, results
 
 
 def distance(one: Weights, other: Weights) -> float:
@@ -120,8 +249,8 @@ def test_a_step_in_fp8_is_the_same_in_every_layout_as_far_as_blocks_are(
 
 
 def check_unified(found: dict[str, tuple[dict[str, np.ndarray], list[dict]]]) -> None:
-    for _, said in found.values():
-        for rank in said:
+    for _, results in found.values():
+        for rank in results:
             wrong = [what for what in UNIFIED if rank[what] is not True]
             assert wrong == []
 
@@ -163,9 +292,9 @@ def test_transformer_engines_layers_compute_in_fp8_what_torchs_do(
     # The stand ends a rank whose scales are powers of two, whose tokens are too few for a product, or which computes
     # with a copy that is out of date; `run` then raises what it said.
     model = make(tmp_path / "model")
-    found, said = run(model, tmp_path / "engine", layout, "blockwise", "rank_with_engine")
+    found, results = run(model, tmp_path / "engine", layout, "blockwise", "rank_with_engine")
     plain, _ = run(model, tmp_path / "plain", layout, "blockwise")
-    for rank in said:
+    for rank in results:
         wrong = [what for what in COPIES if rank[what] is not True]
         assert wrong == []
     of = {name: load_file(tmp_path / f"{name}.safetensors") for name in ("engine/fp8", "engine/bf16", "plain/fp8")}

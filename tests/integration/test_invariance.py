@@ -3,44 +3,40 @@
 Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
 a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
 GSPO), a Qwen3-Next (gated delta nets; GRPO), and a Nemotron-3 (Mamba-2 layers; GRPO). One rank without recomputation
-is what all others must equal. `layout_cases` says which layouts: `make test` has each setting with both of the first
-two models, in three combined layouts; `make test-all` has every layout with both.
+is what all others must equal. Layouts are a covering array (`COVERING`), in which every pair of settings meets:
+`make test` has each setting with both of the first two models, in three combined layouts; `make test-all` has every
+layout with both.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from slimx.algorithms.advantages.estimate import group_advantages
+from slimx.config.schema import Config
+from slimx.config.sections.trainer import Trainer
+from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.sampling_support import Support
-from slimx.data.saved.codec import save_groups
+from slimx.data.saved.codec import load_groups, save_groups
 from slimx.models.families import read_model
-from slimx.runtime.ports import free_port
+from slimx.orchestration.batches import make_packer
 from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
+from tests.integration.gathering import write_tensors
 from tests.integration.invariance_models import DEEPSEEK, NEMOTRON, NEXT, QWEN
-from tests.integration.invariance_rank import VERSION
-from tests.integration.layout_cases import (
-    COVERING,
-    EIGHT,
-    FACTORS,
-    MODELS,
-    ONE,
-    QUICK,
-    Case,
-    all_cases,
-    fields,
-    name_of,
-    pairs,
-)
 from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_start import join, leave
 
 pytestmark = pytest.mark.integration
 BOUND = 1e-5
@@ -55,6 +51,99 @@ ALGORITHMS = {
     "nemotron": {},
 }
 GROUPS = 4
+VERSION = 3
+"""The engines' weight version at the step."""
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "tensor": (1, 2),
+    "pipeline": (1, 2),
+    "virtual_pipeline": (1, 2),
+    "layers_per_stage": (None, (1, 3)),
+    "context": (1, 2),
+    "data": (1, 2),
+    "expert": (1, 2, 4),
+    "expert_tensor": (1, 2),
+    "recompute": ("none", "selective", "full"),
+    "max_tokens_per_microbatch": (56, 200),
+}
+Case = dict[str, Any]
+
+ONE = {name: values[0] for name, values in FACTORS.items()} | {"world_size": 1}
+"""The case that the others are compared with."""
+_KEYS = (*FACTORS,)
+
+
+def _case(*values: Any) -> Case:
+    case = dict(zip(_KEYS, values, strict=True))
+    return case | {"world_size": case["tensor"] * case["pipeline"] * case["context"] * case["data"]}
+
+
+COVERING: tuple[Case, ...] = (
+    _case(1, 1, 1, None, 1, 1, 1, 1, "selective", 200),
+    _case(2, 2, 2, None, 1, 1, 1, 2, "none", 56),
+    _case(1, 1, 1, None, 2, 2, 2, 2, "full", 56),
+    _case(1, 2, 1, (1, 3), 1, 2, 2, 1, "none", 200),
+    _case(2, 1, 1, None, 2, 1, 4, 1, "full", 200),
+    _case(1, 2, 2, None, 2, 1, 2, 1, "selective", 56),
+    _case(2, 2, 1, (1, 3), 1, 1, 1, 2, "full", 200),
+    _case(2, 1, 1, None, 1, 2, 4, 1, "selective", 56),
+    _case(1, 2, 1, (1, 3), 2, 1, 1, 1, "selective", 56),
+    _case(1, 2, 2, None, 1, 2, 1, 1, "full", 200),
+    _case(1, 1, 1, None, 2, 2, 4, 1, "none", 56),
+    _case(2, 1, 1, None, 2, 1, 2, 2, "selective", 200),
+)
+"""Every pair of settings of layouts of up to four ranks."""
+MODELS = ("qwen", "deepseek")
+QUICK = (COVERING[0], COVERING[5], COVERING[6], COVERING[10])
+"""The one of one rank, and three of four ranks in which every setting occurs."""
+
+EIGHT = _case(2, 2, 2, None, 2, 1, 4, 1, "selective", 200)
+
+
+def fields(case: Case) -> dict[str, Any]:
+    """The trainer section of a case."""
+    modules = ["core_attn", "layernorm", "moe_act"] if case["recompute"] == "selective" else ["core_attn"]
+    return case | {"recompute": {"granularity": case["recompute"], "modules": modules}}
+
+
+def possible(case: Case) -> bool:
+    """Returns True if slimx takes the layout for the two models of the test."""
+    stages = case["pipeline"] * case["virtual_pipeline"]
+    if case["virtual_pipeline"] > 1 and case["pipeline"] == 1:
+        return False
+    if case["layers_per_stage"] and len(case["layers_per_stage"]) != stages:
+        return False
+    try:
+        Trainer.model_validate(fields(case))
+    except ValidationError:
+        return False
+    return True
+
+
+def all_cases(largest: int) -> list[Case]:
+    """Every possible layout of up to `largest` ranks."""
+    cases = [_case(*values) for values in product(*FACTORS.values())]
+    return [case for case in cases if case["world_size"] <= largest and possible(case)]
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Pairs of settings that meet in a case."""
+    return set(combinations([(name, case[name]) for name in _KEYS], 2))
+
+
+def name_of(case: Case) -> str:
+    """Such as TP2xPP2xVPP2xEP2-full."""
+    short = {
+        "tensor": "TP",
+        "pipeline": "PP",
+        "virtual_pipeline": "VPP",
+        "context": "CP",
+        "data": "DP",
+        "expert": "EP",
+        "expert_tensor": "ETP",
+    }
+    sizes = [f"{text}{case[name]}" for name, text in short.items() if case[name] > 1] or ["single"]
+    split = ["uneven"] if case["layers_per_stage"] else []
+    return "-".join(["x".join(sizes), *split, case["recompute"], str(case["max_tokens_per_microbatch"])])
 
 
 def rollouts(seed: int) -> list[Group]:
@@ -97,6 +186,63 @@ def rollouts(seed: int) -> list[Group]:
     return groups
 
 
+def configuration(job: dict[str, Any], model: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(job["out"])},
+            "model": {"path": model["path"]},
+            "numerics": {"dtype": "float32"},
+            "trainer": {
+                **job["trainer"],
+                # Every rank then holds whole gradients.
+                "distributed_optimizer": False,
+                # Several chunks, of which the last is not full.
+                "logprob_chunk_tokens": 24,
+                "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+                "megatron": {"mtp_num_layers": model["mtp"]} if model["mtp"] else {},
+            },
+            "rollout": {"prompts": "p"},
+            "algorithm": {"reference": True, "kl_coef": 0.5, "teacher": model["teacher"], **model["algorithm"]},
+        }
+    )
+
+
+def take_step(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> dict[str, Any]:
+    """Metrics and the number of micro-batches of a step, whose gradients are written under Hugging Face names."""
+    import torch
+
+    from slimx.models.families import read_model
+    from slimx.trainer.trainer import PolicyTrainer
+
+    settings = configuration(job, model)
+    spec = read_model(model["path"], mtp_layers=model["mtp"])
+    trainer = PolicyTrainer(settings, spec, parallel)
+    trainer.weights.load(model["policy"])  # another than the reference
+    groups = load_groups(model["groups"])
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    advantages = [value for group in groups for value in group_advantages(settings.algorithm, group)]
+    rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
+    sizes = parallel.sizes
+    batch = make_packer(settings, spec, sizes)(rows)
+    shard = batch.shards[parallel.coordinates.data]
+    metrics = trainer.train_step(shard, step=0, version=VERSION)
+    gradients = {
+        # Buffers (the router's selection bias) have none.
+        key: parameter.main_grad if hasattr(parameter, "main_grad") else torch.zeros_like(parameter)
+        for key, parameter in trainer.weights.parameters.items()
+    }
+    write_tensors(job["out"] / f"{model['name']}.safetensors", gradients, spec, parallel)
+    return {"metrics": metrics, "microbatches": len(shard)}
+
+
+def train(job: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
+    """Takes a step with each model; returns its metrics and number of micro-batches by model."""
+    parallel = join(configuration(job, job["models"][0]).trainer, rank, job["init_method"])
+    results = {model["name"]: take_step(job, model, parallel) for model in job["models"]}
+    leave(parallel)
+    return results
+
+
 def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
     """A checkpoint of random weights: norms around 1, states of delta nets that last for some tokens, the rest far from
     uniform."""
@@ -115,41 +261,39 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
 
 
 class Laboratory:
-    """Runs each layout once, when it is first asked for, with the models of the chosen tests."""
+    """Runs each layout once, when it is first requested, with the models of the chosen tests."""
 
-    def __init__(self, directory: Path, asked: set[tuple[str, str]]):
-        """`asked`: names of the layouts and models that will be asked for."""
-        self.directory, self.asked, self.done = directory, asked, set[str]()
+    def __init__(self, directory: Path, chosen: set[tuple[str, str]]):
+        """`chosen`: names of the layouts and models of the chosen tests."""
+        self.directory, self.chosen = directory, chosen
+        self.results: dict[str, dict[str, Any]] = {}
+        """Of the last rank by layout."""
         self.models = []
         every = (("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0), ("nemotron", NEMOTRON, 0))
         for seed, (name, hf, mtp) in enumerate(every):
-            if not any(name == model for _, model in asked):
+            if not any(name == model for _, model in chosen):
                 continue
             save_groups(directory / f"{name}.groups", rollouts(seed))
             self.models.append(
                 {
                     "name": name,
-                    "path": str(write_model(directory / name, hf, mtp, seed)),
-                    "policy": str(write_model(directory / f"{name}-policy", hf, mtp, seed + 10)),
-                    "teacher": str(write_model(directory / f"{name}-teacher", hf, mtp, seed + 20)),
-                    "groups": str(directory / f"{name}.groups"),
+                    "path": write_model(directory / name, hf, mtp, seed),
+                    "policy": write_model(directory / f"{name}-policy", hf, mtp, seed + 10),
+                    "teacher": write_model(directory / f"{name}-teacher", hf, mtp, seed + 20),
+                    "groups": directory / f"{name}.groups",
                     "mtp": mtp,
                     "algorithm": ALGORITHMS[name],
                 }
             )
 
     def __call__(self, case: Case, model: str) -> tuple[dict[str, Any], Weights]:
-        """What the last rank said, and all gradients."""
+        """Results of the last rank, and all gradients."""
         out = self.directory / name_of(case)
-        if out.name not in self.done:
-            self.done.add(out.name)
-            out.mkdir()
-            init = f"tcp://127.0.0.1:{free_port()}"
-            models = [each for each in self.models if case == ONE or (out.name, each["name"]) in self.asked]
-            job = {"models": models, "trainer": fields(case), "out": str(out), "init_method": init}
-            (out / "job.json").write_text(json.dumps(job))
-            run_ranks("tests.integration.invariance_rank", out, case["world_size"])
-        return json.loads((out / f"{model}.json").read_text()), load_file(out / f"{model}.safetensors")
+        if out.name not in self.results:
+            models = [each for each in self.models if case == ONE or (out.name, each["name"]) in self.chosen]
+            job = {"models": models, "trainer": fields(case)}
+            self.results[out.name] = run_ranks(train, out, case["world_size"], job)[-1]
+        return self.results[out.name][model], load_file(out / f"{model}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +304,10 @@ def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> None:
-    (said, gradients), (expected, single) = laboratory(case, model), laboratory(ONE, model)
-    assert said["metrics"].keys() == expected["metrics"].keys()
+    (found, gradients), (expected, single) = laboratory(case, model), laboratory(ONE, model)
+    assert found["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():
-        assert said["metrics"][name] == pytest.approx(value, rel=BOUND, abs=1e-7), name
+        assert found["metrics"][name] == pytest.approx(value, rel=BOUND, abs=1e-7), name
     assert gradients.keys() == single.keys()
     trained = {name for name, gradient in single.items() if gradient.any()}
     assert single.keys() - trained == {name for name in single if name.endswith("e_score_correction_bias")}
@@ -174,11 +318,11 @@ def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> 
 
 def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
     possible = all_cases(4)
-    wanted = set().union(*map(pairs, possible))
-    assert {value for pair in wanted for value in pair} == {
+    necessary = set().union(*map(pairs, possible))
+    assert {value for pair in necessary for value in pair} == {
         (name, value) for name, values in FACTORS.items() for value in values
     }
-    assert set().union(*map(pairs, COVERING)) == wanted
+    assert set().union(*map(pairs, COVERING)) == necessary
     assert {case["world_size"] for case in (*COVERING, EIGHT)} >= {1, 4, 8}
     assert {(name, case[name]) for case in QUICK for name in FACTORS} == {
         (name, value) for name, values in FACTORS.items() for value in values

@@ -3,30 +3,26 @@ checkpoint brings adapters back under its own layout and another."""
 
 from __future__ import annotations
 
-import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
+from slimx.config.schema import Config
 from slimx.extras.convert.formats.peft import export_adapters
-from slimx.runtime.ports import free_port
 from tests.integration import transformer_engine_stand
 from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
-from tests.integration.lora_rank import ASKED, LORA, LR, STEPS, TRAINED
-from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_processes import DEADLINE_S, run_ranks
 from tests.integration.trainer_oracle import Oracle, write_model
-from tests.integration.trainer_rank import demonstrations
+from tests.integration.trainer_rank import Rank, by_sequence, demonstrations, equal
 from tests.needed import missing
 from tests.peft_stand import logprobs, make_adapters
+from tests.processes import wait_for
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
@@ -78,19 +74,169 @@ KINDS = {
     "qwen3_moe": (*ATTENTION, *EXPERTS, "mlp.router"),
 }
 """Parts of the names of weights that have adapters."""
+LORA = {"rank": 4, "alpha": 8.0}
+TRAINED = {"rank": 6, "alpha": 10.0}
+"""That of two A of rank 3 with alpha 5."""
+SCALE = LORA["alpha"] / LORA["rank"]
+COLUMN = ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
+AXES = dict.fromkeys(COLUMN, 0) | {"linear_proj": 1, "linear_fc2": 1}
+"""Axes along which weights are split, by their layers' names; others are whole on every rank."""
+STEPS, LR = 2, 2e-2
+REQUEST = "request"
+"""File of rank 0: it waits for transformers' gradients under the merged weights, in directory `merged`."""
+
+
+class LoraRank(Rank):
+    optimizer = {"lr": LR, "clip_grad": 0.0}
+
+    def config(self, *, distributed: bool = True, lora: dict[str, Any] | None = None, **trainer: Any) -> Config:
+        base = super().config(lora=LORA | {"targets": self.job["targets"]} | (lora or {}), **trainer)
+        # Without the distributed optimizer every rank has whole gradients; a user's file is refused.
+        changed = base.trainer.model_copy(update={"distributed_optimizer": distributed})
+        numerics = base.numerics.model_copy(update={"mode": self.job["mode"]})
+        return base.model_copy(update={"trainer": changed, "numerics": numerics})
+
+    def write_merged(self, name: str, trainer: Any) -> None:
+        self.write_tensors(name, trainer.weights.parameters, attached=trainer.weights.attached)
+
+    def compare_gradients(self) -> None:
+        """Gradients of A and B against those that transformers' gradient of the merged weights implies:
+        dA = s B' dW and dB = s dW A'."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        trainer = self.trainer(distributed=False)
+        base = self.weights(trainer)
+        first = trainer.logprobs(self.demonstrated(0))
+        self.steps(trainer, range(STEPS))
+        self.compare_reference(trainer, first)
+        self.results["frozen"] = equal(base, self.weights(trainer))
+        merged = self.out / "merged"
+        self.write_merged("merged", trainer)
+        if self.rank == 0:
+            (self.out / REQUEST).touch()
+            wait_for(merged.exists, DEADLINE_S)
+        self.barrier()
+        whole = trainer.weights.copy_of(str(merged))
+        adapters, tensor = trainer.weights.attached.adapters, parallel_state.get_tensor_model_parallel_group
+        expected = {}
+        for name, adapter in adapters.items():
+            a, b = (parameter.detach().clone() for parameter in adapter.parameters)
+            of_a, of_b = SCALE * b.T @ whole[name], SCALE * whole[name] @ a.T
+            if (axis := AXES.get(name.rsplit(".", 2)[-2])) is not None:
+                of = parallel_state.get_expert_tensor_parallel_group if ".experts." in name else tensor
+                dist.all_reduce((of_a, of_b)[axis], group=of())
+            expected[name] = of_a, of_b
+        self.steps(trainer, (STEPS,))
+        self.results["errors"] = {
+            f"{name} {letter}": float((parameter.main_grad - each).abs().max() / each.abs().max())
+            for name, pair in expected.items()
+            for letter, parameter, each in zip("AB", adapters[name].parameters, pair, strict=True)
+        }
+
+    def compare_reference(self, trainer: Any, first: list[Any]) -> None:
+        """Compare log-probs of the reference, alone and for a step, with those before the adapters had learned."""
+        from slimx.config.sections.algorithm import Algorithm
+        from slimx.trainer.step.passes import ForwardPasses
+
+        batches = self.demonstrated(0)
+        trainer.passes = ForwardPasses(
+            trainer.pipeline, trainer.routing, trainer.weights, Algorithm(reference=True), "none"
+        )
+        policy = trainer.logprobs(batches)
+        fields = trainer.passes.before_updates(trainer._local(batches)).fields
+        base, again = trainer.logprobs(batches, under="reference"), trainer.logprobs(batches)
+        if not self.parallel.last_stage:
+            return
+        parts = [each["reference_logprobs"] for each in fields]
+        whole = [trainer.context.gather(part, b.lengths).numpy() for part, b in zip(parts, batches, strict=True)]
+        self.results["reference"] = {
+            "is_base": same(base, first),
+            "is_returned": same(whole, first),
+            "policy_learned": not same(policy, first),
+            "policy_is_back": same(again, policy),
+        }
+
+    def resume(self) -> None:
+        from slimx.extras.planner.memory.state import Buffers
+        from slimx.extras.planner.memory.trainer import holdings
+
+        trainer = self.trainer()
+        config = trainer.config
+        self.steps(trainer, range(STEPS))
+        sizes, plan = trainer.offloading.sizes(), holdings(config.trainer, config.numerics, self.spec)
+        planned = Buffers(plan.runs(self.sizes, self.rank), config.trainer, self.sizes).state(self.rank)
+        self.results["bytes"] = [sizes["weights"], sizes["gradients"], sizes["optimizer state"]]
+        self.results["planned"] = [planned.weights, planned.gradients, planned.optimizer]
+        merging = [trainer.weights.parameters[name].numel() for name in trainer.weights.attached.merging]
+        self.results["merged"] = [planned.adapted, sum(merging)]
+        path = self.out / "checkpoint"
+        self.save(trainer, path, step=STEPS)
+        self.write_merged("saved", trainer)
+        ahead = self.steps(trainer, (STEPS, STEPS + 1))
+        fresh = self.trainer()
+        fresh.restore(str(path), same_layout=True)
+        self.results["restored"] = [ahead, self.steps(fresh, (STEPS, STEPS + 1))]
+        self.results["restored_equal"] = equal(merged_in(trainer), merged_in(fresh))
+        if self.job["moved"]:
+            fresh.restore(self.job["moved"], same_layout=False)
+            self.write_merged("moved", fresh)
+            self.import_adapters(adapters_in(fresh))
+
+    def import_adapters(self, expected: dict[str, Any]) -> None:
+        """Begin with the adapters in `peft`, and step once from there: a stale fp32 copy would step from elsewhere."""
+        trainer = self.trainer(lora={"load": str(self.out / "peft")})
+        found = adapters_in(trainer)
+        self.results["imported"] = equal(found, expected)
+        self.steps(trainer, (0,))
+        after = adapters_in(trainer)
+        self.results["moved_by"] = max(float((after[name] - value).abs().max()) for name, value in found.items())
+
+    def load_trained_by_peft(self) -> None:
+        """Begin with the adapters in `trained`, write their log-probs, and save a checkpoint."""
+        if not (self.out / "trained").exists():
+            return
+        trainer = self.trainer(lora=TRAINED | {"load": str(self.out / "trained")})
+        batches = self.demonstrated(0)
+        self.keep_logprobs(batches, trainer.logprobs(batches))
+        self.save(trainer, self.out / "of_trained", step=0)
+
+
+def merged_in(trainer: Any) -> dict[str, Any]:
+    return trainer.weights.parameters | {name: make() for name, make in trainer.weights.attached.merging.items()}
+
+
+def adapters_in(trainer: Any) -> dict[str, Any]:
+    return {
+        f"{name} {letter}": parameter.detach().clone()
+        for name, adapter in trainer.weights.attached.adapters.items()
+        for letter, parameter in zip("AB", adapter.parameters, strict=True)
+    }
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) > 0 and all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    lora = LoraRank(job, rank)
+    lora.compare_gradients()
+    lora.resume()
+    lora.load_trained_by_peft()
+    return lora.finish()
 
 
 class Trained:
-    """Directory, and what each rank said, by layout; a layout runs when it is asked for."""
+    """Directory and the ranks' results by layout; a layout runs when it is first requested."""
 
     def __init__(self, root: Path, quickstart: Path):
         self.root, self.models = root, {"qwen3_moe": quickstart}
-        self._done: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+        self._results: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
 
     def __getitem__(self, name: str) -> tuple[Path, list[dict[str, Any]]]:
-        if name not in self._done:
-            self._done[name] = self._run(name)
-        return self._done[name]
+        if name not in self._results:
+            self._results[name] = self._run(name)
+        return self._results[name]
 
     def model(self, name: str) -> Path:
         kind = kind_of(name)
@@ -101,42 +247,32 @@ class Trained:
 
     def _run(self, name: str) -> tuple[Path, list[dict[str, Any]]]:
         layout, model, directory = LAYOUTS[name], self.model(name), self.root / name
-        world = layout["world_size"]
         before = self[TAKES_OVER[name]][0] if name in TAKES_OVER else None
         if name.startswith("engine") and not transformer_engine_stand.PACKAGE.is_dir():
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
         directory.mkdir()
         job = {
             "layout": layout,
-            "model": str(model),
-            "targets": targets(name),
+            "model": model,
+            "targets": TARGETS[kind_of(name)],
             "mode": "exact" if name.startswith("exact") else "fast",
-            "out": str(directory),
-            "init_method": f"tcp://127.0.0.1:{free_port()}",
-            "moved": str(before / "checkpoint") if before else None,
+            "moved": before and before / "checkpoint",
         }
         if kind_of(name) == "qwen2":
             make_adapters(model, directory / "trained", **BY_PEFT)
         if before:
             export_adapters(before / "checkpoint", directory / "peft", model, LORA["alpha"])
-        (directory / "job.json").write_text(json.dumps(job))
         with ThreadPoolExecutor(1) as pool:
             role = "rank_with_engine" if name.startswith("engine") else "rank"
-            running = pool.submit(run_ranks, "tests.integration.lora_rank", directory, world, role=role)
-            while not (directory / ASKED).exists() and not running.done():
-                time.sleep(0.05)
+            running = pool.submit(run_ranks, train, directory, layout["world_size"], job, role=role)
+            wait_for(lambda: (directory / REQUEST).exists() or running.done(), DEADLINE_S)
             if not running.done():
                 answer(model, directory)
-            running.result()
-        return directory, [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
+            return directory, running.result()
 
 
 def kind_of(name: str) -> str:
     return MODELS.get(name.split("-")[0], "qwen3_moe")
-
-
-def targets(name: str) -> list[str] | None:
-    return TARGETS[kind_of(name)]
 
 
 def each(*names: str) -> list[Any]:
@@ -167,28 +303,30 @@ def answer(model: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("layout", each())
 def test_adapters_have_the_gradients_that_transformers_implies(trained, layout):
-    for said in trained[layout][1]:
-        assert max(said["errors"].values()) <= 1e-5, said["errors"]
-        assert said["frozen"]
-    named = {name for said in trained[layout][1] for name in said["errors"]}
+    for results in trained[layout][1]:
+        assert max(results["errors"].values()) <= 1e-5, results["errors"]
+        assert results["frozen"]
+    named = {name for results in trained[layout][1] for name in results["errors"]}
     for kind in KINDS[kind_of(layout)]:
         assert any(kind in name for name in named), kind
 
 
 @pytest.mark.parametrize("layout", each())
 def test_the_reference_is_the_base_bit_for_bit(trained, layout):
-    told = [said for said in trained[layout][1] if "reference" in said]
-    assert len(told) == LAYOUTS[layout]["world_size"] // LAYOUTS[layout].get("pipeline", 1), "of the last stage"
-    for said in told:
-        assert said["reference"] == dict.fromkeys(("is_base", "is_given", "policy_learned", "policy_is_back"), True)
+    last = [results for results in trained[layout][1] if "reference" in results]
+    assert len(last) == LAYOUTS[layout]["world_size"] // LAYOUTS[layout].get("pipeline", 1), "of the last stage"
+    for results in last:
+        assert results["reference"] == dict.fromkeys(
+            ("is_base", "is_returned", "policy_learned", "policy_is_back"), True
+        )
 
 
 @pytest.mark.parametrize("layout", each())
 def test_a_restored_trainer_goes_on_to_the_last_bit(trained, layout):
-    for said in trained[layout][1]:
-        ahead, restored = said["restored"]
+    for results in trained[layout][1]:
+        ahead, restored = results["restored"]
         assert restored == ahead
-        assert said["restored_equal"]
+        assert results["restored_equal"]
 
 
 @pytest.mark.parametrize("here", each(*TAKES_OVER))
@@ -202,56 +340,59 @@ def test_another_layout_restores_the_same_merged_weights(trained, here):
 
 @pytest.mark.parametrize("layout", each(*TAKES_OVER))
 def test_exported_adapters_load_in_another_layout_bit_for_bit(trained, layout):
-    for said in trained[layout][1]:
-        assert said["imported"]
-        assert 0 < said["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
+    for results in trained[layout][1]:
+        assert results["imported"]
+        assert 0 < results["moved_by"] <= 1.01 * LR, "Adam's first step is at most the learning rate"
 
 
 @pytest.mark.parametrize("layout", each(*TAKES_OVER.values()))
 def test_peft_computes_with_exported_adapters_what_merged_weights_do(trained, layout, tmp_path):
     """Logits before PEFT merges them, and the weights after; over a sequence in which experts are chosen by all."""
-    directory = trained[layout][0]
-    base = json.loads((directory / "job.json").read_text())["model"]
+    directory, base = trained[layout][0], trained.model(layout)
+    import peft
+    from transformers import AutoModelForCausalLM
+
     out = tmp_path / "adapters"
-    assert export_adapters(directory / "checkpoint", out, Path(base), LORA["alpha"]) > 0
+    assert export_adapters(directory / "checkpoint", out, base, LORA["alpha"]) > 0
     with refused("convert.exists", about=str(out)):
-        export_adapters(directory / "checkpoint", out, Path(base), LORA["alpha"])
-    merged = write_model(tmp_path / "merged", Path(base), load_file(directory / "saved.safetensors"))
-    plain, wanted = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, merged))
+        export_adapters(directory / "checkpoint", out, base, LORA["alpha"])
+    merged = write_model(tmp_path / "merged", base, load_file(directory / "saved.safetensors"))
+    plain, whole = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, merged))
     ids = torch.arange(64)[None] % 100
     with torch.no_grad():
-        logits, without = wanted(ids).logits, plain(ids).logits
+        logits, without = whole(ids).logits, plain(ids).logits
         model = peft.PeftModel.from_pretrained(plain, out)
         found = model(ids).logits
         assert (found - logits).abs().max() <= 1e-5 * logits.abs().max() < (without - logits).abs().max()
         again = model.merge_and_unload().state_dict()
-    assert again.keys() == wanted.state_dict().keys()
-    for name, value in wanted.state_dict().items():
+    assert again.keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
         assert torch.allclose(again[name], value, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("layout", each("dense", "dense-TP2"))
 def test_pefts_adapters_load_into_a_trainer_and_are_exported_unchanged(trained, layout, tmp_path):
     """Log-probs of the trainer, and of what its checkpoint is exported to, beside those of peft's own model."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
     directory, model = trained[layout][0], trained.model(layout)
     export_adapters(directory / "of_trained", tmp_path / "adapters", model, TRAINED["alpha"])
     plain = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
     first, again = map(peft.PeftModel.from_pretrained, plain, (directory / "trained", tmp_path / "adapters"))
-    found, moved = np.load(directory / "0.npz"), 0.0
-    for number in range(sum(key.startswith("tokens.") for key in found)):
-        arrays = (torch.from_numpy(found[f"{key}.{number}"]) for key in ("tokens", "labels", "logprobs"))
-        parts = (array.split(found[f"lengths.{number}"].tolist()) for array in arrays)
-        for tokens, labels, of_trainer in zip(*parts, strict=True):
-            right = logprobs(first, tokens)
-            assert (logprobs(again, tokens) - right).abs().max() <= 1e-4
-            assert (of_trainer - right.gather(1, labels[:, None])[:, 0]).abs().max() <= 1e-4
-            with first.disable_adapter():
-                moved = max(moved, (logprobs(first, tokens) - right).abs().max().item())
+    moved = 0.0
+    for sequence, values in by_sequence(np.load(directory / "0.npz")).items():
+        tokens, labels = torch.tensor(sequence[:-1]), torch.tensor(sequence[1:])
+        right = logprobs(first, tokens)
+        assert (logprobs(again, tokens) - right).abs().max() <= 1e-4
+        assert (torch.from_numpy(values) - right.gather(1, labels[:, None])[:, 0]).abs().max() <= 1e-4
+        with first.disable_adapter():
+            moved = max(moved, (logprobs(first, tokens) - right).abs().max().item())
     assert moved > 0.1
 
 
 @pytest.mark.parametrize("layout", each())
 def test_the_plan_counts_gradients_and_state_of_adapters_only(trained, layout):
-    for said in trained[layout][1]:
-        assert said["planned"] == said["bytes"]
-        assert said["merged"][0] == said["merged"][1] > 0
+    for results in trained[layout][1]:
+        assert results["planned"] == results["bytes"]
+        assert results["merged"][0] == results["merged"][1] > 0

@@ -10,20 +10,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.config.schema import Config
 from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.parameter_runs import Holdings
 from slimx.extras.planner.memory.state import Buffers
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.layout.ranks import coordinates, sizes_of
 from slimx.models.families import read_model, read_trunk
-from slimx.runtime.ports import free_port
+from tests.integration.full_steps import config, micro_batches
 from tests.integration.invariance_models import DEEPSEEK, QWEN
-from tests.integration.memory_rank import config
 from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_start import join, leave
 
 pytestmark = pytest.mark.integration
 WITHIN, PART = 0.15, 0.05
@@ -141,54 +143,83 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def measure(settings: Config, parallel: Any) -> dict[str, int]:
+    from slimx.models.families import read_model
+    from slimx.trainer.trainer import PolicyTrainer
+    from tests.integration.live_memory import LiveMemory
+
+    spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
+    trainer = PolicyTrainer(settings, spec, parallel)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
+    trainer.train_step(batches, step=0, version=1)
+    with LiveMemory() as live:
+        trainer.train_step(batches, step=1, version=1)
+    return {"micro_batches": len(batches), "live": live.peak, **trainer.offloading.sizes()}
+
+
+def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
+    from slimx.extras.token_level.critic import CriticTrainer
+
+    critic = CriticTrainer(settings, parallel)
+    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
+    for batch in batches:
+        batch.values = np.zeros(len(batch.tokens), np.float32)
+        batch.returns = np.ones(len(batch.tokens), np.float32)  # without a gradient the optimizer takes no step
+    critic.train_step(batches, step=0)
+    return critic.offloading.sizes()
+
+
+def measure_all(job: dict[str, Any], rank: int) -> dict[str, list[dict[str, int]]]:
+    """Returns, by case and by critic: bytes of weights, gradients and optimizer state after two steps, and of cases the
+    peak of all tensors that the second step made."""
+    cases = [config(job, model, case) for model, cases in job["cases"].items() for case in cases]
+    parallel = join(cases[0].trainer, rank, job["init_method"])
+    states = [measure(settings, parallel) for settings in cases]
+    critics = [measure_critic(critic_config(job, model), parallel) for model in job["critics"]]
+    leave(parallel)
+    return {"cases": states, "critics": critics}
+
+
+def critic_config(job: dict[str, Any], model: str) -> Config:
+    settings = config(job, model, {"length": 32, "tokens": 64})
+    return Config.model_validate(settings.model_dump() | {"algorithm": {"name": "ppo"}, "critic": {}})
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow("full grid of layouts")]) for n in LAYOUTS],
 )
 def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path):
-    job = {
-        **LAYOUTS[name],
-        "models": str(models),
-        "out": str(tmp_path),
-        "init_method": f"tcp://127.0.0.1:{free_port()}",
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    world = job["layout"]["world_size"]
-    run_ranks("tests.integration.memory_rank", tmp_path, world)
-    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+    job = {**LAYOUTS[name], "models": models, "out": tmp_path}
+    results = run_ranks(measure_all, tmp_path, job["layout"]["world_size"], job)
     cases = [(model, case) for model, cases in job["cases"].items() for case in cases]
     off = []
     for number, (model, case) in enumerate(cases):
-        off += check_case(job, model, case, [each["cases"][number] for each in said])
+        off += check_case(job, model, case, [each["cases"][number] for each in results])
     if name == "recomputing":
-        live = {json.dumps([model, case]): said[0]["cases"][n]["live"] for n, (model, case) in enumerate(cases)}
+        live = {json.dumps([model, case]): results[0]["cases"][n]["live"] for n, (model, case) in enumerate(cases)}
         for model, (plain, *others) in MODULES.items():
             for one in others:
                 check_module(job, model, plain, one, live)
     print(f"{name}: peaks off by {min(off):+.1%} to {max(off):+.1%}")
     for number, model in enumerate(job["critics"]):
-        settings = config(job, model, {"length": 32, "tokens": 64})
-        settings = (
-            type(settings)
-            .model_validate(settings.model_dump() | {"algorithm": {"name": "ppo"}, "critic": {}})
-            .as_critic()
-        )
+        settings = critic_config(job, model).as_critic()
         sizes = sizes_of(settings.trainer)
         records = trainer_memory(settings, read_trunk(settings.model), sizes, "cpu", model="critic")
         for record in records:
-            held = said[record.rank]["critics"][number]
-            assert (record.weights, record.gradients, record.optimizer) == tuple(held.values()), (model, record)
+            state = results[record.rank]["critics"][number]
+            assert (record.weights, record.gradients, record.optimizer) == tuple(state.values()), (model, record)
 
 
-def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list[dict[str, int]]) -> list[float]:
+def check_case(job: dict[str, Any], model: str, case: dict[str, Any], results: list[dict[str, int]]) -> list[float]:
     """By which share the planned peak of each rank is off."""
     settings = config(job, model, case)
     sizes = sizes_of(settings.trainer)
     spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
     records = {record.stage: record for record in trainer_memory(settings, spec, sizes, "cpu")}
-    assert batch_plan(settings, sizes).microbatches_per_update == said[0]["micro_batches"], (model, case)
+    assert batch_plan(settings, sizes).microbatches_per_update == results[0]["micro_batches"], (model, case)
     off = []
-    for rank, held in enumerate(said):
+    for rank, held in enumerate(results):
         runs = Holdings(spec.table, settings.numerics.dtype).runs(sizes, rank)
         state = Buffers(runs, settings.trainer, sizes).state(rank)
         found = held["weights"], held["gradients"], held["optimizer state"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.runtime.ports import free_port
+from slimx.config.schema import Config
 from tests.integration.exact_runs import assert_none, gaps
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.trainer_rank import CLIPPED, Rank, equal
 
 pytestmark = pytest.mark.integration
 
@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {"world_size": 1},
     "TP2xETP2": {"world_size": 2, "tensor": 2, "expert_tensor": 2},
 }
+STEPS = 3
 QAT = {"qat": "int4"}
 CASES: list[dict[str, Any]] = [
     {"trainer": QAT},
@@ -29,20 +30,84 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+class QatRank(Rank):
+    sequences = 6
+    optimizer = CLIPPED
+
+    def config(self, *, qat: str | None = "int4", **options: Any) -> Config:
+        base = super().config(dtype="bfloat16", **options)
+        return base.model_copy(update={"trainer": base.trainer.model_copy(update={"qat": qat})})
+
+    def experts(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in tensors.items() if ".mlp.experts." in name}
+
+    def rounded(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        from slimx.extras.low_precision import int4_kernel as int4
+
+        out = {name: value.detach().clone() for name, value in tensors.items()}
+        for value in self.experts(out).values():
+            int4.round_(value)
+        return out
+
+    def main_weights(self, trainer: Any) -> dict[str, Any]:
+        """The optimizer's fp32 weights of whole parameters, in bf16."""
+        named = trainer.weights.parameters
+        return {name: getattr(p, "main_param", p).detach().bfloat16().view(p.shape) for name, p in named.items()}
+
+    def compare_with_plain(self) -> None:
+        plain = self.trainer(qat=None, distributed_optimizer=False)
+        loaded = self.weights(plain)
+        trainer = self.trainer(distributed_optimizer=False)
+        weights, main = self.weights(trainer), self.main_weights(trainer)
+        self.results["begins_rounded"] = equal(weights, self.rounded(loaded))
+        self.results["experts_moved"] = not equal(self.experts(weights), self.experts(loaded))
+        self.results["main_is_unrounded"] = equal(main, loaded)
+        for name, value in plain.weights.parameters.items():
+            value.data.copy_(weights[name])
+        for one in (plain, trainer):
+            self.steps(one, (0,))
+        self.results["straight_through"] = equal(self.gradients(plain), self.gradients(trainer))
+        self.results["main_moved"] = not equal(self.experts(self.main_weights(trainer)), self.experts(main))
+        after = self.weights(trainer)
+        self.results["stays_rounded"] = equal(after, self.rounded(self.main_weights(trainer)))
+        copy = trainer.weights.snapshot()
+        with trainer.weights.switching() as switch:
+            switch(loaded)
+            self.results["reference_is_rounded"] = equal(self.weights(trainer), weights)
+        self.results["comes_back"] = equal(self.weights(trainer), copy) and equal(self.weights(trainer), after)
+
+    def train(self) -> None:
+        trainer = self.trainer()
+        # In fp32, the dtype of the checkpoint, which is exact.
+        self.write_tensors("begun", {name: value.detach().float() for name, value in self.weights(trainer).items()})
+        self.steps(trainer, range(STEPS))
+        self.results["trained_rounded"] = equal(self.weights(trainer), self.rounded(self.weights(trainer)))
+        path = self.out / "checkpoint"
+        self.save(trainer, path, step=STEPS)
+        fresh = self.trainer()
+        fresh.restore(str(path), same_layout=True)
+        self.results["restored"] = equal(self.weights(trainer), self.weights(fresh))
+        self.results["moments"] = equal(self.moments(trainer), self.moments(fresh))
+        for one in (trainer, fresh):
+            self.steps(one, (STEPS,))
+        self.results["goes_on"] = equal(self.weights(trainer), self.weights(fresh))
+
+
+def train(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    qat = QatRank(job, rank)
+    qat.compare_with_plain()
+    qat.train()
+    return qat.finish()
+
+
 def test_gradients_pass_and_the_layout_changes_no_rounded_weight(tiny_model: Path, tmp_path: Path) -> None:
     begun = {}
     for name, layout in LAYOUTS.items():
-        out = tmp_path / name
-        out.mkdir()
-        address = f"tcp://127.0.0.1:{free_port()}"
-        job = {"model": str(tiny_model), "layout": layout, "kinds": [], "out": str(out), "init_method": address}
-        (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.qat_rank", out, layout["world_size"])
-        for rank in range(layout["world_size"]):
-            said = json.loads((out / f"{rank}.json").read_text())
-            assert [what for what, true in said.items() if true is False] == []
-            assert sum(true is True for true in said.values()) == 12, said
-        begun[name] = load_file(out / "begun.safetensors")
+        job = {"model": tiny_model, "layout": layout}
+        for facts in run_ranks(train, tmp_path / name, layout["world_size"], job):
+            assert [fact for fact, true in facts.items() if true is not True] == []
+            assert len(facts) == 12, facts
+        begun[name] = load_file(tmp_path / name / "begun.safetensors")
     single, other = begun.values()
     assert single.keys() == other.keys()
     assert all(torch.equal(single[name], other[name]) for name in single)

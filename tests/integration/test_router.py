@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import save_groups
-from slimx.runtime.ports import free_port
+from tests.integration import router_rank
 from tests.integration.chosen import chosen_cases
 from tests.integration.conftest import Weights
+from tests.integration.family_laboratory import difference
 from tests.integration.rank_processes import run_ranks
 from tests.integration.router_oracle import TERMS, RoutedModel, Trained, write_models
 from tests.integration.trainer_rank import demonstrations
@@ -95,7 +96,6 @@ class Laboratory:
     def __call__(self, layout: str) -> Path:
         out = self.directory / layout
         if layout not in self._ran:
-            out.mkdir()
             self._ran[layout] = None
             try:
                 self._run(out, (LAYOUTS | WIDE)[layout])
@@ -110,18 +110,16 @@ class Laboratory:
             {
                 "name": name,
                 "trainer": {"moe": moe},
-                "path": str(self.paths[model]),
-                "groups": str(self.directory / f"{model}.groups"),
-                "later": str(self.paths["Qwen later"]) if moe.get("routing_replay") == "R2" else None,
+                "path": self.paths[model],
+                "groups": self.directory / f"{model}.groups",
+                "later": self.paths["Qwen later"] if moe.get("routing_replay") == "R2" else None,
                 "mtp": int(model == "V3"),
             }
             for name, moe in CASES.items()
             if out.name == "single" or (out.name, name) in self.chosen
             for model in [name.split()[0]]
         ]
-        job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
-        (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.router_rank", out, layout["world_size"])
+        run_ranks(router_rank.train, out, layout["world_size"], {"cases": cases, "layout": layout})
 
     def _expected(
         self, model: str, routes: str, term: str | None = None, microbatches: tuple[tuple[int, ...], ...] = ()
@@ -152,12 +150,6 @@ def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     cases = [case for case in chosen_cases(request) if case.keys() == {"layout", "name"}]
     chosen = {(case["layout"], case["name"]) for case in cases}
     return Laboratory(tmp_path_factory.mktemp("router"), chosen)
-
-
-def difference(found: Weights, expected: Weights) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| over tensors, and whose it is."""
-    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
-    return max((value, name) for name, value in each.items())
 
 
 def every_layout(*names: str) -> pytest.MarkDecorator:

@@ -4,7 +4,6 @@ have lost a trainer."""
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,18 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from slimx.data.saved.codec import save_groups
+from slimx.config.schema import Config
+from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
+from slimx.data.saved.codec import load_groups, save_groups
 from slimx.data.saved.step_files import DIRECTORY, read_step, step_files
 from slimx.engines.server.engine import Engine
 from slimx.errors import LOST
 from slimx.extras.watch.status import run_status
 from slimx.observability.live.stacks import Stack, stacks
+from slimx.orchestration.batches import make_packer
 from slimx.runtime.ports import free_port
+from tests.integration import rank_start
 from tests.integration.conftest import Weights, perturbed, publish
 from tests.integration.fault_stand import lost_with
 from tests.integration.open_ports import Port, documented, opened
@@ -174,6 +178,55 @@ def test_metrics_of_the_run_and_of_its_engines_can_be_scraped(ahead: Ahead) -> N
     assert values["slimx_engine_up", "actor-0"] == 1 and ("sglang:num_running_reqs", "actor-0") in values
 
 
+def distillation(job: dict[str, Any], **teacher: str) -> Config:
+    engines = [{}, {"name": "wise", "frozen": True, "model": job["teacher"]}]
+    return Config.model_validate(
+        {
+            "run": {"dir": str(job["out"])},
+            "model": {"path": job["policy"]},
+            "numerics": {"dtype": "float32"},
+            "trainer": {"distributed_optimizer": False, "max_tokens_per_microbatch": 64},
+            "rollout": {"prompts": "p", "engines": engines},
+            "algorithm": {"name": "distillation", **teacher},
+        }
+    )
+
+
+def distil(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Takes a step on the same rollouts, scored by the teacher in the trainer and by the one that an engine served.
+
+    Returns the metrics of both, and the largest difference of their gradients over the largest gradient; writes
+    `scores.npz`, the log-probs of the trainer's teacher of each rollout in order."""
+    out = job["out"]
+    configs = {
+        "trainer": distillation(job, teacher=job["teacher"]),
+        "engine": distillation(job, teacher_engine="wise"),
+    }
+    parallel = rank_start.join(configs["trainer"].trainer, rank, job["init_method"])
+    from slimx.models.families import read_model
+    from slimx.trainer.trainer import PolicyTrainer
+
+    spec = read_model(job["policy"])
+    trajectories = [trajectory for group in load_groups(out / "groups.bin") for trajectory in group.trajectories]
+    weights, nothing = loss_weights(trajectories, "token"), [0.0] * len(trajectories)
+    results: dict[str, Any] = {}
+    gradients: dict[str, dict[str, np.ndarray]] = {}
+    for name, config in configs.items():
+        trainer = PolicyTrainer(config, spec, parallel)
+        rows = make_rows(trajectories, nothing, weights, config.algorithm)
+        batch = make_packer(config, spec, parallel.sizes)(rows)
+        if name == "trainer":
+            scores = batch.unpack([trainer.logprobs(batch.shards[0], under="teacher")], rows)
+            np.savez(out / "scores.npz", *scores)
+        results[name] = trainer.train_step(batch.shards[0], step=0, version=0)
+        gradients[name] = {key: p.main_grad.numpy().copy() for key, p in trainer.weights.parameters.items()}
+    largest = max(np.abs(gradient).max() for gradient in gradients["trainer"].values())
+    differences = [np.abs(gradients["engine"][key] - gradient).max() for key, gradient in gradients["trainer"].items()]
+    results["gradients_differ"] = float(max(differences) / largest)
+    rank_start.leave(parallel)
+    return results
+
+
 def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
     ahead: Ahead, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -182,14 +235,7 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
     files = step_files(ahead.directory / "run" / DIRECTORY)
     groups = [group for step in range(1, TAUGHT + 1) for group in read_step(files[step])[1]]
     save_groups(tmp_path / "groups.bin", groups)
-    job = {
-        "out": str(tmp_path),
-        "policy": str(tiny_model),
-        "teacher": str(ahead.teacher),
-        "init_method": f"tcp://127.0.0.1:{free_port()}",
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.teacher_rank", tmp_path, 1)
+    (results,) = run_ranks(distil, tmp_path, 1, {"policy": tiny_model, "teacher": ahead.teacher})
     with np.load(tmp_path / "scores.npz") as arrays:
         scores = list(arrays.values())
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -199,10 +245,9 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
         served = trajectory.teacher_logprobs[1:]
         assert trained.any() and np.abs(served[trained] - score[trained]).max() <= 1e-5
         assert np.abs(served[trained] - trajectory.logprobs[1:][trained]).max() > 1e-2  # another model than the policy
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert said["gradients_differ"] <= 1e-4
+    assert results["gradients_differ"] <= 1e-4
     for name in ("loss/policy", "kl/teacher", "optim/grad_norm"):
-        assert said["engine"][name] == pytest.approx(said["trainer"][name], rel=1e-3)
+        assert results["engine"][name] == pytest.approx(results["trainer"][name], rel=1e-3)
 
 
 def test_colocated_engines_sleep_and_a_killed_trainer_ends_the_run(tiny_model, task_of_sums, tmp_path):

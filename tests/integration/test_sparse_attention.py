@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from slimx.data.records import Group, Prompt
 from slimx.data.saved.codec import save_groups
-from slimx.runtime.ports import free_port
+from tests.integration import router_rank
 from tests.integration.family_cases import CASES, SPARSE
 from tests.integration.family_laboratory import difference
 from tests.integration.family_oracle import Oracle
@@ -106,12 +105,10 @@ def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_fa
             continue
         group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=before.trajectories())
         save_groups(out / f"{name}.groups", [group])
-        case = {"name": name, "path": str(before.path), "later": str(later.path), "mtp": 0}
-        cases.append(case | {"groups": str(out / f"{name}.groups"), "trainer": {"indexer_replay": "R2"}})
+        case = {"name": name, "path": before.path, "later": later.path, "mtp": 0}
+        cases.append(case | {"groups": out / f"{name}.groups", "trainer": {"indexer_replay": "R2"}})
     layout = LAYOUTS[request.param]
-    job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
-    (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.router_rank", out, layout["world_size"])
+    run_ranks(router_rank.train, out, layout["world_size"], {"cases": cases, "layout": layout})
     return out
 
 

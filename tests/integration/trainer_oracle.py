@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from tests.integration.conftest import Weights
-from tests.integration.trainer_rank import VERSION
 
 TEMPERATURE = 0.7
+VERSION = 3
+"""The engines' weight version at the step that trains on the rollouts."""
 CORRUPTED = 17
 """Positions of the saved rollouts whose experts are not those that the trainer chooses."""
 
@@ -39,6 +39,8 @@ class Oracle:
     """The same model in transformers."""
 
     def __init__(self, path: Path):
+        from transformers import AutoModelForCausalLM
+
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
     def logprobs(self, batch: list[np.ndarray], temperature: float = 1.0) -> list[torch.Tensor]:

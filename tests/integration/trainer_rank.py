@@ -1,52 +1,28 @@
-"""One gloo rank of test_trainer_layouts: real trainers without Ray, and a file of what they computed.
+"""Trainers of gloo ranks without Ray, for tests of what ranks compute.
 
-    python -m tests.integration.trainer_rank JOB.json RANK
-
-The process begins as `slimx.trainer.worker` does: adapters first, megatron-core after them. It writes `RANK.json`
-(metrics and texts) and `RANK.npz` (log-probs by sequence); rank 0 adds gathered weights and gradients under their
-Hugging Face names as safetensors.
-"""
+A rank begins as `slimx.trainer.worker` does: adapters first, megatron-core after them."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
-from slimx.data.saved.codec import load_groups
 from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
-from tests.refusals import told
 
-STEPS = 10
-OPTIMIZER = {
-    "lr": 2e-3,
-    "min_lr": 2e-4,
-    "decay": "linear",
-    "warmup_steps": 2,
-    "weight_decay": 0.1,
-    "clip_grad": 0.5,
-    "betas": [0.9, 0.95],
-    "eps": 1e-8,
-}
-"""Of the ten steps and the two after them."""
 MAX_TOKENS = 60
 """Tokens: no limit of a micro-batch is smaller."""
-VERSION = 3
-"""The engines' weight version at the GRPO step."""
+CLIPPED = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
+"""Options of an optimizer that clips the gradients of every step."""
 
 
 def demonstrations(step: int) -> list[Trajectory]:
@@ -80,66 +56,85 @@ def microbatch_tokens(rows: Sequence[TrainingRow], data: int) -> int:
     return max(MAX_TOKENS, round(0.6 * sum(map(len, rows)) / data))
 
 
+def shard(rows: Sequence[TrainingRow], parallel: Any) -> list[MicroBatch]:
+    """Returns the micro-batches of this data-parallel rank, at least two."""
+    sizes = parallel.sizes
+    batch = pack(
+        rows,
+        data_size=sizes.data,
+        max_tokens=microbatch_tokens(rows, sizes.data),
+        multiple_of=sizes.tensor * sizes.context,
+        sequence_multiple=sizes.sequence_multiple,
+        # Interleaved pipelines go round in turns of as many micro-batches as there are stages.
+        count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
+    )
+    assert len(batch.shards[0]) > 1
+    return batch.shards[parallel.coordinates.data]
+
+
+def sft_rows(trajectories: list[Trajectory]) -> list[TrainingRow]:
+    return make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
+
+
 class Rank:
-    """The work of one rank, step by step; `main` has the order."""
+    """One rank, which has joined the others, and its results.
+
+    `job`: `model`, a checkpoint; `layout`, keys of the section `trainer`; `out` and `init_method` (`run_ranks`)."""
+
+    sequences: ClassVar[int] = 16
+    """Demonstrations of a step."""
+    optimizer: ClassVar[dict[str, Any]] = {"lr": 2e-3}
 
     def __init__(self, job: dict[str, Any], rank: int):
-        self.job, self.rank, self.out = job, rank, Path(job["out"])
-        self.said: dict[str, Any] = {}
+        self.job, self.rank, self.out = job, rank, job["out"]
+        self.results: dict[str, Any] = {}
         self.arrays: dict[str, np.ndarray] = {}
-
-    def start(self) -> None:
-        settings = self.config(algorithm="sft").trainer
-        self.parallel = rank_start.join(settings, self.rank, self.job["init_method"])
+        """Written to OUT/RANK.npz in the end."""
+        self.parallel = rank_start.join(self.config().trainer, rank, job["init_method"])
         from slimx.models.families import read_model
 
-        self.spec, self.sizes = read_model(self.job["model"]), self.parallel.sizes
+        self.spec, self.sizes = read_model(job["model"]), self.parallel.sizes
 
-    def config(self, *, algorithm: str, optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
-        grpo = {"name": "grpo", "loss": {"low": 0.2, "high": 0.3}, "reference": True, "kl_coef": 0.5}
+    def config(self, *, dtype: str = "float32", optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
+        """Of supervised training; `optimizer` and `trainer` are added to what the class and the layout have."""
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},
                 "model": {"path": self.job["model"]},
-                "numerics": {"dtype": "float32"},
+                "numerics": {"dtype": dtype},
                 "trainer": {
                     **self.job["layout"],
                     **trainer,
                     "max_tokens_per_microbatch": MAX_TOKENS,
-                    "optimizer": {"lr": 2e-3, **(optimizer or {})},
+                    "optimizer": {**self.optimizer, **(optimizer or {})},
                 },
-                "rollout": {"prompts": "p", **({"engines": []} if algorithm == "sft" else {})},
-                "schedule": {"steps": (STEPS + 2) // 2, "updates_per_step": 2},
-                "algorithm": grpo if algorithm == "grpo" else {"name": "sft"},
+                "rollout": {"prompts": "p", "engines": []},
+                "schedule": {"steps": 6, "updates_per_step": 2},
+                "algorithm": {"name": "sft"},
             }
         )
 
-    def trainer(self, config: Config) -> Any:
+    def trainer(self, config: Config | None = None, **options: Any) -> Any:
+        """Returns a policy's trainer by `config`, by default that of `options`."""
         from slimx.trainer.trainer import PolicyTrainer
 
-        return PolicyTrainer(config, self.spec, self.parallel)
-
-    def shard(self, trajectories: list[Trajectory], advantages: list[float]) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches."""
-        rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
-        batch = pack(
-            rows,
-            data_size=self.sizes.data,
-            max_tokens=microbatch_tokens(rows, self.sizes.data),
-            multiple_of=self.sizes.tensor * self.sizes.context,
-            sequence_multiple=self.sizes.sequence_multiple,
-            # Interleaved pipelines go round in turns of as many micro-batches as there are stages.
-            count_multiple=self.sizes.pipeline if self.sizes.virtual > 1 else 1,
-        )
-        assert len(batch.shards[0]) > 1
-        return batch.shards[self.parallel.coordinates.data]
+        return PolicyTrainer(config or self.config(**options), self.spec, self.parallel)
 
     def demonstrated(self, step: int) -> list[MicroBatch]:
-        trajectories = demonstrations(step)
-        return self.shard(trajectories, [1.0] * len(trajectories))
+        return shard(sft_rows(demonstrations(step)[: self.sequences]), self.parallel)
 
-    def write_tensors(self, name: str, tensors: dict[str, Any]) -> None:
-        write_tensors(self.out / f"{name}.safetensors", tensors, self.spec, self.parallel)
+    def steps(self, trainer: Any, steps: Sequence[int]) -> list[dict[str, float]]:
+        """Trains on the demonstrations of each step; returns its metrics."""
+        return [trainer.train_step(self.demonstrated(step), step=step, version=0) for step in steps]
+
+    def write_tensors(self, name: str, tensors: dict[str, Any], **form: Any) -> None:
+        write_tensors(self.out / f"{name}.safetensors", tensors, self.spec, self.parallel, **form)
+
+    def keep_logprobs(self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]) -> None:
+        """Adds log-probs to the arrays, for `by_sequence`; only the last pipeline stage has them."""
+        for number, (batch, values) in enumerate(zip(batches, logprobs, strict=False)):
+            arrays = {"tokens": batch.tokens, "labels": batch.labels, "logprobs": values, "lengths": batch.lengths}
+            self.arrays |= {f"{key}.{number}": np.asarray(array) for key, array in arrays.items()}
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
         """By local name; zeros for a buffer, which has none."""
@@ -148,120 +143,57 @@ class Rank:
         named = trainer.weights.parameters.items()
         return {name: getattr(value, "main_grad", torch.zeros(value.shape)) for name, value in named}
 
+    def weights(self, trainer: Any) -> dict[str, Any]:
+        """A copy of the weights by local name."""
+        return {name: value.detach().clone() for name, value in trainer.weights.parameters.items()}
+
+    def moments(self, trainer: Any) -> list[Any]:
+        """Main weights, moments and step counts."""
+        out: list[Any] = []
+        for part in trainer.optimizer.chained_optimizers:
+            for group in part.param_groups:
+                out.append(group.get("step", 0))
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    out += [parameter.detach().clone(), *(state[key].clone() for key in sorted(state))]
+        return out
+
+    def save(self, trainer: Any, path: Path, *, step: int) -> None:
+        begin_save(trainer, path, step=step)
+        finish_save(trainer, path)
+        self.barrier()
+
     def barrier(self) -> None:
         self.parallel.host_group.barrier().wait()
 
-    # What is asked ----------------------------------------------------------------------------------------------------
-
-    def first_step(self) -> None:
-        """Log-probs and gradients of one SFT step. Without the distributed optimizer every rank has whole gradients."""
-        trainer = self.trainer(self.config(algorithm="sft", distributed_optimizer=False, optimizer={"clip_grad": 0.0}))
-        batches = self.demonstrated(0)
-        for number, (batch, logprobs) in enumerate(zip(batches, trainer.logprobs(batches), strict=False)):
-            for key in ("tokens", "labels"):
-                self.arrays[f"{key}.{number}"] = getattr(batch, key)
-            self.arrays[f"lengths.{number}"] = np.array(batch.lengths)
-            self.arrays[f"logprobs.{number}"] = logprobs
-        self.said["first_step"] = trainer.train_step(batches, step=0, version=0)
-        self.write_tensors("sft_gradients", self.gradients(trainer))
-
-    def grpo_step(self) -> None:
-        """One step on saved rollouts: the policy is another set of weights than the reference."""
-        config = self.config(algorithm="grpo", distributed_optimizer=False, optimizer={"clip_grad": 0.0})
-        groups = load_groups(self.job["groups"])
-        trainer = self.trainer(config)
-        trainer.weights.load(self.job["policy"])
-        advantages = [value for group in groups for value in group_advantages(config.algorithm, group)]
-        batches = self.shard([t for group in groups for t in group.trajectories], advantages)
-        self.said["gap"] = trainer.measure_gap(batches, version=VERSION)
-        self.said["mismatch"] = trainer.measure_gap(batches, version=VERSION, mismatch=True)
-        self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
-        self.said["trained_tokens"] = trained = []
-        for found, batch in zip(*(trainer.trained_tokens() or [[]]), batches, strict=False):
-            measured = (batch.weight > 0) & (batch.versions == VERSION)
-            gap = np.abs(found["logprobs"] - batch.rollout_logprobs)[measured]
-            trained.append(
-                [float(gap.max(initial=0)), float(gap.astype(float).sum()), int(found["other_experts"][measured].sum())]
-            )
-        self.said["told_again"] = trainer.trained_tokens()
-        self.write_tensors("grpo_gradients", self.gradients(trainer))
-
-    def supervised(self) -> Any:
-        """Ten optimizer steps with the distributed optimizer; the last two are the updates of one step of the loop."""
-        trainer = self.trainer(self.config(algorithm="sft", optimizer=OPTIMIZER))
-        *single, before, last = (self.demonstrated(s) for s in range(STEPS))
-        self.said["steps"] = [trainer.train_step(batches, step=s, version=0) for s, batches in enumerate(single)]
-        self.said["steps"].append(trainer.train_updates([before, last], step=(STEPS - 2) // 2, version=0))
-        self.write_tensors("weights", trainer.weights.parameters)
-        return trainer
-
-    def next_steps(self, trainer: Any) -> list[dict[str, float]]:
-        """The eleventh and twelfth: the second shows the optimizer's state. With what the random state gives."""
-        import torch
-
-        draw = {"random": float(torch.rand(()))}
-        return [trainer.train_step(self.demonstrated(s), step=s, version=0) | draw for s in (STEPS, STEPS + 1)]
-
-    def checkpoint(self, trainer: Any) -> None:
-        """Save, go on, come back, go on again."""
-        path = Path(self.job["checkpoint"])
-        begin_save(trainer, path, step=STEPS)
-        self.said["after_save"] = self.next_steps(trainer)  # while the files are written
-        finish_save(trainer, path)
-        trainer.restore(str(path), same_layout=True)
-        self.said["after_restore"] = self.next_steps(trainer)
-
-    def restore_from_other_layouts(self, trainer: Any, paths: Iterable[str]) -> None:
-        for path in paths:
-            name = f"after_restore_of_{Path(path).parent.name}"
-            try:
-                trainer.restore(path, same_layout=False)
-            except BaseException as error:
-                self.said[name] = told(error)
-            else:
-                self.said[name] = self.next_steps(trainer)
-
-    def restore_damaged(self, trainer: Any) -> None:
-        """One file of the checkpoint lost its second half."""
-        path = self.out / "damaged"
-        if self.rank == 0:
-            shutil.copytree(self.job["checkpoint"], path)
-            files = sorted(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
-            os.truncate(files[-1], files[-1].stat().st_size // 2)
-        self.barrier()
-        try:
-            trainer.restore(str(path), same_layout=True)
-        except BaseException as error:  # whatever it is, the other tests of this layout need the rest
-            self.said["damaged"] = told(error)
-
-    def finish(self) -> None:
-        from megatron.core import parallel_state
-
-        self.said["place"] = {
-            "tensor": parallel_state.get_tensor_model_parallel_rank(),
-            "data": parallel_state.get_data_parallel_rank(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
-            "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
-            "expert": parallel_state.get_expert_model_parallel_rank(),
-            "expert_data": parallel_state.get_expert_data_parallel_rank(),
-            "context": parallel_state.get_context_parallel_rank(),
-        }
-        (self.out / f"{self.rank}.json").write_text(json.dumps(self.said))
+    def finish(self) -> dict[str, Any]:
+        """Writes the arrays and leaves the other ranks; returns the results."""
         np.savez(self.out / f"{self.rank}.npz", **self.arrays)
         rank_start.leave(self.parallel)
+        return self.results
 
 
-def main() -> None:
-    rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
-    rank.start()
-    rank.first_step()
-    rank.grpo_step()
-    trainer = rank.supervised()
-    rank.checkpoint(trainer)
-    rank.restore_from_other_layouts(trainer, rank.job["restore"])
-    rank.restore_damaged(trainer)
-    rank.finish()
+def by_sequence(arrays: Mapping[str, np.ndarray], key: str = "logprobs.{}") -> dict[tuple[int, ...], np.ndarray]:
+    """Returns values of packed sequences by sequence: its tokens with the last label.
+
+    `key`: name of the values in `arrays` by the number of a micro-batch, whose `tokens`, `labels` and `lengths` are
+    beside them."""
+    out = {}
+    for number in range(sum(name.startswith("tokens.") for name in arrays)):
+        end = np.cumsum(arrays[f"lengths.{number}"])
+        for start, stop in zip([0, *end], end, strict=False):
+            tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
+            if tokens.any():  # not the padding
+                out[(*tokens.tolist(), int(labels[-1]))] = arrays[key.format(number)][start:stop]
+    return out
 
 
-if __name__ == "__main__":
-    main()
+def equal(one: Any, other: Any) -> bool:
+    """Returns True if two collections of tensors and numbers are equal bit for bit."""
+    import torch
+
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(one, other, strict=True)
+    )

@@ -1,15 +1,7 @@
-"""One gloo rank of test_plan_memory: what real trainers hold, and the most that is alive in a step.
-
-    python -m tests.integration.memory_rank JOB.json RANK
-
-`RANK.json` has, per model and case: bytes of weights, gradients and optimizer state after two steps (`sizes` of the
-trainer's Offload), and the peak of all tensors that the second step made.
-"""
+"""Steps whose micro-batches are full and whose experts have even load, as a plan reckons with."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +11,6 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
 from slimx.layout.ranks import Sizes
-from tests.integration.rank_start import join, leave
 
 Case = dict[str, Any]
 
@@ -29,7 +20,7 @@ def config(job: dict[str, Any], model: str, case: Case) -> Config:
     rollouts = job["rollouts"]
     return Config.model_validate(
         {
-            "run": {"dir": job["out"]},
+            "run": {"dir": str(job["out"])},
             "model": {"path": str(Path(job["models"]) / model)},
             "numerics": {"dtype": case.get("dtype", "bfloat16")},
             "cluster": {"device": "cpu"},
@@ -82,47 +73,3 @@ def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]
         sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
     ).shards[data]
-
-
-def measure(settings: Config, parallel: Any) -> dict[str, int]:
-    from slimx.models.families import read_model
-    from slimx.trainer.trainer import PolicyTrainer
-    from tests.integration.live_memory import LiveMemory
-
-    spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
-    trainer = PolicyTrainer(settings, spec, parallel)
-    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
-    trainer.train_step(batches, step=0, version=1)
-    with LiveMemory() as live:
-        trainer.train_step(batches, step=1, version=1)
-    return {"micro_batches": len(batches), "live": live.peak, **trainer.offloading.sizes()}
-
-
-def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
-    from slimx.extras.token_level.critic import CriticTrainer
-
-    critic = CriticTrainer(settings, parallel)
-    batches = micro_batches(settings, parallel.sizes, parallel.coordinates.data)
-    for batch in batches:
-        batch.values = np.zeros(len(batch.tokens), np.float32)
-        batch.returns = np.ones(len(batch.tokens), np.float32)  # without a gradient the optimizer takes no step
-    critic.train_step(batches, step=0)
-    return critic.offloading.sizes()
-
-
-def main() -> None:
-    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    cases = [(model, case, config(job, model, case)) for model, cases in job["cases"].items() for case in cases]
-    parallel = join(cases[0][2].trainer, rank, job["init_method"])
-    said = [measure(settings, parallel) for _, _, settings in cases]
-    critics = []
-    for model in job["critics"]:
-        settings = config(job, model, {"length": 32, "tokens": 64})
-        ppo = settings.model_dump() | {"algorithm": {"name": "ppo"}, "critic": {}}
-        critics.append(measure_critic(Config.model_validate(ppo), parallel))
-    (Path(job["out"]) / f"{rank}.json").write_text(json.dumps({"cases": said, "critics": critics}))
-    leave(parallel)
-
-
-if __name__ == "__main__":
-    main()
