@@ -5,12 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -25,16 +23,3 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(directory)
             done.touch()
     return directory
-
-
-class SharedFixtures(LoadFileScheduling):
-    """Keeps the tests of a file together, and those of files that share an expensive fixture of the session."""
-
-    def __init__(self, config: pytest.Config, log: Producer, shared: Sequence[Collection[str]]):
-        """`shared`: sets of names of files."""
-        super().__init__(config, log)
-        self._shared = shared
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return next((min(files) for files in self._shared if Path(file).name in files), file)

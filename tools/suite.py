@@ -33,7 +33,7 @@ from tools.timing.samples import PERIOD, Process, Samples  # noqa: E402 (a scrip
 ROLES = {
     "Ray": ("gcs_server", "raylet", "ray/_private", "ray/dashboard", "ray-dashboard", "runtime_env"),
     "router": ("sglang_router", "sgl-router", "engines.server.guard"),
-    "server": ("sglang", "slimx.engines.server", "stock_server", "engine_oracle", "exact_server"),
+    "server": ("sglang", "slimx.engines.server", "stock_server", "engine_oracle"),
     "Ray worker": ("ray::",),
     "rank": ("_rank", "rank_", "ranks", "oracle"),
     "driver": ("slimx.cli", "slimx train", "bin/slimx", "slimx.commands", "orchestration", "tests.warm"),

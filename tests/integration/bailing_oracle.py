@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.integration import prediction_oracle
 from tests.integration.conftest import Weights
 from tests.integration.family_oracle import scatter
+from tests.integration.prediction_oracle import RoutedOracle
 
 Fields = dict[str, Any]
 FIELDS: Fields = {
@@ -228,14 +228,15 @@ def load(path: Path) -> Ling:
     return model
 
 
-class Oracle(prediction_oracle.Oracle):
+class Oracle(RoutedOracle):
     """A tiny Ling-2 with its layer of multi-token prediction."""
 
     def __init__(self, path: Path, seed: int):
         torch.manual_seed(seed)
-        self.path, self.model = path, Ling(TINY)
-        scatter(self.model)
-        self.weights = write(self.model, path)
+        model = Ling(TINY)
+        scatter(model)
+        write(model, path)
+        super().__init__(path, model)
         *layers, self.mtp = self.model.model.layers
         self.routers = [layer.mlp.gate for layer in layers if isinstance(layer.mlp, Experts)]
 
@@ -255,4 +256,4 @@ class Oracle(prediction_oracle.Oracle):
         return self.mtp(embedded, hidden) @ self.model.lm_head.weight.detach().T
 
     def _gradients(self) -> Weights:
-        return {name: held.grad for name, held in self.model.named_parameters() if held.grad is not None}
+        return {name: tensor.grad for name, tensor in self.model.named_parameters() if tensor.grad is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from slimx.layout.table import checkpoint_parts
 from slimx.models.families import read_model
 from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
-from tests.integration.conftest import ROOT, Weights, perturbed
+from tests.integration.conftest import Weights
 from tests.integration.deepseek_checkpoint import make_deepseek
+from tests.integration.seeded import QUICKSTART, write_seeded
 
 WIDE = {
     "hidden_size": 128,
@@ -57,19 +57,10 @@ SPARSE = {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "no
 
 def make_block_model(out: Path, *, dense: bool = False, layers: int = 2) -> Path:
     """A seeded Qwen3-MoE, or Qwen3, of `layers` layers in bf16, no tensor constant, with the quickstart's tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
-    hf: dict[str, Any] = quickstart["CONFIG"] | WIDE | {"num_hidden_layers": layers}
+    hf: dict[str, Any] = runpy.run_path(str(QUICKSTART))["CONFIG"] | WIDE | {"num_hidden_layers": layers}
     if dense:
         hf = {key: value for key, value in (hf | DENSE).items() if key not in SPARSE}
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(out)
-    weights = perturbed(load_file(out / "model.safetensors"), 2)
-    save_file({name: w.bfloat16() for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(hf))
-    quickstart["make_tokenizer"]().save_pretrained(out)
+    write_seeded(hf, out, torch.bfloat16)
     return out
 
 

@@ -8,11 +8,9 @@ import pytest
 
 
 def chosen_cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Returns the parameters of each chosen test that requests the fixture, in its file or, by its scope, session."""
+    """Returns the parameters of each chosen test of the file that requests the fixture."""
     return [
         item.callspec.params
         for item in request.session.items
-        if request.fixturename in item.fixturenames
-        and hasattr(item, "callspec")
-        and (request.scope == "session" or item.path == request.path)
+        if request.fixturename in item.fixturenames and hasattr(item, "callspec") and item.path == request.path
     ]

@@ -16,27 +16,22 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from xdist.remote import Producer
 
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from tests.integration.chosen import chosen_cases
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
 from tests.warm import guards
 from tests.warm.interpreter import interpreter
-from tests.workers import SharedFixtures, made_once
-
-if TYPE_CHECKING:
-    from tests.integration.family_laboratory import Laboratory
+from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
 START_S = 600
@@ -44,14 +39,8 @@ START_S = 600
 Weights = dict[str, torch.Tensor]
 
 
-SHARED = ({"test_deepseek_v3.py", "test_families.py"},)
-"""Files whose tests share an expensive fixture of the session, `families`."""
 STARTERS = {"TrainProcess", "interpreter", "run_program"}
 """Names that a file of whole runs or programs imports."""
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
-    return SharedFixtures(config, log, SHARED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -159,16 +148,6 @@ def running(engine: Engine) -> Iterator[dict[str, Any]]:
         patch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
         patch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
         yield {"urls": [engine.spec.url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
-
-
-@pytest.fixture(scope="session")
-def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """A tiny model of every family in transformers and in the trainers of several layouts: those `layout`s and `model`s
-    that the chosen tests are about."""
-    from tests.integration.family_laboratory import Laboratory
-
-    cases = ((case["layout"], case["model"]) for case in chosen_cases(request))
-    return Laboratory(tmp_path_factory.mktemp("families"), cases)
 
 
 class Bucket:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import runpy
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from tests.integration.conftest import ROOT, perturbed
+from tests.integration.seeded import write_seeded
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 DEEPSEEK = {
@@ -68,11 +63,4 @@ DEEPSEEK = {
 def make_deepseek(out: Path, **other: Any) -> None:
     """A seeded DeepSeek-V3 with the quickstart's tokenizer; no tensor is constant, so that none can hide. `other`:
     fields that it has in place of DEEPSEEK's."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    torch.manual_seed(1)
-    hf = DEEPSEEK | other
-    DeepseekV3ForCausalLM(DeepseekV3Config(**hf)).save_pretrained(out)
-    save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(hf))
-    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)
+    write_seeded(DEEPSEEK | other, out)

@@ -5,16 +5,14 @@ them."""
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.integration import bailing_oracle
-from tests.integration.conftest import ROOT, perturbed
 from tests.integration.family_oracle import scatter
+from tests.integration.seeded import write_seeded, write_tokenizer
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {
@@ -155,21 +153,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def make_model(name: str, out: Path) -> None:
     """A seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     hf = MODELS[name]
-    torch.manual_seed(1)
-    if _ling(hf):
-        model = bailing_oracle.Ling(hf)
-        scatter(model)
-        bailing_oracle.write(model, out)
-        _make_tokenizer(out)
+    if not _ling(hf):
+        write_seeded(hf, out)
         return
-    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(out)
-    save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(hf))
-    _make_tokenizer(out)
+    torch.manual_seed(1)
+    model = bailing_oracle.Ling(hf)
+    scatter(model)
+    bailing_oracle.write(model, out)
+    write_tokenizer(out)
 
 
 def logits(model: Path, ids: list[int]) -> torch.Tensor:
@@ -185,7 +177,3 @@ def logits(model: Path, ids: list[int]) -> torch.Tensor:
 
 def _ling(hf: dict[str, Any]) -> bool:
     return hf["architectures"] == bailing_oracle.FIELDS["architectures"]
-
-
-def _make_tokenizer(out: Path) -> None:
-    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)

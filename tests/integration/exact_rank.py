@@ -1,31 +1,22 @@
-"""One gloo rank of test_exact: the gap between log-probs that came from elsewhere and those of this rank's layouts.
+"""Ranks that measure the gap between log-probs that came from elsewhere and those of their layouts, in exact mode.
 
-The job has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and
-`cases` in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions
-without log-probs take those of the first case, which is one rank's. The result lists the cases' gap metrics, group by
-group; {} where this rank has none. A case may have a `model` of its own. Of a case with `gradients` (the numerics.mode
-in which they are computed), GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a
-checkpoint. `quantize` of a group or of one case: the rule by which engines hold blocks of fp8; with `follows` the
-metrics say by occasion whether what the rank computes with changes with its weights.
+The job has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each),
+`quantize` (the rule by which engines hold blocks of fp8) and `cases` in order: a `trainer` section, `leaves`, `threads`
+of each rank, `model` and `quantize` in place of the group's. Completions without log-probs take those of the first
+case, which is one rank's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import make_rows
-from slimx.data.loss_weights import loss_weights
+from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.records import Span, Trajectory
 from tests.integration.rank_start import enter, join, leave
-from tests.integration.saving import begin_save, finish_save
 from tests.processes import wait_for
 
 VERSION = 1
@@ -83,145 +74,40 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
     )
 
 
-def backwards(query: Any, key: Any, value: Any, bounds: Any, scale: float, **_: Any) -> Any:
-    """Exact mode's attention of a pack, but each row reads its keys from the last to the first."""
-    import torch
+class Case:
+    """One case of a group on this rank."""
 
-    from slimx.extras.exact.operations import gathered_attention
+    def __init__(self, group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], name: Path, parallel: Any):
+        """`known`: the group's completions. `name`: of files of this case, without a suffix."""
+        self.group, self.case, self.known, self.name, self.parallel = group, case, known, name, parallel
 
-    last, place = len(query) - 1, torch.arange(len(query))
-    first = bounds[torch.searchsorted(bounds, place, right=True) - 1]
-    return gathered_attention(query, key, value, (last - place).int(), last - place, place - first + 1, scale)
+    def trainer(self, mode: str = "exact") -> Any:
+        from slimx.models.families import read_model
+        from slimx.trainer.trainer import PolicyTrainer
 
+        settings = config(self.group, self.case, self.name.parent, mode)
+        return PolicyTrainer(settings, read_model(settings.model.path), self.parallel)
 
-@contextmanager
-def spoilt(what: str | None) -> Iterator[None]:
-    """One operation of the trainer as torch has it, or (`attention order`) in another order."""
-    import torch.nn.functional as F
+    def batches(self, trainer: Any, advantages: list[float], weights: list[np.ndarray]) -> list[MicroBatch]:
+        from slimx.orchestration.batches import make_packer
 
-    from slimx.numerics.attention import packed_attention
-    from slimx.numerics.norm import rms_norm
+        pack = make_packer(trainer.config, trainer.weights.spec, self.parallel.sizes)
+        return pack(make_rows(self.known, advantages, weights)).shards[self.parallel.coordinates.data]
 
-    plain = {
-        "rms_norm": ("slimx.extras.exact.adapters.megatron.layers.ExactNormColumn.norm", staticmethod(rms_norm)),
-        "linear": (
-            "slimx.extras.exact.adapters.megatron.layers._Column._forward_impl",
-            lambda self, input, weight, *_, **__: F.linear(input, weight),
-        ),
-        "silu_and_mul": (
-            "slimx.extras.exact.operations.silu_and_mul",
-            lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-        ),
-        "attention order": ("slimx.extras.exact.operations.attention", backwards),
-        "attention": (
-            "slimx.extras.exact.operations.attention",
-            lambda q, k, v, bounds, scale, **_: packed_attention(q, k, v, bounds.diff().tolist(), scale),
-        ),
-    }
-    if what not in plain:
-        yield
-        return
-    with mock.patch(*plain[what]):
-        yield
+    def measure(self) -> dict[str, Any]:
+        """Gap metrics; without log-probs in `known`, those of this one rank are taken for them first."""
+        import torch
 
-
-def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], out: Path, parallel: Any) -> Any:
-    """Gap metrics; without log-probs in `known`, the log-probs of this one rank are taken for them first."""
-    import torch
-
-    from slimx.models.families import read_model
-    from slimx.orchestration.batches import make_packer
-    from slimx.trainer.trainer import PolicyTrainer
-
-    torch.set_num_threads(case.get("threads", 1))
-    settings = config(group, case, out)
-    spec = read_model(settings.model.path)
-    with spoilt(case.get("spoil")):
-        trainer = PolicyTrainer(settings, spec, parallel)
-        if case.get("spoil") == "weights":
-            weight = trainer.weights.parameters["decoder.final_layernorm.weight"]
-            with torch.no_grad():
-                weight.copy_(torch.nextafter(weight, weight + 1))
-        weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in known]
-        rows = make_rows(known, [0.0] * len(known), weights)
-        batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
-        if "logprobs" not in group["completions"][0]:
-            for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
-                for row, part in zip(batch.rows, np.split(values, np.cumsum(batch.lengths)[:-1]), strict=False):
-                    known[row].logprobs[1:] = part[: len(known[row].token_ids) - 1]
-            return {}
-        return trainer.measure_gap(batches, version=VERSION)
-
-
-def follows(
-    group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], out: Path, parallel: Any
-) -> dict[str, bool]:
-    """Whether rounded weights change with the weights that they stand for, by occasion."""
-    import torch
-
-    from slimx.models.families import read_model
-    from slimx.orchestration.batches import make_packer
-    from slimx.trainer.trainer import PolicyTrainer
-
-    settings, spec = config(group, case, out), read_model(group["model"])
-    trainer = PolicyTrainer(settings, spec, parallel)
-    weights, facts = trainer.weights, {}
-    (served,) = (refresh.__self__ for refresh in weights.derived)
-
-    def fresh() -> bool:
-        now = {name: value.clone() for name, value in served.values.items()}
-        served.refresh()
-        return all(torch.equal(now[name], value) for name, value in served.values.items())
-
-    first, copy = weights.snapshot(), weights.snapshot()
-    for name in served.values:
-        copy[name].mul_(1.5)
-    with weights.switching() as switch:
-        switch(copy)
-        facts["others"] = fresh() and not torch.equal(copy[name], first[name])
-    facts["back"] = fresh()
-    rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
-    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
-    trainer.train_step(batches, step=0, version=VERSION)
-    facts["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
-    path, trained = out / "checkpoint", weights.snapshot()
-    begin_save(trainer, path, step=0)
-    finish_save(trainer, path)
-    with torch.no_grad():
-        weights.parameters[name].mul_(1.5)
-    weights.changed()
-    trainer.restore(str(path), same_layout=True)
-    facts["restored"] = fresh() and torch.equal(weights.parameters[name], trained[name])
-    return facts
-
-
-def write_gradients(
-    group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], path: Path, parallel: Any
-) -> None:
-    """Of one step on these tokens, under their Hugging Face names; beside them the keys of this rank's checkpoint."""
-    import torch
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    from slimx.models.families import read_model
-    from slimx.orchestration.batches import make_packer
-    from slimx.trainer.checkpoint.state import model_state
-    from slimx.trainer.trainer import PolicyTrainer
-    from tests.integration.gathering import write_tensors
-
-    settings, spec = config(group, case, path.parent, case["gradients"]), read_model(group["model"])
-    trainer = PolicyTrainer(settings, spec, parallel)
-    rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
-    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.coordinates.data]
-    trainer.train_step(batches, step=0, version=VERSION)
-    gradients = {
-        name: getattr(parameter, "main_grad", torch.zeros_like(parameter))  # the selection bias has none
-        for name, parameter in trainer.weights.parameters.items()
-    }
-    write_tensors(path, gradients, spec, parallel)
-    saved = nested_values(model_state(trainer.chunks))
-    keys = sorted({part.key for part in saved if isinstance(part, ShardedTensor)})
-    path.with_suffix(f".{parallel.rank}.json").write_text(json.dumps(keys))
+        torch.set_num_threads(self.case.get("threads", 1))
+        trainer = self.trainer()
+        weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in self.known]
+        batches = self.batches(trainer, [0.0] * len(self.known), weights)
+        if "logprobs" in self.group["completions"][0]:
+            return trainer.measure_gap(batches, version=VERSION)
+        for batch, values in zip(batches, trainer.logprobs(batches), strict=True):
+            for row, part in zip(batch.rows, np.split(values, np.cumsum(batch.lengths)[:-1]), strict=False):
+                self.known[row].logprobs[1:] = part[: len(self.known[row].token_ids) - 1]
+        return {}
 
 
 def shared_logprobs(path: Path, known: list[Trajectory], rank: int, seconds: float = 120) -> None:
@@ -236,23 +122,20 @@ def shared_logprobs(path: Path, known: list[Trajectory], rank: int, seconds: flo
             trajectory.logprobs[:] = found[name]
 
 
-def run(job: dict[str, Any], rank: int) -> list[list[dict[str, Any]]]:
+def run(job: dict[str, Any], rank: int, kind: type[Case] = Case) -> list[list[dict[str, Any]]]:
+    """Returns what each case measured, by group; {} where this rank has none."""
     out, start, groups = job["out"], join, []
     meetings = iter(job["init_methods"])
     for number, group in enumerate(job["groups"]):
         known, metrics = trajectories(group["completions"]), []
         for at, case in enumerate(group["cases"]):
-            trainer, meeting, found = config(group, case, out).trainer, next(meetings), {}
+            trainer, meeting = config(group, case, out).trainer, next(meetings)
+            metrics.append({})
             if rank < trainer.world_size:
                 parallel = start(trainer, rank, meeting)
                 start = enter
-                found = gap(group, case, known, out, parallel)
-                if "follows" in case:
-                    found |= follows(group, case, known, out, parallel)
-                if "gradients" in case:
-                    write_gradients(group, case, known, out / f"{number}-{at}.safetensors", parallel)
+                metrics[-1] = kind(group, case, known, out / f"{number}-{at}", parallel).measure()
                 leave(parallel)
-            metrics.append(found)
             if "logprobs" not in group["completions"][0]:
                 shared_logprobs(out / f"{number}.npz", known, rank)
                 group["completions"][0]["logprobs"] = None

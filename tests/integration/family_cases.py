@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slimx.layout.ranks import Sizes
 from tests.integration import bailing_oracle, deepseek_v3_oracle, nested_oracle, prediction_oracle
-from tests.integration.family_oracle import Oracle, scatter_slow_decays
+from tests.integration.family_oracle import Fill, Oracle, scatter, scatter_slow_decays, stock_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,14 @@ class Case:
         return not (self.dense and sizes.expert > 1) and not (self.biased and sizes.expert_tensor > 1)
 
 
-def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+def stock(config: str, *without: str, fill: Fill = scatter, **fields: Any) -> Callable[[Path, int], Oracle]:
     """A model that transformers knows, from the name of its configuration's class and what differs from `SHAPE`."""
     shape = {name: value for name, value in SHAPE.items() if name not in without}
-    return lambda path, seed: Oracle(path, seed, config, {**shape, **fields})
+    return lambda path, seed: Oracle(path, stock_model(path, seed, config, {**shape, **fields}, fill))
 
 
-def hybrid(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Oracle]:
-    """The same with gated delta nets or Mamba-2 layers."""
-    shape = {name: value for name, value in SHAPE.items() if name not in without}
-    return lambda path, seed: Oracle(path, seed, config, {**shape, **fields}, scatter_slow_decays)
+hybrid = partial(stock, fill=scatter_slow_decays)
+"""The same with gated delta nets or Mamba-2 layers."""
 
 
 def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:

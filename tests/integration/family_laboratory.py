@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,11 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.layout.table import Table, stored
 from slimx.models.families import Family, load_family, read_model
-from tests.integration import family_rank, transformer_engine_stand
+from tests.integration import transformer_engine_stand
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
 from tests.integration.family_oracle import Oracle
-from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_processes import cached, run_ranks
 from tests.needed import missing
 
 ENGINE, ENGINE_STAGES = "engine-TP2xEP2", "engine-TP2xPP2"
@@ -70,13 +70,13 @@ def family_of(model: str) -> Family | None:
 
 
 class Laboratory:
-    """Makes each model and runs each layout once, when it is first asked for."""
+    """Makes each model and runs each layout once, when it is first requested."""
 
-    def __init__(self, directory: Path, asked: Iterable[tuple[str, str]]):
-        """`asked`: the layouts and names of cases that will be asked for."""
-        self.directory, self.asked = directory, set(asked)
+    def __init__(self, directory: Path, chosen: Iterable[tuple[str, str]], train: Callable[..., None]):
+        """`chosen`: layouts and names of cases. `train`: for `run_ranks`; its job has `cases` and `groups`."""
+        self.directory, self.chosen, self.train = directory, set(chosen), train
         self.oracles: dict[str, Oracle] = {}
-        self._ran: dict[str, AssertionError | None] = {}
+        self.run_ranks = cached(self._run)
 
     def oracle(self, model: str) -> Oracle:
         if model not in self.oracles:
@@ -93,14 +93,8 @@ class Laboratory:
         return out
 
     def __call__(self, layout: str, model: str) -> Ran:
-        """Raises what a rank said if the model or the whole layout failed."""
-        if layout not in self._ran:
-            try:
-                self._ran[layout] = self._run(layout)
-            except AssertionError as error:
-                self._ran[layout] = error
-        if (error := self._ran[layout]) is not None:
-            raise error
+        """Raises the error of a rank if the model or the whole layout failed."""
+        self.run_ranks(layout)
         for file in sorted((self.directory / layout).glob(f"{model}.*error")):
             raise AssertionError(f"{file.name}: {file.read_text()}")
         return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
@@ -110,7 +104,7 @@ class Laboratory:
             missing(f"needs {transformer_engine_stand.PACKAGE}: `make .venv/transformer-engine` installs it")
         cases = []
         for name, case in CASES.items():
-            if (layout, name) not in self.asked:
+            if (layout, name) not in self.chosen:
                 continue
             model = {"path": self.oracle(name).path, "family": case.family}
             job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32"}
@@ -120,7 +114,7 @@ class Laboratory:
                 cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16", "release": None})
         job = {"cases": cases, "layout": LAYOUTS[layout], "groups": self.directory}
         role = "rank_with_engine" if layout in ENGINES else "rank"
-        run_ranks(family_rank.train, self.directory / layout, SIZES[layout].world, job, role=role)
+        run_ranks(self.train, self.directory / layout, SIZES[layout].world, job, role=role)
 
 
 class Ran:

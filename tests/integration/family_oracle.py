@@ -16,30 +16,16 @@ from slimx.data.records import Trajectory
 from tests.integration.conftest import Weights
 from tests.integration.trainer_rank import demonstrations
 
+Fill = Callable[[torch.nn.Module], None]
+"""Gives a model its weights."""
+
 
 class Oracle:
     """A model of transformers with weights far from uniform, its checkpoint, and what it says of the demonstrations."""
 
-    def __init__(
-        self,
-        path: Path,
-        seed: int,
-        config: str,
-        fields: dict[str, Any],
-        fill: Callable[[torch.nn.Module], None] | None = None,
-    ):
-        """`config`: name of its configuration's class in transformers; `fill`: gives the model its weights (None:
-        `scatter`)."""
-        import transformers
-
-        torch.manual_seed(seed)
-        self.path = path
-        self.model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, config)(**fields), dtype=torch.float32, attn_implementation="eager"
-        )
-        (fill or scatter)(self.model)
-        self.model.save_pretrained(path)
-        self.weights = read(path)
+    def __init__(self, path: Path, model: Any):
+        """`path`: of the checkpoint of `model`."""
+        self.path, self.model, self.weights = path, model, read(path)
 
     def trajectories(self) -> list[Trajectory]:
         """The demonstrations that the trainer is given."""
@@ -71,6 +57,20 @@ class Oracle:
         self.model.save_pretrained(self.path / "gradients")
         self.model.load_state_dict(kept)
         return {name: tensor for name, tensor in read(self.path / "gradients").items() if not tensor.isnan().any()}
+
+
+def stock_model(path: Path, seed: int, config: str, fields: dict[str, Any], fill: Fill | None = None) -> Any:
+    """A model of transformers, whose checkpoint is written to `path`. `config`: name of its configuration's class;
+    `fill`: `scatter` by default."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**fields), dtype=torch.float32, attn_implementation="eager"
+    )
+    (fill or scatter)(model)
+    model.save_pretrained(path)
+    return model
 
 
 def scatter(module: torch.nn.Module) -> None:

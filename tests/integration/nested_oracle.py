@@ -60,7 +60,7 @@ class MiMo(family_oracle.Oracle):
     """A Qwen2 with a layer of multi-token prediction beside it."""
 
     def __init__(self, path: Path, seed: int, fields: dict[str, Any]):
-        super().__init__(path, seed, "Qwen2Config", fields)
+        super().__init__(path, family_oracle.stock_model(path, seed, "Qwen2Config", fields))
         config = json.loads((path / "config.json").read_text())
         named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
         write_config(path, config | named | {"num_nextn_predict_layers": 1})

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from slimx.data.records import Trajectory
 from tests.integration import family_oracle
 from tests.integration.conftest import Weights
-from tests.integration.family_oracle import persistent, scatter
+from tests.integration.family_oracle import persistent, scatter, stock_model
 
 WRONG = (5, 3)
 """Sequence and position at which the last layer's route is not the model's."""
@@ -34,14 +34,41 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
     return out
 
 
-class Oracle(family_oracle.Oracle):
+class RoutedOracle(family_oracle.Oracle):
+    """A model with experts behind dense layers; `routers` are those of its layers."""
+
+    routers: list[torch.nn.Module]
+
+    def trajectories(self) -> list[Trajectory]:
+        """With the model's routes, one of them wrong."""
+        trajectories = super().trajectories()
+        for number, trajectory in enumerate(trajectories):
+            trajectory.routed_experts = self.routes(trajectory.token_ids[:-1])
+            if number == WRONG[0]:
+                chosen = trajectory.routed_experts[WRONG[1], -1]
+                chosen[0] = next(expert for expert in range(8) if expert not in chosen)
+        return trajectories
+
+    def routes(self, tokens: np.ndarray) -> np.ndarray:
+        """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
+        found: list[torch.Tensor] = []
+        hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in self.routers]
+        with torch.no_grad():
+            self.logits(tokens)
+        for hook in hooks:
+            hook.remove()
+        dense = [torch.zeros_like(found[0])] * (self.model.config.num_hidden_layers - len(self.routers))
+        return torch.stack(dense + found, 1).numpy().astype(np.uint8)
+
+
+class Oracle(RoutedOracle):
     """A model with DeepSeek-V3's experts, its prediction layer, and the checkpoint of both."""
 
     def __init__(self, path: Path, seed: int, config: str, fields: dict[str, Any]):
         """`config`: name of its configuration's class in transformers."""
         from transformers.modeling_layers import MtpLayer
 
-        super().__init__(path, seed, config, fields)
+        super().__init__(path, stock_model(path, seed, config, fields))
         layers = self.model.model.layers
         deeper = copy.deepcopy(self.model.config)
         # Of some models: the prediction layer has the last layer's MLP and an indexer.
@@ -57,32 +84,11 @@ class Oracle(family_oracle.Oracle):
             self.weights |= self.renamed({**dict(self.mtp.named_parameters()), **persistent(self.mtp)})
             save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
 
-    def trajectories(self) -> list[Trajectory]:
-        """With the model's routes, one of them wrong."""
-        trajectories = super().trajectories()
-        for number, trajectory in enumerate(trajectories):
-            trajectory.routed_experts = self.routes(trajectory.token_ids[:-1])
-            if number == WRONG[0]:
-                chosen = trajectory.routed_experts[WRONG[1], -1]
-                chosen[0] = next(expert for expert in range(8) if expert not in chosen)
-        return trajectories
-
     def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
         """The prediction layer's tensors as checkpoints name them."""
         prefix = f"model.layers.{self.model.config.num_hidden_layers}."
         names = {name: name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") for name in tensors}
         return split_experts({prefix + names[name]: tensor for name, tensor in tensors.items()})
-
-    def routes(self, tokens: np.ndarray) -> np.ndarray:
-        """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
-        found: list[torch.Tensor] = []
-        hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in self.routers]
-        with torch.no_grad():
-            self.logits(tokens)
-        for hook in hooks:
-            hook.remove()
-        dense = [torch.zeros_like(found[0])] * (self.model.config.num_hidden_layers - len(self.routers))
-        return torch.stack(dense + found, 1).numpy().astype(np.uint8)
 
     def predicted(self, tokens: np.ndarray) -> torch.Tensor:
         """Logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""

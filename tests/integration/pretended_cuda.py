@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slimx.config.sections.trainer import Trainer
 from slimx.extras.cpu.adapters import megatron as megatron_cpu
+from slimx.layout.ranks import sizes_of
 
 DEVICE = torch.device("cuda", 0)
 WAITS: Counter[str] = Counter()
@@ -220,28 +222,20 @@ def install() -> None:
     torch.nn.Module._apply = _swapping(torch.nn.Module._apply)
 
 
-def join() -> Any:
-    """The parallel state of a trainer of one rank on the pretended device, which meets itself over gloo. Call it after
-    `install`: it imports the trainer's layers."""
+def join(job: dict[str, Any], rank: int) -> Any:
+    """The parallel state of a rank on the pretended device, where ranks meet over gloo. Call it after `install`: it
+    imports the trainer's layers. `job`: of `run_ranks`, with the `layout` of the section `trainer`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meet = dist.init_process_group
     dist.init_process_group = lambda backend, **kwargs: meet("gloo", **kwargs)
     from slimx.adapters.megatron import layers as megatron_layers
-    from slimx.layout.ranks import Sizes
-    from slimx.runtime.ports import free_port
     from slimx.trainer.parallel import ParallelState
 
     megatron_layers.install()
     ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
     torch.set_num_threads(1)
-    return ParallelState(
-        Sizes(),
-        rank=0,
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        device=torch.device("cuda"),
-        deadline_s=300,
-        seed=1,
-    )
+    sizes, device = sizes_of(Trainer(**job["layout"])), torch.device("cuda")
+    return ParallelState(sizes, rank=rank, init_method=job["init_method"], device=device, deadline_s=600, seed=1)
 
 
 def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -299,3 +293,21 @@ def _swapping(function: Callable[..., Any]) -> Callable[..., Any]:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     return apply
+
+
+def move_rotation_of_latent_attention() -> None:
+    """megatron-core's YarnRotaryEmbedding computes its frequencies under `with torch.device(...)`, below what the
+    pretence replaces: they are made on the host and moved."""
+    import torch
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    build = YarnRotaryEmbedding.__init__
+
+    @functools.wraps(build)
+    def init(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        build(self, *args, **{**kwargs, "use_cpu_initialization": True})
+        for values in (vars(self), self._buffers):
+            moved = {name: value.to("cuda") for name, value in values.items() if isinstance(value, torch.Tensor)}
+            values.update(moved)
+
+    YarnRotaryEmbedding.__init__ = init

@@ -8,7 +8,6 @@ Engine's kernels are not shown by that.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,30 +48,11 @@ def train(job: dict[str, Any], rank: int) -> list[dict[str, Any]]:
     from tests.integration import pretended_cuda
 
     pretended_cuda.install()
-    parallel = join(job, rank)
+    parallel = pretended_cuda.join(job, rank)
     pretend_transformer_engine()
     results = [train_with(job, options, parallel) for options in job["options"]]
     parallel.destroy()
     return results
-
-
-def join(job: dict[str, Any], rank: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meet = dist.init_process_group
-    dist.init_process_group = lambda backend, **kwargs: meet("gloo", **kwargs)
-    from slimx.adapters.megatron import layers as megatron_layers
-    from slimx.config.sections.trainer import Trainer
-    from slimx.layout.ranks import sizes_of
-    from slimx.trainer.parallel import ParallelState
-
-    megatron_layers.install()
-    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
-    torch.set_num_threads(1)
-    sizes, device = sizes_of(Trainer(**job["layout"])), torch.device("cuda")
-    return ParallelState(sizes, rank=rank, init_method=job["init_method"], device=device, deadline_s=600, seed=1)
 
 
 def pretend_transformer_engine() -> None:
@@ -81,14 +61,13 @@ def pretend_transformer_engine() -> None:
     from megatron.core.transformer.moe import experts
 
     from slimx.trainer.device import backends
-    from tests.integration.pretended_cuda import Pretended
-    from tests.integration.pretended_cuda_rank import _rotation_of_latent_attention
+    from tests.integration.pretended_cuda import Pretended, move_rotation_of_latent_attention
 
     transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     transformer_engine.set_save_original_input = experts.set_save_original_input = lambda module: None
     backends._check_offload = lambda *_: None
     Pretended.untyped_storage = lambda self: self.held.untyped_storage()
-    _rotation_of_latent_attention()
+    move_rotation_of_latent_attention()
 
 
 def train_with(job: dict[str, Any], options: dict[str, Any], parallel: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from slimx.cli import main
 from slimx.digest import FileRecord, record
 from tests.checkpoint_stand import QWEN3_MOE, tensors_of, write_checkpoint
 from tests.integration.conftest import ROOT
-from tests.integration.rank_processes import run_programs
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
 SMALL: dict[str, Any] = QWEN3_MOE | {
@@ -66,17 +68,31 @@ class Command:
     def peak(self, seconds: float = 200) -> int:
         """Wait for it to succeed; its largest resident memory in MB, mapped files included."""
         try:
-            said, _ = self.process.communicate(timeout=seconds)
+            output, _ = self.process.communicate(timeout=seconds)
         finally:
             self.process.kill()
         assert self.process.returncode == 0
-        return int(said.split()[-1]) // 1024
+        return int(output.split()[-1]) // 1024
 
 
-def growth(log: Path, *arguments: str | Path) -> int:
+def status(key: str) -> int:
+    """A line of this process's status in MB."""
+    return int(re.search(rf"{key}:\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) // 1024
+
+
+def convert(job: dict[str, Any], rank: int) -> int:
+    """Runs `slimx convert`; returns by how many MB resident memory grew at most, mapped files included."""
+    sys.argv = ["slimx", "convert", *job["arguments"]]
+    before = status("VmRSS")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return status("VmHWM") - before
+
+
+def growth(out: Path, *arguments: str | Path) -> int:
     """By how many MB the memory of `slimx convert` grows, in a process that has imported what trainers import."""
-    run_programs([["-m", "tests.integration.converting", *map(str, arguments)]], [log], 200)
-    return int(log.read_text().split()[-1])
+    return run_ranks(convert, out, 1, {"arguments": arguments}, seconds=200)[0]
 
 
 def digests(directory: Path) -> dict[str, FileRecord]:
@@ -91,10 +107,10 @@ def test_memory_is_a_fraction_of_the_checkpoint_and_a_kill_costs_one_file(tmp_pa
     source = write_checkpoint(tmp_path / "source", SMALL, file_bytes=90 * MB)
     assert sizes(source) > 250
     options = ("--threads", "1", "--file-size", "0.05")
-    assert growth(tmp_path / "log", "hf-to-megatron", source, tmp_path / "m", *options) < 200
+    assert growth(tmp_path / "growth", "hf-to-megatron", source, tmp_path / "m", *options) < 200
     back = ("megatron-to-hf", tmp_path / "m", tmp_path / "hf", "--original", source)
-    assert growth(tmp_path / "log", *back, *options) < 200
-    assert growth(tmp_path / "log", "hf-to-fp8", source, tmp_path / "fp8", *options) < 200
+    assert growth(tmp_path / "growth", *back, *options) < 200
+    assert growth(tmp_path / "growth", "hf-to-fp8", source, tmp_path / "fp8", *options) < 200
     wanted, found = tensors_of(source), tensors_of(tmp_path / "hf")
     assert wanted.keys() == found.keys() and all((wanted[name] == found[name]).all() for name in wanted)
 
@@ -109,7 +125,7 @@ def test_memory_is_a_fraction_of_the_checkpoint_and_a_kill_costs_one_file(tmp_pa
     assert not (tmp_path / "k").exists()
     finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "k.partial/release").glob("*.distcp")}
     assert 3 <= len(finished) < len(list((tmp_path / "m/release").glob("*.distcp")))
-    growth(tmp_path / "log", "hf-to-megatron", source, tmp_path / "k", *options, "--verify")
+    growth(tmp_path / "growth", "hf-to-megatron", source, tmp_path / "k", *options, "--verify")
     assert digests(tmp_path / "k") == digests(tmp_path / "m")
     for name, before in finished.items():
         assert (tmp_path / "k/release" / name).stat().st_mtime_ns == before, "finished files are not written again"

@@ -1,12 +1,13 @@
 """What `slimx plan` says of a trainer's memory is what real trainers hold: state to the byte, the peak within 15%.
 
 Measured in gloo ranks: storages of weights, gradients and optimizer state after a step, and the most bytes of tensors
-that were alive at once in the next step (`live_memory`). Activations are larger than the state in most cases.
+that were alive at once in the next step (`LiveMemory`). Activations are larger than the state in most cases.
 """
 
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slimx.config.schema import Config
 from slimx.extras.planner.batch_plan import batch_plan
@@ -143,10 +146,42 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class LiveMemory(TorchDispatchMode):
+    """While it is entered: bytes of all storages that operators returned and that are still referenced, and their peak.
+
+    What was there before does not count. Operators see it in the backward pass too, recomputed ones among them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        arguments = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in arguments:
+                self._track(tensor.untyped_storage())
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = self._sizes[key] = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
 def measure(settings: Config, parallel: Any) -> dict[str, int]:
     from slimx.models.families import read_model
     from slimx.trainer.trainer import PolicyTrainer
-    from tests.integration.live_memory import LiveMemory
 
     spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
     trainer = PolicyTrainer(settings, spec, parallel)

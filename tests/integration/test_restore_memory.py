@@ -82,7 +82,7 @@ def restore(job: dict[str, Any], rank: int) -> dict[str, int]:
     from slimx.adapters.megatron import layers as megatron_layers
 
     megatron_layers.Adam = copying(megatron_layers.Adam)
-    parallel = pretended_cuda.join()
+    parallel = pretended_cuda.join(job, rank)
     found = measure(job["out"], parallel)
     parallel.destroy()
     return found
@@ -91,7 +91,7 @@ def restore(job: dict[str, Any], rank: int) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Bytes on a pretended GPU, with an Adam that loads as Transformer Engine's does."""
-    return run_ranks(restore, tmp_path_factory.mktemp("restore"), 1, role="rank_on_pretended_gpu")[0]
+    return run_ranks(restore, tmp_path_factory.mktemp("restore"), 1, {"layout": {}}, role="rank_on_pretended_gpu")[0]
 
 
 def test_a_restore_brings_moments_to_the_host_without_the_gpu(found):

@@ -1,6 +1,6 @@
 """Routers of the trainer against transformers and plain torch: replayed routes, auxiliary terms, selection biases.
 
-Each layout is one start of gloo ranks (`router_rank.py`) that do all cases. All but one recompute activations, where
+Each layout is one start of gloo ranks that do all cases. All but one recompute activations, where
 routers run again in the backward pass while other micro-batches are in flight.
 """
 
@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from slimx.data.records import Group, Prompt
+from slimx.data.loss_weights import loss_weights
+from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.saved.codec import save_groups
-from tests.integration import router_rank
+from tests.integration import invariance_models, router_rank
 from tests.integration.chosen import chosen_cases
-from tests.integration.conftest import Weights
+from tests.integration.conftest import Weights, perturbed
+from tests.integration.deepseek_v3_oracle import MODELS, Oracle
 from tests.integration.family_laboratory import difference
-from tests.integration.rank_processes import run_ranks
-from tests.integration.router_oracle import TERMS, RoutedModel, Trained, write_models
+from tests.integration.prediction_oracle import split_experts
+from tests.integration.rank_processes import cached, run_ranks
 from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
@@ -71,6 +74,168 @@ TOLERANCE = 1e-5
 """Largest max|a - b| / max|b| of a tensor."""
 
 
+QWEN = invariance_models.QWEN | {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def write_models(directory: Path) -> dict[str, Path]:
+    """Checkpoints of two families, and of the second one a later policy that routes otherwise."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    qwen, later = directory / "Qwen", directory / "Qwen later"
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN))
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            noise = 0.2 * torch.randn_like(tensor)
+            tensor.add_(noise) if "norm" in name else tensor.copy_(noise)
+    for path in (qwen, later):
+        model.save_pretrained(path)
+        (path / "config.json").write_text(json.dumps(QWEN))  # in the words of a published one
+    weights = perturbed(load_file(qwen / "model.safetensors"), 2, 0.05)
+    save_file(weights, later / "model.safetensors", metadata={"format": "pt"})
+    return {"V3": Oracle(directory / "V3", 0, MODELS["V3"]).path, "Qwen": qwen, "Qwen later": later}
+
+
+Microbatches = Sequence[Sequence[int]]
+"""Numbers of the sequences in each."""
+
+
+class Ran(NamedTuple):
+    logprobs: torch.Tensor
+    """Log-probabilities of the labels, [L - 1]."""
+    logits: dict[int, torch.Tensor]
+    """Logits of each layer's router, [L - 1, experts], with gradient."""
+    routes: np.ndarray
+    """[L - 1, layers, k]; zeros for dense layers."""
+
+
+class Trained(NamedTuple):
+    loss: float
+    term: float
+    """Its mean over MoE layers, without the coefficient."""
+    gradients: Weights
+    load: dict[int, np.ndarray]
+    """Tokens of each expert by MoE layer."""
+
+
+class RoutedModel:
+    """One model run sequence by sequence; `logits` of its routers are kept with their gradient."""
+
+    def __init__(self, path: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.config = self.model.config
+        self.layers = [n for n, layer in enumerate(self.model.model.layers) if hasattr(layer.mlp, "gate")]
+        self.experts, self.topk = 8, self.config.num_experts_per_tok
+        self.sigmoid = "deepseek" in self.config.model_type
+        self._forced: np.ndarray | None = None
+        self._logits: dict[int, torch.Tensor] = {}
+        self._chosen: dict[int, torch.Tensor] = {}
+        for number in self.layers:
+            self._record(number)
+
+    def _record(self, number: int) -> None:
+        gate = self.model.model.layers[number].mlp.gate
+        choose = gate.forward
+
+        def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits, weights, chosen = choose(hidden)
+            if self._forced is not None:
+                chosen = torch.from_numpy(self._forced[:, number].astype(np.int64))
+                if self.sigmoid:
+                    kept = logits.sigmoid().gather(1, chosen)
+                    weights = self.config.routed_scaling_factor * kept / kept.sum(1, keepdim=True)
+                else:
+                    weights = logits.gather(1, chosen).softmax(1)
+            self._logits[number], self._chosen[number] = logits, chosen
+            return logits, weights, chosen
+
+        gate.forward = forward
+
+    def run(self, trajectory: Trajectory, forced: np.ndarray | None) -> Ran:
+        """Its input positions with the routes `forced` [L - 1, layers, k], or its own."""
+        tokens = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+        self._forced, self._logits, self._chosen = forced, {}, {}
+        logprobs = self.model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        routes = np.zeros((len(tokens) - 1, self.config.num_hidden_layers, self.topk), np.uint8)
+        for number, experts in self._chosen.items():
+            routes[:, number] = experts.numpy()
+        return Ran(logprobs, self._logits, routes)
+
+    def train(
+        self,
+        batch: Sequence[Trajectory],
+        forced: Sequence[np.ndarray | None],
+        term: str | None,
+        coefficient: float,
+        microbatches: Microbatches,
+    ) -> Trained:
+        """A step on mean cross entropy per token plus `coefficient` times the sum of the term over layers."""
+        self.model.zero_grad()
+        ran = [self.run(trajectory, routes) for trajectory, routes in zip(batch, forced, strict=True)]
+        weights = loss_weights(batch, "token")
+        loss = -sum((torch.from_numpy(w) * each.logprobs).sum() for w, each in zip(weights, ran, strict=True))
+        extra = torch.zeros(())
+        if term:
+            extra = sum(TERMS[term]([each.logits[n] for each in ran], self, microbatches) for n in self.layers)
+        (loss + coefficient * extra).backward()
+        routes = np.concatenate([each.routes for each in ran])
+        return Trained(
+            loss.item(),
+            extra.item() / len(self.layers),
+            split_experts({name: parameter.grad for name, parameter in self.model.named_parameters()}),
+            {n: np.bincount(routes[:, n].ravel(), minlength=self.experts) for n in self.layers},
+        )
+
+
+def _scores(logits: torch.Tensor, model: RoutedModel) -> torch.Tensor:
+    return logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if model.sigmoid else logits.softmax(1)
+
+
+def _share(scores: torch.Tensor, model: RoutedModel) -> torch.Tensor:
+    """Each expert's share of the tokens' top k."""
+    return torch.bincount(scores.topk(model.topk).indices.flatten(), minlength=model.experts) / (
+        len(scores) * model.topk
+    )
+
+
+def z_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
+    return torch.cat(logits).logsumexp(1).square().mean()
+
+
+def seq_aux_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
+    each = [_scores(part, model) for part in logits]
+    return torch.stack([model.experts * (_share(s, model) * s.mean(0)).sum() for s in each]).mean()
+
+
+def aux_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
+    packs = [_scores(torch.cat([logits[i] for i in pack]), model) for pack in microbatches]
+    count = sum(map(len, packs))
+    return sum(len(s) / count * model.experts * (_share(s, model) * s.mean(0)).sum() for s in packs)
+
+
+def global_aux_loss(logits: list[torch.Tensor], model: RoutedModel, microbatches: Microbatches) -> torch.Tensor:
+    packs = [_scores(torch.cat([logits[i] for i in pack]), model) for pack in microbatches]
+    count = sum(map(len, packs))
+    return sum(
+        len(s) / count * model.experts * (_share(torch.cat(packs[: n + 1]), model) * s.mean(0)).sum()
+        for n, s in enumerate(packs)
+    )
+
+
+TERMS = {term.__name__: term for term in (z_loss, seq_aux_loss, aux_loss, global_aux_loss)}
+
+
 class Laboratory:
     """Runs each layout once, with the cases of the chosen tests, and asks transformers once per case."""
 
@@ -90,22 +255,15 @@ class Laboratory:
                     trajectory.routed_experts[:, 0] = 0  # engines report something for the dense layer
             group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=trajectories)
             save_groups(directory / f"{name}.groups", [group])
-        self._ran: dict[str, AssertionError | None] = {}
+        self.run_ranks = cached(self._run)
         self.expected = functools.cache(self._expected)
 
     def __call__(self, layout: str) -> Path:
-        out = self.directory / layout
-        if layout not in self._ran:
-            self._ran[layout] = None
-            try:
-                self._run(out, (LAYOUTS | WIDE)[layout])
-            except AssertionError as error:
-                self._ran[layout] = error
-        if failed := self._ran[layout]:
-            raise failed
-        return out
+        self.run_ranks(layout)
+        return self.directory / layout
 
-    def _run(self, out: Path, layout: dict[str, Any]) -> None:
+    def _run(self, layout_name: str) -> None:
+        layout = (LAYOUTS | WIDE)[layout_name]
         cases = [
             {
                 "name": name,
@@ -116,10 +274,12 @@ class Laboratory:
                 "mtp": int(model == "V3"),
             }
             for name, moe in CASES.items()
-            if out.name == "single" or (out.name, name) in self.chosen
+            if layout_name == "single" or (layout_name, name) in self.chosen
             for model in [name.split()[0]]
         ]
-        run_ranks(router_rank.train, out, layout["world_size"], {"cases": cases, "layout": layout})
+        run_ranks(
+            router_rank.train, self.directory / layout_name, layout["world_size"], {"cases": cases, "layout": layout}
+        )
 
     def _expected(
         self, model: str, routes: str, term: str | None = None, microbatches: tuple[tuple[int, ...], ...] = ()
@@ -140,9 +300,9 @@ class Laboratory:
 
     def microbatches(self, layout: str, name: str) -> tuple[tuple[int, ...], ...]:
         """Numbers of the sequences in each micro-batch, in order; for one data-parallel rank."""
-        told = json.loads((self(layout) / f"{name}.json").read_text())["microbatches"]
+        packs = json.loads((self(layout) / f"{name}.json").read_text())["microbatches"]
         order = {tuple(t.token_ids[:-1].tolist()): number for number, t in enumerate(demonstrations(0))}
-        return tuple(tuple(order[tuple(tokens)] for tokens in batch) for batch in told)
+        return tuple(tuple(order[tuple(tokens)] for tokens in pack) for pack in packs)
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +327,14 @@ def every_layout(*names: str) -> pytest.MarkDecorator:
 @every_layout("V3 R3", "Qwen R3")
 def test_replayed_routes_give_the_gradients_of_forced_routes(laboratory, layout, name):
     model = name.split()[0]
-    own, expected = (laboratory.expected(model, routes) for routes in ("own", "engine"))
-    assert difference(own.gradients, expected.gradients)[0] > 0.1  # its own routes would not do
+    free, expected = (laboratory.expected(model, routes) for routes in ("own", "engine"))
+    assert difference(free.gradients, expected.gradients)[0] > 0.1  # its own routes would not do
     worst, tensor = difference(laboratory.gradients(layout, name), expected.gradients)
     assert worst <= TOLERANCE, tensor
-    said = laboratory.metrics(layout, name)
-    assert said["loss/sft"] == pytest.approx(expected.loss, abs=1e-5)
+    metrics = laboratory.metrics(layout, name)
+    assert metrics["loss/sft"] == pytest.approx(expected.loss, abs=1e-5)
     for number, load in expected.load.items():
-        assert said[f"router/imbalance/{number}"] == pytest.approx(load.max() / load.mean())
+        assert metrics[f"router/imbalance/{number}"] == pytest.approx(load.max() / load.mean())
 
 
 @every_layout("V3 R3")
@@ -189,8 +349,8 @@ def test_the_prediction_layer_chooses_by_itself_and_learns_alike(laboratory, lay
 
 @every_layout("Qwen R2")
 def test_new_weights_take_the_routes_that_the_old_ones_chose(laboratory, layout, name):
-    own, expected = (laboratory.expected("Qwen later", routes).gradients for routes in ("own", "Qwen"))
-    assert difference(own, expected)[0] > 0.1
+    free, expected = (laboratory.expected("Qwen later", routes).gradients for routes in ("own", "Qwen"))
+    assert difference(free, expected)[0] > 0.1
     worst, tensor = difference(laboratory.gradients(layout, name), expected)
     assert worst <= TOLERANCE, tensor
 

@@ -4,12 +4,17 @@ have lost a trainer."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import signal
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,17 +31,23 @@ from slimx.observability.live.stacks import Stack, stacks
 from slimx.orchestration.batches import make_packer
 from slimx.runtime.ports import free_port
 from tests.integration import rank_start
-from tests.integration.conftest import Weights, perturbed, publish
-from tests.integration.fault_stand import lost_with
-from tests.integration.open_ports import Port, documented, opened
+from tests.integration.conftest import ROOT, Weights, perturbed, publish
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.trainer_oracle import write_model
+from tests.integration.victims import lost_with
 from tests.webhook_server import webhook_server
 
 pytestmark = pytest.mark.integration
 TAUGHT = 3
 """Steps whose rollouts are scored by both teachers."""
+PORTS = "## Ports and keys"
+"""Title of the section with the table of ports."""
+ADDRESSES = {"all": "all", "local": "loopback", "loopback": "loopback"}
+"""Kind of address that each word of the table means in a run on one machine."""
+PATIENCE_S = 300
+Port = tuple[str, str]
+"""Process and kind of address."""
 
 
 def _rollout(task_of_sums: Path, **changes: object) -> dict[str, object]:
@@ -148,6 +159,53 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old(ahead: Ahe
     for trajectory in two_turns:
         (inserted,) = [span for span in trajectory.spans if span.source == "inserted"]
         assert not trajectory.loss_mask[inserted.start : inserted.stop].any()
+
+
+def documented() -> set[Port]:
+    """The rows of the table."""
+    section = (ROOT / "docs/operations.md").read_text().partition(PORTS)[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {(process, ADDRESSES[address]) for process, _, address, _ in rows[2:] if "`" not in address}
+
+
+def opened(run: TrainProcess, expected: set[Port]) -> set[Port]:
+    """TCP sockets on which processes of `run` listen, looked for again while one of `expected` is missing: a process
+    that ends meanwhile hides others."""
+    found: set[Port] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while not expected <= found and time.monotonic() < deadline:
+        for root in run.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # sandboxed programs come and go
+                for process in (root, *root.children(recursive=True)):  # the router clears its environment
+                    found |= set(_listens(process))
+    return found
+
+
+def _listens(process: psutil.Process) -> Iterator[Port]:
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            loopback = ipaddress.ip_address(connection.laddr.ip).is_loopback
+            yield _kind(process, loopback), "loopback" if loopback else "all"
+
+
+def _kind(process: psutil.Process, loopback: bool) -> str:
+    """The table's name of a process; a Ray worker's is that of its actor where the port is not Ray's."""
+    line = " ".join(process.cmdline())
+    if line.startswith("ray::"):
+        if not loopback:
+            return "Ray's workers and agents"
+        actors = {"Agent": "Ray's agents", "TrainerWorker": "trainer", "Engine": "engine actor"}
+    else:
+        actors = {
+            "slimx.cli": "driver",
+            "ray/gcs/gcs_server": "gcs_server, raylet",
+            "raylet/raylet": "gcs_server, raylet",
+            "sglang::router": "router",
+            "slimx.engines.server.router_launch": "router",
+            "sglang::scheduler": "engine's scheduler",
+            "slimx.engines.server.launch": "engine",
+        }
+    return next((kind for part, kind in actors.items() if part in line), line)
 
 
 def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead: Ahead) -> None:
