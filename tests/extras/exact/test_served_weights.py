@@ -83,3 +83,4 @@ def test_experts_with_tokens_are_dequantized_from_their_current_codes() -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
     scales *= 2  # as a publication writes in place
     assert torch.equal(expert_weights(layer, "w2", [0, 1, 0], torch.bfloat16)[1], expected[1] * 2)
+    assert len(expert_weights(layer, "w2", [0, 0, 0], torch.bfloat16)) == 3, "a rank whose experts nobody chooses"

@@ -96,7 +96,7 @@ def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dt
     weights = getattr(layer, name)
     if weights.dtype != torch.float8_e4m3fn:
         return list(weights)
-    used = torch.tensor([expert for expert, count in enumerate(counts) if count])
+    used = torch.tensor([expert for expert, count in enumerate(counts) if count], dtype=torch.long)  # perhaps none
     wide = _dequantized(layer, weights[used], getattr(layer, name + "_scale_inv")[used], dtype)
     out = [torch.empty(weights.shape[1:], dtype=dtype)] * len(weights)
     for expert, matrix in zip(used.tolist(), wide, strict=True):
