@@ -78,25 +78,25 @@ def write_checkpoint(
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer_config.json").write_text("{}")
     table = read_model(directory, mtp_layers=config.get("num_nextn_predict_layers", 0)).table
-    own = {name: entry.row.dtype for entry in table.entries() for name in entry.sources}
+    dtypes = {name: entry.row.dtype for entry in table.entries() for name in entry.sources}
     generator = torch.Generator().manual_seed(1)
     weight_map: dict[str, str] = {}
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     number = 0
 
     def flush() -> None:
         nonlocal number
-        if held:
+        if tensors:
             name = f"model-{number:05d}.safetensors"
-            save_file(held, directory / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(held, name))
-            held.clear()
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(tensors, name))
+            tensors.clear()
             number += 1
 
     for name, shape in table.checkpoint_shapes().items():
-        kind = getattr(torch, own[name]) if own.get(name) else dtype  # a stack has none
-        held[name] = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).to(kind)
-        if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
+        kind = getattr(torch, dtypes[name]) if dtypes.get(name) else dtype  # a stack has none
+        tensors[name] = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).to(kind)
+        if sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes:
             flush()
     flush()
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -110,14 +110,16 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not equal in dtype and bits, or only in one of the two."""
-    odd = sorted(found.keys() ^ wanted.keys())
+    odd = sorted(found.keys() ^ expected.keys())
     return odd + [
-        n for n in found.keys() & wanted.keys() if found[n].dtype != wanted[n].dtype or not _equal(n, found, wanted)
+        n
+        for n in found.keys() & expected.keys()
+        if found[n].dtype != expected[n].dtype or not _equal(n, found, expected)
     ]
 
 
-def _equal(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    a, b = found[name], wanted[name]
+def _equal(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    a, b = found[name], expected[name]
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -70,7 +70,7 @@ class SendingRank:
         self.rank, self.host = rank, local_address(network)
         self.start = load_file(Path(model, "model.safetensors"))
         self.parts = MegatronLayout(weight_table(config_in(Path(model))), SIZES).parts_of(rank)
-        self.held = {part.name: cut_out(part, self.start) for part in self.parts}
+        self.tensors = {part.name: cut_out(part, self.start) for part in self.parts}
 
     def ping(self) -> int:
         return os.getpid()
@@ -78,10 +78,10 @@ class SendingRank:
     def hold(self, version: int) -> None:
         whole = perturbed(self.start, seed=version)
         for part in self.parts:
-            self.held[part.name].copy_(cut_out(part, whole))
+            self.tensors[part.name].copy_(cut_out(part, whole))
 
     def prepare(self, plan: bytes, edges: list[int], item: int) -> None:
-        packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
+        packer = Packer(Plan.from_bytes(plan), self.rank, self.tensors)
         self.sender = DirectSender(
             packer, f"trainer rank {self.rank} ({os.getpid()})", self.host, edges=edges, item=item
         )
@@ -126,9 +126,9 @@ class DirectTrainers:
     async def send(self, bucket: int, transfer: int, engines: dict[int, int]) -> list[SentBucket]:
         return await self._all("send", [(bucket, transfer, engines)] * SIZES.world)
 
-    async def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         deadline_s = self.step_deadline_s if method in ("connect", "send") else START_S
-        calls = [getattr(actor, method).remote(*one) for actor, one in zip(self.actors, given, strict=True)]
+        calls = [getattr(actor, method).remote(*one) for actor, one in zip(self.actors, arguments, strict=True)]
         holders = [f"trainer rank {rank}" for rank in range(SIZES.world)]
         logs = [Path(os.devnull)] * SIZES.world
         return await gather(calls, what=method, holders=holders, deadline_s=deadline_s, logs=logs)

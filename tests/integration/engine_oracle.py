@@ -22,12 +22,12 @@ def logprobs_of(model: Qwen3MoeForCausalLM, weights: Weights, ids: list[int], te
 def fused(model: Qwen3MoeForCausalLM, weights: Weights) -> Weights:
     """`weights` under the names of transformers' modules: version 5 holds all experts of a layer in two tensors."""
     out = {}
-    for name, held in model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         if name.endswith(".experts.gate_up_proj"):
-            part = [[weights[f"{name[:-13]}.{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(held))]
+            part = [[weights[f"{name[:-13]}.{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(tensor))]
             out[name] = torch.stack([torch.cat(pair) for pair in part])
         elif name.endswith(".experts.down_proj"):
-            out[name] = torch.stack([weights[f"{name[:-10]}.{e}.down_proj.weight"] for e in range(len(held))])
+            out[name] = torch.stack([weights[f"{name[:-10]}.{e}.down_proj.weight"] for e in range(len(tensor))])
         else:
             out[name] = weights[name]
     return out

@@ -24,6 +24,7 @@ from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
 from tests.integration.family_oracle import Oracle
 from tests.integration.rank_processes import cached, run_ranks
+from tests.integration.trainer_rank import by_sequence
 from tests.needed import missing
 
 ENGINE, ENGINE_STAGES = "engine-TP2xEP2", "engine-TP2xPP2"
@@ -127,18 +128,7 @@ class Ran:
 
     def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
         """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""
-        out = {}
-        with np.load(self.directory / f"{self.model}.{rank}.npz") as arrays:
-            for number in range(sum(name.startswith("tokens.") for name in arrays)):
-                if f"{key}.{number}" not in arrays:
-                    continue
-                end = np.cumsum(arrays[f"lengths.{number}"])
-                for start, stop in zip([0, *end], end, strict=False):
-                    own = np.arange(start, stop)[~arrays[f"padding.{number}"][start:stop]]
-                    if own.size:
-                        tokens, labels = (arrays[f"{name}.{number}"][own] for name in ("tokens", "labels"))
-                        out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][own]
-        return out
+        return by_sequence(np.load(self.directory / f"{self.model}.{rank}.npz"), f"{key}.{{}}")
 
     def modules(self) -> set[str]:
         """Class names of the modules that the first rank's model is made of."""
@@ -157,14 +147,14 @@ class Ran:
 
     def assembled(self, kind: str) -> Weights:
         """Checkpoint tensors out of the ranks' local ones; ranks that hold the same part must agree bit for bit."""
-        held = [self.local(kind, rank) for rank in range(self.sizes.world)]
+        tensors = [self.local(kind, rank) for rank in range(self.sizes.world)]
         shapes = self.table.sources()
         out: Weights = {}
         # Copies come after the tensors that they repeat.
         for part in sorted(MegatronLayout(self.table, self.sizes).parts(), key=lambda part: part.copy):
-            if part.name not in held[part.ranks[0]]:
+            if part.name not in tensors[part.ranks[0]]:
                 continue
-            locals_ = [held[rank][part.name].view(matrix(part.shape)) for rank in part.ranks]
+            locals_ = [tensors[rank][part.name].view(matrix(part.shape)) for rank in part.ranks]
             assert all(torch.equal(locals_[0], other) for other in locals_[1:]), part.name
             for rect in part.rects:
                 name = part.sources[rect.source]

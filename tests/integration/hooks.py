@@ -64,8 +64,8 @@ async def across_a_publication(ctx: RolloutContext, prompt: Prompt) -> Trajector
     brief = ctx.evaluation or not ctx.version
     for turn in count():
         draft = ctx.draft(prompt)
-        own = {"max_new_tokens": 8} if brief else {"ignore_eos": True}
-        answer = await ctx.engine.generate(draft.token_ids, own, turn=turn)
+        sampling = {"max_new_tokens": 8} if brief else {"ignore_eos": True}
+        answer = await ctx.engine.generate(draft.token_ids, sampling, turn=turn)
         if brief or len(answer.versions) > 1 or answer.versions[0][2] >= 3:
             draft.add_sampled(answer)
             return draft.finish()

@@ -28,12 +28,12 @@ def saved_tensors(path: Path) -> list[str]:
         for name, what in found.items()
         if what and not name.startswith(_STATE)
     }
-    told = {f"{_STATE}{state}.{name}" for name, beside in kept.items() for state in beside}
+    described = {f"{_STATE}{state}.{name}" for name, beside in kept.items() for state in beside}
     return sorted(
         {
             " ".join([name.partition("/shard_")[0], *what, *kept.get(name, [])])
             for name, what in found.items()
-            if name not in told
+            if name not in described
         }
     )
 

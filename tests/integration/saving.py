@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from slimx.trainer.checkpoint import files
+from tests.processes import wait_for
 
 
 def begin_save(trainer: Any, path: Path, *, step: int) -> None:
@@ -19,7 +19,5 @@ def begin_save(trainer: Any, path: Path, *, step: int) -> None:
 
 def finish_save(trainer: Any, path: Path, deadline_s: float = 300.0) -> None:
     """Wait until every rank has written its part; raises what a rank reports."""
-    end = time.monotonic() + deadline_s
-    while missing := files.unreported(path, range(trainer.parallel.sizes.world)):
-        assert time.monotonic() < end, missing
-        time.sleep(0.01)
+    ranks = range(trainer.parallel.sizes.world)
+    wait_for(lambda: not files.unreported(path, ranks), deadline_s)

@@ -14,7 +14,7 @@ async def noted(args, sample, sampling_params):
     if sample.session_id == args.stuck:
         await asyncio.sleep(3600)
     sample.loss_mask[0] = 0
-    given = {"id": sample.session_id, "tokens": sample.tokens, "mask": sample.loss_mask, "calls": sample.tool_calls}
+    record = {"id": sample.session_id, "tokens": sample.tokens, "mask": sample.loss_mask, "calls": sample.tool_calls}
     with Path(args.record).open("a") as file:
-        file.write(json.dumps(given) + "\n")
+        file.write(json.dumps(record) + "\n")
     return sample

@@ -132,7 +132,7 @@ def config_of(directory: Path, model: Path, task: Path, *, count: int, replaced:
     """A run that is the same every time: one rollout at a time. `sections` are merged in."""
     directory.mkdir()
     rollout = {"prompts": str(task / "train.jsonl"), "concurrency": 1, "max_rollouts": 1, **UNCHECKED}
-    own: dict[str, dict[str, Any]] = {
+    defaults: dict[str, dict[str, Any]] = {
         "schedule": {"steps": count},
         "checkpoint": {"every": 3},
         "recovery": {"trainers": replaced},
@@ -140,7 +140,7 @@ def config_of(directory: Path, model: Path, task: Path, *, count: int, replaced:
         "rollout": rollout,
         "reward": {"function": "tests.integration.hooks.paced_digits", "deadline": DEADLINE_S},
     }
-    merged = {name: own.get(name, {}) | sections.get(name, {}) for name in own.keys() | sections.keys()}
+    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults.keys() | sections.keys()}
     return write_config(directory, model, task / "train.jsonl", **merged)
 
 

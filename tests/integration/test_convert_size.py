@@ -111,8 +111,8 @@ def test_memory_is_a_fraction_of_the_checkpoint_and_a_kill_costs_one_file(tmp_pa
     back = ("megatron-to-hf", tmp_path / "m", tmp_path / "hf", "--original", source)
     assert growth(tmp_path / "growth", *back, *options) < 200
     assert growth(tmp_path / "growth", "hf-to-fp8", source, tmp_path / "fp8", *options) < 200
-    wanted, found = tensors_of(source), tensors_of(tmp_path / "hf")
-    assert wanted.keys() == found.keys() and all((wanted[name] == found[name]).all() for name in wanted)
+    expected, found = tensors_of(source), tensors_of(tmp_path / "hf")
+    assert expected.keys() == found.keys() and all((expected[name] == found[name]).all() for name in expected)
 
     killed = Command("hf-to-megatron", source, tmp_path / "k", *options)
     done = tmp_path / "k.partial/.conversion/done"

@@ -70,7 +70,7 @@ async def ray_for(config: Config) -> AsyncIterator[AsyncExitStack]:
         stop_ray()
 
 
-def wanted_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
+def expected_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
     """By transformers: of each token but the first."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return logprobs_of(oracle, weights, ids)
@@ -114,8 +114,8 @@ async def test_a_server_over_two_machines_is_lost_with_either(
             completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=1, routed_experts=True))
         ids = [*PROMPT, *completion.token_ids.tolist()]
         assert completion.versions == [(0, 8, 3)]
-        wanted = wanted_logprobs(tiny_model, weights, ids)[len(PROMPT) - 1 :]
-        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+        expected = expected_logprobs(tiny_model, weights, ids)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
         servers = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=1)]
         assert servers, "the second machine's share has a process of its own"
@@ -155,8 +155,8 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
             completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=2))
         assert completion.versions == [(0, 8, 5)]
         ids = [*PROMPT, *completion.token_ids.tolist()]
-        wanted = wanted_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)
-        np.testing.assert_allclose(completion.logprobs, wanted[len(PROMPT) - 1 :], atol=1e-4)
+        expected = expected_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)
+        np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], atol=1e-4)
 
         judges = config_of(
             tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, **running}], "memory"
@@ -167,9 +167,9 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         scored = await asyncio.to_thread(
             asyncio.run, frozen.clients["judge"].logprobs(ids)
         )  # as a reward's thread does
-        np.testing.assert_allclose(scored, wanted, atol=1e-4)
+        np.testing.assert_allclose(scored, expected, atol=1e-4)
         later = await frozen.clients["judge"].logprobs(ids, start=len(PROMPT))
-        np.testing.assert_allclose(later, wanted[len(PROMPT) - 1 :], atol=1e-4)
+        np.testing.assert_allclose(later, expected[len(PROMPT) - 1 :], atol=1e-4)
         served = FrozenEngine("judge", engine.spec.url, deadline_s=300, retries=0, api_key=engine.spec.keys.api_key)
         await check_vocabulary(served, load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1

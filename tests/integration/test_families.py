@@ -28,7 +28,7 @@ from tests.integration.family_laboratory import ENGINE, ENGINE_STAGES, SIZES, La
 from tests.integration.prediction_oracle import WRONG
 from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import demonstrations, sft_rows
+from tests.integration.trainer_rank import demonstrations, packed, sft_rows
 
 pytestmark = pytest.mark.integration
 MAX_TOKENS = 160
@@ -107,13 +107,10 @@ class FamilyRank:
         assert (planned.weights, planned.gradients, planned.optimizer) == sizes, (planned, sizes)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
-        arrays, logits = {}, self.recorded_logits(model, model.decoder)
+        arrays, logits = packed(batches), self.recorded_logits(model, model.decoder)
         local = [trainer.context.take(batch) for batch in batches]
         with trainer.routing.forward(local):
             trainer.pipeline.scores(local)
-        for number, batch in enumerate(batches):
-            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels", "padding")}
-            arrays[f"lengths.{number}"] = np.array(batch.lengths)
         if batches[0].routed_experts is not None:
             differs = trainer.routing.differing(local).split([len(batch.tokens) for batch in local])
             for number, (values, batch) in enumerate(zip(differs, batches, strict=True)):

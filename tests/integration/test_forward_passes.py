@@ -25,7 +25,7 @@ from slimx.orchestration.batches import make_packer
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
-from tests.integration.trainer_rank import Rank, by_sequence
+from tests.integration.trainer_rank import Rank, by_sequence, packed
 
 pytestmark = pytest.mark.integration
 
@@ -89,7 +89,7 @@ class PassesRank(Rank):
     def write_scores(self, trainer: Any, batches: list[MicroBatch]) -> None:
         """Scores under all weights, twice; what is there before is there afterwards, the optimizer's state too."""
         before = self.weights(trainer)
-        arrays = {}
+        arrays = packed(batches)
         for turn in range(2):
             for holder in HOLDERS:
                 for number, scores in enumerate(trainer.scores(batches, under=holder)):
@@ -97,9 +97,6 @@ class PassesRank(Rank):
         self.results["changed"] = [
             name for name, tensor in trainer.weights.parameters.items() if not before[name].equal(tensor)
         ]
-        for number, batch in enumerate(batches):
-            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
-            arrays[f"lengths.{number}"] = np.array(batch.lengths)
         if self.reports:
             np.savez(self.out / "scores.npz", **arrays)
 

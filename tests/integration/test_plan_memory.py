@@ -254,15 +254,15 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], results: l
     records = {record.stage: record for record in trainer_memory(settings, spec, sizes, "cpu")}
     assert batch_plan(settings, sizes).microbatches_per_update == results[0]["micro_batches"], (model, case)
     off = []
-    for rank, held in enumerate(results):
+    for rank, measured in enumerate(results):
         runs = Holdings(spec.table, settings.numerics.dtype).runs(sizes, rank)
         state = Buffers(runs, settings.trainer, sizes).state(rank)
-        found = held["weights"], held["gradients"], held["optimizer state"]
+        found = measured["weights"], measured["gradients"], measured["optimizer state"]
         assert (state.weights, state.gradients, state.optimizer) == found, (model, case, rank)
         record = records[coordinates(rank, sizes).pipeline]
         assert record.optimizer >= state.optimizer, "the record is of the fullest rank"
-        off.append(record.peak / (sum(found) + held["live"]) - 1)
-        assert abs(off[-1]) <= WITHIN, (model, case, rank, record, held)
+        off.append(record.peak / (sum(found) + measured["live"]) - 1)
+        assert abs(off[-1]) <= WITHIN, (model, case, rank, record, measured)
     return off
 
 
@@ -272,11 +272,11 @@ def check_module(
     """Recomputing a module takes as much off the peak as a plan says, within a quarter of that or PART of the peak."""
     before, after = (live[json.dumps([model, each])] for each in (plain, one))
     planned = [planned_peak(job, model, each) for each in (plain, one)]
-    saved, said = before - after, planned[0] - planned[1]
+    saved, expected = before - after, planned[0] - planned[1]
     (module,) = one["trainer"]["recompute"]["modules"]
-    print(f"{model} {module}: {saved / before:.1%} of the peak, planned {said / before:.1%}")
-    assert abs(saved - said) <= max(PART * before, said / 4), (model, module, saved, said)
-    assert saved > 0 if said > PART * before else saved > -PART * before, (model, module, saved, said)
+    print(f"{model} {module}: {saved / before:.1%} of the peak, planned {expected / before:.1%}")
+    assert abs(saved - expected) <= max(PART * before, expected / 4), (model, module, saved, expected)
+    assert saved > 0 if expected > PART * before else saved > -PART * before, (model, module, saved, expected)
 
 
 def planned_peak(job: dict[str, Any], model: str, case: dict[str, Any]) -> int:

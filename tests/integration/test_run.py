@@ -324,11 +324,11 @@ def test_colocated_engines_sleep_and_a_killed_trainer_ends_the_run(tiny_model, t
         trainer=trainer,
         algorithm={"name": "decoupled_ppo", "teacher": str(tiny_model), "teacher_coef": 0.1, "entropy_coef": 0.01},
     )
-    with webhook_server() as told:
-        run = TrainProcess(config, f"track.webhook={told.url}")
+    with webhook_server() as webhook:
+        run = TrainProcess(config, f"track.webhook={webhook.url}")
         run.until(lambda: completed_steps(tmp_path / "run") >= 3)
         lost_with(run, "trainer", signal.SIGKILL, LOST, "trainer rank ")
-    (event,) = told.events
+    (event,) = webhook.events
     assert event["event"] == "failed" and event["step"] >= 3 and event["about"] in ("actor.died", "rank.silent")
     # Gradients and optimizer state leave before each publication, the weights after it; a checkpoint brings them back.
     log = (tmp_path / "run/logs/trainer-0.log").read_text()

@@ -224,9 +224,9 @@ def test_a_checkpoint_of_another_system_is_the_same_model(oracles, model, tmp_pa
     out, made, differing = oracles
     assert differing[model] == []
     convert(run.megatron_to_hf(out / f"{model}-m", out / model), tmp_path / "back", threads=1, verify=True)
-    back, wanted = tensors_of(tmp_path / "back"), made[model].weights
-    assert back.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.allclose(back[name], wanted[name], rtol=0, atol=1e-7)] == []
+    back, expected = tensors_of(tmp_path / "back"), made[model].weights
+    assert back.keys() == expected.keys()
+    assert [name for name in expected if not torch.allclose(back[name], expected[name], rtol=0, atol=1e-7)] == []
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -265,6 +265,6 @@ def test_norms_of_heads_of_two_ranks_are_converted_to_the_same_checkpoint(layout
         threads=1,
         verify=True,
     )
-    back, wanted = tensors_of(tmp_path / "back"), tensors_of(out / "hf")
-    assert back.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(back[name].bfloat16(), wanted[name].bfloat16())] == []
+    back, expected = tensors_of(tmp_path / "back"), tensors_of(out / "hf")
+    assert back.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(back[name].bfloat16(), expected[name].bfloat16())] == []

@@ -103,7 +103,7 @@ def rollouts(policy: Oracle) -> list[Group]:
             tokens = np.concatenate([prompt, random.integers(1, 128, at - len(prompt))]).astype(np.int32)
             sampled = np.concatenate([[s.source == "sampled"] * (s.stop - s.start) for s in spans])
             with torch.no_grad():
-                own = np.concatenate([[np.nan], policy.logprobs([tokens], TEMPERATURE)[0].numpy()])
+                logprobs_here = np.concatenate([[np.nan], policy.logprobs([tokens], TEMPERATURE)[0].numpy()])
             noise = 0.3 * random.standard_normal(len(tokens))
             experts, corrupted = policy.experts(tokens), []
             # From the middle on and at one layer only, so that earlier positions and the other layer stay equal.
@@ -121,7 +121,7 @@ def rollouts(policy: Oracle) -> list[Group]:
                     index=index,
                     token_ids=tokens,
                     loss_mask=sampled.astype(np.uint8),
-                    logprobs=np.where(sampled, own + noise, np.nan).astype(np.float32),
+                    logprobs=np.where(sampled, logprobs_here + noise, np.nan).astype(np.float32),
                     spans=spans,
                     sampling={"temperature": TEMPERATURE},
                     routed_experts=experts,

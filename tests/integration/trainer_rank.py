@@ -21,6 +21,7 @@ from tests.integration.saving import begin_save, finish_save
 
 MAX_TOKENS = 60
 """Tokens: no limit of a micro-batch is smaller."""
+PACKED = ("tokens", "labels", "lengths", "padding")
 CLIPPED = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
 """Options of an optimizer that clips the gradients of every step."""
 
@@ -132,9 +133,7 @@ class Rank:
 
     def keep_logprobs(self, batches: Sequence[MicroBatch], logprobs: Sequence[np.ndarray]) -> None:
         """Adds log-probs to the arrays, for `by_sequence`; only the last pipeline stage has them."""
-        for number, (batch, values) in enumerate(zip(batches, logprobs, strict=False)):
-            arrays = {"tokens": batch.tokens, "labels": batch.labels, "logprobs": values, "lengths": batch.lengths}
-            self.arrays |= {f"{key}.{number}": np.asarray(array) for key, array in arrays.items()}
+        self.arrays |= packed(batches) | {f"logprobs.{number}": values for number, values in enumerate(logprobs)}
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
         """By local name; zeros for a buffer, which has none."""
@@ -176,16 +175,24 @@ class Rank:
 def by_sequence(arrays: Mapping[str, np.ndarray], key: str = "logprobs.{}") -> dict[tuple[int, ...], np.ndarray]:
     """Returns values of packed sequences by sequence: its tokens with the last label.
 
-    `key`: name of the values in `arrays` by the number of a micro-batch, whose `tokens`, `labels` and `lengths` are
-    beside them."""
+    `key`: name of the values in `arrays` by the number of a micro-batch, whose `PACKED` are beside them. A rank that
+    does not know the values has none."""
     out = {}
     for number in range(sum(name.startswith("tokens.") for name in arrays)):
+        if key.format(number) not in arrays:
+            continue
         end = np.cumsum(arrays[f"lengths.{number}"])
         for start, stop in zip([0, *end], end, strict=False):
-            tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
-            if tokens.any():  # not the padding
-                out[(*tokens.tolist(), int(labels[-1]))] = arrays[key.format(number)][start:stop]
+            places = np.arange(start, stop)[~arrays[f"padding.{number}"][start:stop]]
+            if places.size:
+                tokens, labels = (arrays[f"{name}.{number}"][places] for name in ("tokens", "labels"))
+                out[(*tokens.tolist(), int(labels[-1]))] = arrays[key.format(number)][places]
     return out
+
+
+def packed(batches: Sequence[MicroBatch]) -> dict[str, np.ndarray]:
+    """Returns what `by_sequence` reads of micro-batches: NAME.NUMBER for each of `PACKED`."""
+    return {f"{name}.{n}": np.asarray(getattr(batch, name)) for n, batch in enumerate(batches) for name in PACKED}
 
 
 def equal(one: Any, other: Any) -> bool:

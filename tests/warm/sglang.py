@@ -21,13 +21,13 @@ def run_with_sglang(
     *arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python ARGUMENTS` as `subprocess.run` does; `environment` is added to that of a server on the CPU."""
-    with TemporaryFile("w+") as given, TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        given.write(stdin)
-        given.seek(0)
+    with TemporaryFile("w+") as source, TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        source.write(stdin)
+        source.seek(0)
         with patch.dict(os.environ):
             prepare(["--device", "cpu"])
             os.environ.update(environment or {})
-            files = (given.fileno(), output.fileno(), errors.fileno())
+            files = (source.fileno(), output.fileno(), errors.fileno())
             program = Fork(interpreter().parent, "server", list(arguments), files, cwd=cwd, tied=True)
         try:
             status = program.wait(DEADLINE_S)
