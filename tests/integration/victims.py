@@ -1,4 +1,4 @@
-"""Processes of a run, found by their command lines."""
+"""Processes of a run, found by their command lines, and the end of a run that loses one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def matching(pattern: str, *, guard: bool = False) -> Find:
-    """Finds processes by name and command line; guards, whose command lines hold those of what they guard, only if they
+    """Finds processes by name and command line; guards, whose command lines hold those of what they guard, only if
     `guard` is true."""
 
     def find(run: TrainProcess) -> list[psutil.Process]:
