@@ -1,4 +1,4 @@
-"""Builds a trajectory token by token with the provenance of each, for generate hooks."""
+"""Builds trajectories in generate hooks, token by token, and records whether each token was sampled or inserted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort
 
 
 class Draft:
-    """A trajectory under construction: `add_sampled` appends an engine's completion, `add_inserted` the text of a tool
-    or template."""
+    """A trajectory under construction, for generate hooks.
+
+    `add_sampled` appends a completion of an engine; `add_inserted` appends other tokens, such as the output of a tool
+    or the text of a chat template.
+    """
 
     def __init__(
         self,
@@ -43,24 +46,25 @@ class Draft:
         self.policy = policy
         self.turn = 0
         self.timings = {"generate": 0.0}
-        # Thousands of rollouts wait for their tools at once: arrays take 9 bytes per token, lists of numbers 90.
-        self._ids = array("i", as_ids(prompt_ids))  # arrays are copied as well, because this one grows
+        # Thousands of rollouts wait for tools at once: arrays take 9 bytes per token, lists of numbers 90.
+        self._ids = array("i", as_ids(prompt_ids))  # copies an array too, because this one grows
         self._logprobs = array("f", [float("nan")]) * len(self._ids)
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
         self._supports: list[Support | int] = [len(self._ids)]
-        """Supports of the parts, in order; an integer: that many tokens without restriction."""
+        """Candidates of each part of the trajectory, in order; an integer counts tokens without restricted
+        candidates."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far, which the next request continues."""
+        """All tokens so far: the prompt of the next request."""
         return list(self._ids)
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
-        """Appends the tokens of an engine. `train=False` excludes them from the loss."""
+        """Appends the tokens of a completion. `train=False` excludes them from the loss."""
         if inspect.isawaitable(completion):
             raise SlimxError(
                 f"trajectory {self.id}: add_sampled got a {type(completion).__name__}; await it, as in "
@@ -71,7 +75,7 @@ class Draft:
         if completion.policy != self.policy:
             raise SlimxError(
                 f"trajectory {self.id} belongs to policy {self.policy}, but {completion.policy} sampled these tokens; "
-                "add them by add_inserted, which does not train them, or to a draft of that policy "
+                "add them with add_inserted, which excludes them from the loss, or to a draft of that policy "
                 "(ctx.policies[NAME].draft)",
                 code="draft.policy",
                 about=self.id,
@@ -79,11 +83,11 @@ class Draft:
         if self.turn and completion.temperature != self.sampling["temperature"]:
             raise SlimxError(
                 f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
-                f"{completion.temperature}; use one for all its turns, or return a trajectory per turn",
+                f"{completion.temperature}; use one temperature for all turns, or return one trajectory per turn",
                 code="draft.temperature",
                 about=self.id,
             )
-        # The trainer divides its logits by it: the hook's temperature, not the configured one.
+        # The trainer divides its logits by this temperature, which a hook may choose, not by the configured one.
         self.sampling["temperature"] = completion.temperature
         start = len(self._ids)
         self._ids.extend(completion.token_ids.tolist())
@@ -101,24 +105,30 @@ class Draft:
                 )
             )
         self._supports.append(len(completion.token_ids) if completion.support is None else completion.support)
-        # A completion returns the experts of all its input positions: the last one covers earlier turns too.
+        # A completion contains the experts of its whole input, so the last one covers all earlier turns.
         self._routes = completion.routed_experts
         self._finish = completion.finish_reason
         self.timings["generate"] += completion.seconds
         self.turn += 1
 
     def describe_turn(self, *, state_key: str | None = None, reward: float = 0.0) -> None:
-        """Describes the last sampled turn: its initial state and its reward."""
+        """Sets the state key and the reward of the last sampled turn.
+
+        `state_key`: identifies the state in which the turn began. `reward`: reward of the turn alone.
+        """
         if not self.turn:
             raise SlimxError(
-                f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled",
+                f"describe_turn was called before trajectory {self.id} had a sampled turn; call it after add_sampled",
                 code="draft.turn",
                 about=self.id,
             )
         self._turns[self.turn - 1] = Turn(reward=reward, state_key=state_key)
 
     def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
-        """Appends tokens that no engine sampled: a tool's output, the next user turn, or (trained) a demonstration."""
+        """Appends tokens that no engine sampled, such as a tool's output or the next user turn.
+
+        `train`: True to include them in the loss, as for a demonstration.
+        """
         if len(token_ids) == 0:
             return
         start = len(self._ids)
@@ -129,29 +139,32 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """Returns the support of the first `end` tokens, or None without any restriction."""
+        """Returns the candidates of the first `end` tokens, or None if no token had restricted candidates."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]
         return Support.join(parts).take(np.arange(end))
 
     def finish(self, *, metadata: Json | None = None) -> Trajectory:
-        """Returns the trajectory. Drops untrained tokens after the last sampled one: they have no loss and no routed
-        experts."""
+        """Returns the trajectory with `metadata`.
+
+        Drops untrained tokens after the last sampled one, because they have neither a loss nor routed experts.
+        """
         end = self._trained.rfind(1) + 1
         for span in self._spans:
             if span.source == "sampled":
                 end = max(end, span.stop)
         if end == 0:
             raise SlimxError(
-                f"trajectory {self.id} has neither a sampled nor a trained token; the generate hook added none",
+                f"trajectory {self.id} has neither a sampled nor a trained token; call add_sampled before finish",
                 code="draft.empty",
                 about=self.id,
             )
         spans = [span for span in self._spans if span.start < end]
         if self._routes is not None and len(self._routes) != end - 1:
             raise SlimxError(
-                f"trajectory {self.id}: routed experts of {len(self._routes)} positions for {end} tokens",
+                f"trajectory {self.id} has routed experts of {len(self._routes)} positions instead of {end - 1}; "
+                "continue draft.token_ids unchanged in every request",
                 code="draft.routes",
                 about=self.id,
             )

@@ -1,6 +1,7 @@
 """Imports the configured hooks and checks them before a run starts.
 
-Hooks that were written for another program have a prefix, the name of their form: an entry point (`Form`).
+Hooks that were written for another program are named with a prefix. An entry point of the same name provides the
+`Form`, the adapter that loads hooks of this program.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATE = "slimx.generate"
-"""Group of entry points: generate hooks by their names in a configuration."""
+"""Group of the entry points that register generate hooks under short names for `rollout.generate`."""
 REWARDS = "slimx.rewards"
-"""Group of entry points: reward hooks by their names in a configuration."""
+"""Group of the entry points that register reward hooks under short names for `reward.function`."""
 FORMS = "slimx.hook_forms"
-"""Group of entry points: a `Form` by the prefix of its hooks."""
+"""Group of the entry points that register a `Form` under the prefix of its hooks."""
 
 
 class Form(Protocol):
-    """Hooks of another program, used unchanged."""
+    """Adapter for the hooks of another program, which are used unchanged."""
 
     def load_generate(self, path: str, config: Config) -> Generate: ...
 
@@ -44,21 +45,25 @@ class Form(Protocol):
     def load_reward(
         self, key: str, path: str, options: Mapping[str, object], *, group: bool, facts: Mapping[str, Json]
     ) -> Reward:
-        """Loads the hook at `path`, the value of `key`, in any process. `group`: True if it judges a group."""
+        """Loads the reward hook at `path`, in the driver or in another process.
+
+        `key`: configuration key with the path, for error messages. `group`: True if the hook computes the rewards of a
+        group. `facts`: return value of the method `facts`.
+        """
         ...
 
     def facts(self, config: Config) -> Json:
-        """Returns the properties of a run that `load_reward` needs, as JSON values."""
+        """Returns the properties of the run that `load_reward` needs, as JSON values."""
         ...
 
     def is_form_of(self, path: str) -> bool:
-        """Returns True if the hook at a path without a prefix has this form."""
+        """Returns True if the hook at `path`, which has no prefix, was written for this program."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The hooks of one run."""
+    """The hooks of one run; None for those that are not configured."""
 
     generate: Generate
     reward: Reward | None
@@ -71,7 +76,7 @@ def load_hooks(config: Config) -> Hooks:
 
 
 def load_rewards(config: Config) -> Reward | None:
-    """Returns the reward hook after checks of its requirements, or None without one."""
+    """Returns the reward hook after checking its requirements, or None if none is configured."""
     reward = load_reward(config.reward, form_facts(config))
     if reward is not None:
         in_process(config.reward, reward)
@@ -81,7 +86,7 @@ def load_rewards(config: Config) -> Reward | None:
 
 
 def load_keep(config: Config) -> Keep | None:
-    """Returns the group filter, or None without one."""
+    """Returns the group filter, or None if none is configured."""
     path = config.rollout.filter
     if path is None:
         return None
@@ -93,14 +98,15 @@ def load_keep(config: Config) -> Keep | None:
 
 
 def form_facts(config: Config) -> dict[str, Json]:
-    """Returns the properties of a run that its reward hooks need in other processes, by the prefix of their form."""
+    """Returns the properties of the run that its reward hooks need in other processes, by the prefix of their
+    `Form`."""
     paths = (config.reward.function, *(part.function for part in config.reward.parts))
     names = {str(path).partition(":")[0] for path in paths} & entry_points.find(FORMS).keys()
     return {name: entry_points.load(FORMS, name).facts(config) for name in names}
 
 
 class _Foreign(NamedTuple):
-    """A hook of another program."""
+    """A hook of another program: its `Form`, prefix and path."""
 
     form: Form
     prefix: str
@@ -109,7 +115,7 @@ class _Foreign(NamedTuple):
 
 
 def _form_of(path: str) -> _Foreign | None:
-    """Splits a path at the prefix of its form. Returns None without such a prefix."""
+    """Splits `path` at the prefix of a `Form`. Returns None if it has no such prefix."""
     prefix, colon, rest = path.partition(":")
     if not colon or prefix not in entry_points.find(FORMS):
         return None
@@ -122,7 +128,7 @@ def _refuse_without_prefix(key: str, path: str) -> None:
     for name, form in entry_points.load_all(FORMS).items():
         if form.is_form_of(path):
             raise SlimxError(
-                f"{key}: {path} was written for {name}; use {name}:{path}",
+                f"{key}: {path} was written for {name}; add its prefix: {name}:{path}",
                 code="hooks.prefix",
                 about=path,
             )
@@ -142,9 +148,9 @@ def load_generate(config: Config) -> Generate:
 
 
 def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | None:
-    """Returns the configured reward hook with its parts and options. Raises SlimxError like `load_hooks`.
+    """Returns the configured reward hook with its parts and options. Raises the errors of `load_hooks`.
 
-    `facts`: result of `form_facts`.
+    `facts`: return value of `form_facts`.
     """
     if config.parts:
         parts: list[WeightedReward[RewardContext]] = []
@@ -158,8 +164,10 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Returns True if `reward` is called in worker processes (`reward.isolation`). Raises SlimxError if
-    `reward.isolation` is thread and a hook cannot run in one."""
+    """Returns True if `reward` is called in worker processes, by `reward.isolation` and the hook's needs.
+
+    Raises SlimxError if `reward.isolation` is thread and a hook cannot run in a thread.
+    """
     needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(
@@ -172,7 +180,10 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
 
 
 def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt], share: float) -> None:
-    """Raises SlimxError if more than `share` of the `prompts` lack the answer that a reward of slimx compares with."""
+    """Raises SlimxError if too many `prompts` lack the answer that a reward hook of slimx compares with.
+
+    `share`: fraction of the prompts that may lack it.
+    """
     for hook, judged in _judged_by(reward, prompts):
         if not needs.asks_for_answer(hook):
             continue
@@ -181,7 +192,8 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
             key = "reward.parts" if config.parts else "reward.function"
             raise SlimxError(
                 f"{key}: {name_of(hook)} compares with answers, but {len(lacking)} of {len(prompts)} prompts have none "
-                f"(the first is {lacking[0].id!r}); set their column in rollout.fields.answer, or another {key}",
+                f"(the first is {lacking[0].id!r}); set rollout.fields.answer to the column of answers, or change "
+                f"{key}",
                 code="reward.answer",
                 about=lacking[0].id,
             )
@@ -196,14 +208,14 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt]) -> None:
 
 
 def _judged_by(reward: Reward, prompts: Sequence[Prompt]) -> list[tuple[Reward, list[Prompt]]]:
-    """Returns each part of the reward with the prompts that it judges."""
+    """Returns each part of the reward with the prompts that it applies to."""
     if not isinstance(reward, Mixture):
         return [(reward, list(prompts))]
     return [(part.hook, list(filter(part.fits, prompts))) for part in reward.parts]
 
 
 def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises SlimxError for the first prompt that the generate hook refuses with its options."""
+    """Raises SlimxError for the first prompt that the generate hook refuses, given its options."""
     check = needs.prompt_check(generate)
     if check is not None:
         options = generate.keywords if isinstance(generate, partial) else {}
@@ -213,11 +225,11 @@ def check_generated(generate: Generate, prompts: Sequence[Prompt], tokenizer: Pr
 
 
 def name_of(hook: object) -> str:
-    """Returns the name of a hook in error messages."""
+    """Returns the name of a hook for error messages: its configured name if it has one, otherwise its dotted path."""
     while isinstance(hook, partial):
         hook = hook.func
     name = getattr(hook, "hook_name", None)
-    if name is not None:  # a hook of another form
+    if name is not None:  # a hook of another program
         return name
     if isinstance(hook, Mixture):
         return " + ".join(map(name_of, _parts(hook)))
@@ -230,7 +242,7 @@ def name_of(hook: object) -> str:
 
 
 def name_with_source(hook: object) -> str:
-    """Returns the name of a hook in error messages, with file and line for a user's hook."""
+    """Returns the name of a hook for error messages, followed by file and line if it is a user's hook."""
     name = name_of(hook)
     while isinstance(hook, partial):
         hook = hook.func
@@ -262,7 +274,7 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, facts: Mapping[str
     second = list(inspect.signature(hook).parameters)[1:2]
     if second == ["trajectory" if scope == "group" else "group"]:
         raise SlimxError(
-            f"{key}.function: {config.function} judges a {second[0]}; set reward.scope={second[0]}",
+            f"{key}.function: {config.function} takes a {second[0]}; set reward.scope={second[0]}",
             code="hooks.scope",
             about="reward.scope",
         )

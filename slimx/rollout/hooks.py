@@ -1,11 +1,11 @@
-"""The hooks that a user writes, and their contexts.
+"""Types of the hooks that a user writes, and the contexts that are passed to them.
 
     async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory | list[Trajectory]
     async def reward(ctx: RewardContext, trajectory: Trajectory) -> float | dict[str, float]
     async def reward(ctx: RewardContext, group: Group) -> list[float | dict[str, float]]     # reward.scope: group
     def keep(group: Group) -> bool | str
 
-`slimx.rollout.hook_loading` imports and checks them before a run starts.
+`slimx.rollout.hook_loading` imports and checks the configured hooks before a run starts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class AgentServer(Protocol):
-    """The run's chat completion server, as a generate hook sees it."""
+    """Interface of the run's chat completion server for generate hooks."""
 
     context: int
     """Maximum number of tokens of a trajectory that can be trained."""
 
     def session(self, session: object) -> AbstractAsyncContextManager[str]:
-        """Serves the session of one rollout inside the block; yields its base URL."""
+        """Serves `session`, the conversations of one rollout, inside the block; yields the base URL for its agent."""
         ...
 
     async def stop(self) -> None: ...
@@ -53,7 +53,7 @@ ENGINE_DEADLINE = "engine deadline"
 
 
 class GivenUp(SlimxError):
-    """Raised by a generate hook to give up its rollout, which is counted under `reason`."""
+    """Raised by a generate hook to give up its rollout, which is then counted as failed under `reason`."""
 
     def __init__(self, reason: str, text: str):
         super().__init__(text, code="hooks.given_up", about=reason)
@@ -61,7 +61,8 @@ class GivenUp(SlimxError):
 
 
 class CompletionStream(Protocol):
-    """The pieces of one completion, such as `slimx.rollout.client.stream.TokenStream`."""
+    """Interface of a streamed completion, whose iteration yields pieces; see
+    `slimx.rollout.client.stream.TokenStream`."""
 
     def __aiter__(self) -> AsyncIterator[Completion]: ...
 
@@ -72,7 +73,7 @@ class CompletionStream(Protocol):
 
 
 class Generator(Protocol):
-    """A source of completions: the client, or a wrapper of it for one rollout."""
+    """Interface of a source of completions: the client of the engines, or a wrapper of it for one rollout."""
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
@@ -81,31 +82,34 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngine:
-    """The engines as one rollout sees them: sampling parameters and seed are filled in."""
+    """The engines for one rollout, with its default sampling parameters and its seed."""
 
     client: Generator | None
     sampling: Json
     seed: int
     routed_experts: bool
     affinity: str | None = None
-    """As in `GenerationRequest`."""
+    """Affinity key, as in `GenerationRequest`."""
     policy: str = ACTOR
-    """Name of the policy that they serve."""
+    """Name of the policy that the engines sample from."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0) -> Completion:
-        """Continues `token_ids`. `sampling` overrides single parameters. `turn`: index of the turn, which changes the
-        seed."""
+        """Samples a continuation of `token_ids`.
+
+        `sampling`: parameters that override the rollout's defaults. `turn`: index of the turn, from which the request's
+        seed is derived together with the rollout's seed.
+        """
         request = self._request(token_ids, sampling, turn)
-        del token_ids  # a list takes ten times the memory of the request, which may wait for a slot
+        del token_ids  # the request may wait for a slot, and this list takes ten times its memory
         return await self._client().generate(request)
 
     def stream(
         self, token_ids: Sequence[int], sampling: Json | None = None, *, turn: int = 0
     ) -> AbstractAsyncContextManager[CompletionStream]:
-        """Samples like `generate`; tokens can be read while they are sampled:
+        """Samples like `generate`, and returns a stream from which tokens can be read while they are sampled.
 
         async with ctx.engine.stream(draft.token_ids) as stream:
-            async for piece in stream:  # a Completion of the new tokens
+            async for piece in stream:  # a Completion with the new tokens
                 ...
         draft.add_sampled(stream.completion)
         """
@@ -119,7 +123,7 @@ class RolloutEngine:
     def _client(self) -> Generator:
         if self.client is None:
             raise SlimxError(
-                "this run has no engines (rollout.engines is empty), but its generate hook requested a completion",
+                "the generate hook requested a completion, but this run has no engines; configure rollout.engines",
                 code="hooks.no_engines",
                 about="rollout.engines",
             )
@@ -127,13 +131,13 @@ class RolloutEngine:
 
 
 class _Logging:
-    """The part of a context with which a hook logs numbers."""
+    """Base class of contexts, with methods by which a hook logs numbers."""
 
     __slots__ = ()
     metrics: dict[str, float]
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number of this call, once per name; docs/metrics.md describes how the numbers of a step are
+        """Logs a number for this call, once per name; docs/metrics.md describes how the numbers of a step are
         aggregated.
 
         Raises SlimxError for a reserved or malformed name, a name that was logged before, and a value that is not a
@@ -145,16 +149,18 @@ class _Logging:
         self.metrics[name] = as_number(name, value)
 
     def add(self, name: str, value: float) -> None:
-        """Adds to a number of this call, which starts at 0, e.g. a count over several parts of a rollout. Raises like
-        `log`."""
+        """Adds `value` to a number of this call, which starts at 0, e.g. to count over several parts of a rollout.
+
+        Raises SlimxError for the names and values for which `log` raises it, but accepts a name that was logged before.
+        """
         check_hook_name(name)
         self.metrics[name] = self.metrics.get(name, 0.0) + as_number(name, value)
 
 
 def logged_twice(name: str) -> SlimxError:
-    """Returns the error for a second value of `name` for one trajectory."""
+    """Returns the error for a second value of the metric `name` for one trajectory."""
     return SlimxError(
-        f"ctx.log got {name} twice for one trajectory; add the values up, or use another name for the second",
+        f"metric {name} was logged twice for one trajectory; add up the values with ctx.add, or use different names",
         code="metrics.twice",
         about=name,
     )
@@ -162,43 +168,47 @@ def logged_twice(name: str) -> SlimxError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext(_Logging):
-    """One rollout of one prompt."""
+    """Context of one rollout of one prompt, passed to the generate hook."""
 
     engine: RolloutEngine
-    """Engines of the policy `policy`."""
+    """Engines of the policy `policy`, with the sampling parameters and the seed of this rollout."""
     tokenizer: PreTrainedTokenizerBase
-    """Hugging Face tokenizer of its model."""
+    """Hugging Face tokenizer of the policy's model."""
     version: int
-    """Newest weight version when the rollout began."""
+    """Newest weight version of the policy when the rollout started."""
     evaluation: bool
-    """True in an evaluation: no training, and sampling is greedy by default."""
+    """True in an evaluation, whose rollouts are not trained on and are sampled greedily by default."""
     seed: int
-    """Unique per rollout, and the same in a resumed run."""
+    """Seed of this rollout, different from those of all other rollouts and the same in a resumed run."""
     group_id: str
     index: int
     """Index of the rollout in its group."""
     engines: Engines = field(default_factory=dict)
-    """Clients of the frozen groups of `rollout.engines`, by name."""
+    """Clients of the engine groups in `rollout.engines` that serve frozen models, by group name."""
     address: str = ""
-    """URL of the policy's router, "" without one. Use `engine` for tokens that can be trained."""
+    """URL of the policy's router, or "" without a router. Tokens that are to be trained on must come from `engine`."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """HTTP headers that requests to `address` need."""
     proxy: AgentServer | None = None
     """The run's OpenAI-compatible server, through which agents call the policy `actor`; None if nothing is sampled, and
-    for further policies."""
+    for policies other than `actor`."""
     environments: Environments = field(default_factory=Environments)
-    """Factory of environments, in the driver or in processes."""
+    """Factory of environments, which run in the driver or in processes."""
     prompt_ids: PromptIds | None = None
-    """Token ids of the group's prompt, which is encoded once."""
+    """Token ids of the group's prompt, which is encoded once for all rollouts."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers logged by the hook, which become metrics of the rollout's first trajectory."""
     policy: str = ACTOR
-    """Name of the policy that `engine` samples from and whose trajectories `draft` begins."""
+    """Name of the policy that `engine` samples from and whose trajectories `draft` creates."""
     policies: Mapping[str, RolloutContext] = field(default_factory=dict)
-    """The same rollout for every trained policy, by the policy's name or role (section policies)."""
+    """Contexts of the same rollout for all trained policies, by policy name or role (configuration section
+    policies)."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
-        """Begins a trajectory with the prompt's tokens; `suffix` distinguishes several trajectories of one rollout."""
+        """Creates a trajectory that starts with the prompt's tokens.
+
+        `suffix`: end of the trajectory's id, which distinguishes several trajectories of one rollout.
+        """
         if isinstance(prompt, Prompt):
             prompt = (self.prompt_ids or PromptIds(self.tokenizer)).of(prompt)
         rollout = f"{self.group_id}/{self.index}"
@@ -214,27 +224,30 @@ class RolloutContext(_Logging):
         )
 
     def turn(self, content: str, *, after: Sequence[int], role: str = "user") -> list[int]:
-        """Returns the token ids of a turn that the model did not sample, up to the start of its next turn; `after`: all
-        previous tokens."""
+        """Returns the token ids of a turn that the model does not sample, up to the start of the model's next turn.
+
+        `content`: text of the turn. `after`: all previous tokens.
+        """
         return encode_turn(self.tokenizer, content, role=role, after=after)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardContext(_Logging):
-    """One trajectory, or one group, to be judged."""
+    """Context of one trajectory, or one group, whose reward the hook computes."""
 
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase
     text: str
-    """The sampled tokens as text, without special tokens and with a line break between turns; of a group's first
-    trajectory."""
+    """Text of the sampled tokens, without special tokens and with a line break between turns. For a group, the text of
+    its first trajectory."""
     evaluation: bool
     engines: Engines = field(default_factory=dict)
-    """Clients of the frozen groups of `rollout.engines`, by name: a judge, a reward model."""
+    """Clients of the engine groups in `rollout.engines` that serve frozen models, such as a judge or a reward model, by
+    group name."""
     responses: list[Response] = field(default_factory=list)
-    """Turns and final answer of each judged trajectory; by default one turn, `text`."""
+    """Turns and final answer of each trajectory; defaults to a single turn with `text`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers logged by the hook, which become metrics of the trajectory, or of a group's first one."""
+    """Numbers logged by the hook, which become metrics of the trajectory, or of the group's first trajectory."""
 
     def __post_init__(self) -> None:
         if not self.responses:
@@ -242,31 +255,31 @@ class RewardContext(_Logging):
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """Text of each sampled turn; of a group's first trajectory."""
+        """Text of each sampled turn. For a group, the turns of its first trajectory."""
         return self.responses[0].turns
 
     @property
     def final_answer(self) -> str:
-        """End of the last turn, after its thinking; "" if the thinking never ended."""
+        """Text of the last turn after the thinking block; "" if the thinking block was not closed."""
         return self.responses[0].final_answer
 
     @property
     def texts(self) -> list[str]:
-        """`text` of each judged trajectory."""
+        """`text` of each trajectory, in the order of the group."""
         return [response.text for response in self.responses]
 
     @property
     def final_answers(self) -> list[str]:
-        """`final_answer` of each judged trajectory."""
+        """`final_answer` of each trajectory, in the order of the group."""
         return [response.final_answer for response in self.responses]
 
 
 Generate = Callable[[RolloutContext, Prompt], Coroutine[None, None, Trajectory | list[Trajectory]]]
-Value = float | Mapping[str, float]  # covariant, like Sequence below: accepts list[float] and dict[str, int]
+Value = float | Mapping[str, float]  # covariant, like Sequence below: also matches list[float] and dict[str, int]
 Reward = Callable[[RewardContext, Any], Coroutine[None, None, Value | Sequence[Value]]]
 Keep = Callable[[Group], bool | str]
 
 
 def seed_of(*parts: int) -> int:
-    """Returns a sampling seed in [0, 2^31) derived from integers, the same on every machine."""
+    """Returns a sampling seed in [0, 2^31) that is derived from `parts`, the same on every machine."""
     return int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1)[0] >> 1)

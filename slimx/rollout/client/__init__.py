@@ -1,1 +1,1 @@
-"""Requests for tokens: sampling, retries, streams, completions."""
+"""Client of the engines: sends sampling and scoring requests, retries them, and parses the completions."""

@@ -1,4 +1,4 @@
-"""Completions and scores: responses of engines, and how their parts are joined."""
+"""Completions and scores that the client returns, and the concatenation of a completion's parts."""
 
 from __future__ import annotations
 
@@ -12,70 +12,72 @@ from slimx.data.sampling_support import Support
 from slimx.models.families import ModelSpec
 
 VersionSpan = tuple[int, int, int]
-"""(start, stop, version): a range of sampled tokens and the weight version that sampled it."""
+"""(start, stop, version): a range of sampled tokens, stop excluded, and the weight version that sampled it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model with which the client checks requests and parses responses."""
+    """Sizes of the model, with which the client checks token ids and parses routed experts."""
 
     vocab_size: int
     layers: int = 0
-    """Number of layers, dense ones included: SGLang returns expert ids for each."""
+    """Number of layers, including dense ones: SGLang returns expert ids for every layer."""
     top_k: int = 0
-    """Experts per token; 0 for a dense model."""
+    """Number of experts per token (k); 0 for a dense model."""
     experts: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelShape:
-        """Returns the shape of a model of any family."""
+        """Returns the sizes of the model that `spec` describes, of any model family."""
         fields = spec.transformer
         return cls(spec.vocab_size, fields["num_layers"], fields.get("moe_router_topk") or 0, spec.experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The response to one request, or one piece of a streamed response."""
+    """The response to one request, or one piece of a streamed response, with n sampled tokens."""
 
     token_ids: np.ndarray
-    """int32 [n]: sampled tokens, including the end token if sampled."""
+    """int32 [n]: sampled tokens, including the stop token if one was sampled."""
     logprobs: np.ndarray
-    """float32 [n]: log-probs under softmax(logits / temperature) over the tokens of `support`; greedy counts as
-    temperature 1."""
+    """float32 [n]: log-probs of the sampled tokens under softmax(logits / temperature) over the candidates in
+    `support`, or over the whole vocabulary without `support`. Greedy sampling reports them at temperature 1."""
     versions: list[VersionSpan]
-    """Ranges of tokens sampled by one weight version, covering [0, n)."""
+    """Ranges of tokens with the weight version that sampled each range; together they cover [0, n)."""
     finish_reason: str
-    """"stop", "length" or "abort" (an aborted request returns its tokens so far); "" for a piece that is not the
-    last."""
+    """"stop", "length" or "abort"; "" for every piece of a stream except the last. An aborted request returns the
+    tokens sampled so far."""
     routed_experts: np.ndarray | None
-    """uint8 (uint16 above 256 experts) [prompt + n - 1, layers, k]: logical expert ids; None if not requested."""
+    """uint8 (uint16 if the model has more than 256 experts) [prompt tokens + n - 1, layers, k]: logical expert ids;
+    None if not requested."""
     cached_tokens: int
-    """Number of prompt tokens with KV from the prefix cache."""
+    """Number of prompt tokens whose KV entries came from the prefix cache."""
     seconds: float
-    """Wall time of the request, or since the previous piece, in seconds."""
+    """Wall time of the request in seconds; for a piece of a stream, the time since the previous piece."""
     temperature: float = 1.0
-    """Sampling temperature, which also applies to `logprobs`."""
+    """Sampling temperature, which also applies to `logprobs`; 0 is greedy."""
     support: Support | None = None
-    """Candidates kept by top-k and top-p at n positions; None without either."""
+    """Candidates that top-k and top-p kept at each of the n positions; None if neither was used."""
     policy: str = ACTOR
-    """Name of the policy that sampled it."""
+    """Name of the policy that sampled the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of prompt tokens under an engine's current weights."""
+    """Log-probs of L given tokens under an engine's current weights."""
 
     logprobs: np.ndarray
-    """float32 [L - 1]: log softmax(logits) of tokens 1..L-1. SGLang always scores inputs at temperature 1."""
+    """float32 [L - 1]: log softmax(logits) of tokens 1 to L - 1. SGLang always scores inputs at temperature 1."""
     version: int
     routed_experts: np.ndarray | None
-    """As in `Completion`, [L - 1, layers, k]."""
+    """Logical expert ids [L - 1, layers, k] with the dtype of `Completion.routed_experts`; None if not requested."""
 
 
 def joined(parts: Sequence[Completion], prompt: int) -> Completion:
-    """Joins `parts`, each of which continues the previous ones after a prompt of `prompt` tokens, into one completion.
+    """Concatenates `parts` of one completion, each of which continues the previous one, after a prompt of `prompt`
+    tokens.
 
-    Each token keeps the version, the log-prob and the routed experts of the part that sampled it.
+    Each token keeps the version, log-prob and routed experts of the part that sampled it.
     """
     return replace(
         parts[-1],
@@ -109,7 +111,7 @@ def _joined_routes(parts: Sequence[Completion], prompt: int) -> np.ndarray | Non
     for part in parts:
         if part.routed_experts is None:
             return None
-        # Rows are indexed by input position: those of a part end before its last token.
+        # Rows are indexed by input position, and a part's last token was sampled but not yet fed back as input.
         stop += len(part.token_ids)
         rows.append(part.routed_experts[start:stop])
         start = stop

@@ -1,7 +1,7 @@
-"""Generation through the router: token ids in, token ids out with log-probs, weight versions and experts.
+"""Client of the router: sends token ids, and receives sampled token ids with log-probs, weight versions and experts.
 
-Token ids are those that the server sampled; they are never re-encoded from text. An id outside the vocabulary, which
-would end SGLang's scheduler and with it all other requests, is refused by the client.
+Token ids are those that the server sampled; they are never re-encoded from text. The client refuses an id outside the
+vocabulary, because it would crash SGLang's scheduler and with it all other requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def _nothing() -> None: ...
 
 
 class GenerationClient:
-    """Requests over one HTTP session, which `async with` opens and closes."""
+    """Sends sampling and scoring requests over one HTTP session, which `async with` opens and closes."""
 
     def __init__(
         self,
@@ -47,14 +47,15 @@ class GenerationClient:
         api_key: str | None = None,
         adapters: str | None = None,
     ) -> None:
-        """Stores the configuration of all requests.
+        """Stores the settings of all requests.
 
-        `url`: URL of the router or of a server, which requires `api_key`. `deadline_s`: deadline of one request,
-        queueing included, in seconds. `retries`: how often a request that is lost with its engine is repeated.
-        `retry_s`: seconds during which a request without any engine is repeated. `on_lost`: awaited before a
-        repetition; it should take the lost engine out of the router. `outage`: while it lasts, requests wait and
-        deadlines are suspended. `adapters`: policy whose adapters requests name, for servers with the adapters of
-        several policies.
+        `url`: URL of the router or of one server. `shape`: sizes of the model. `deadline_s`: time limit of a request in
+        seconds, including queueing. `retry_s`: seconds during which a request is retried while the router has no
+        engine. `retries`: maximum number of retries of a request that is lost with its engine. `on_lost`: awaited
+        before each of these retries; it should remove the lost engine from the router. `outage`: while it lasts,
+        requests wait and deadlines are suspended. `api_key`: key that the router or server requires, if any.
+        `adapters`: name of the policy whose LoRA adapters sample, for servers that hold the adapters of several
+        policies.
         """
         self.url = url.rstrip("/")
         self.shape = shape
@@ -64,7 +65,7 @@ class GenerationClient:
         self._rule = Resending(retries, retry_s, self._lost, self.outage)
         self.headers = bearer(api_key)
         self.retried = 0
-        """Number of requests repeated so far because an engine was lost."""
+        """Number of retries so far because an engine was lost."""
         self.adapters = adapters
         self._reader = Reader(self.url, shape, adapters)
         self._session: aiohttp.ClientSession | None = None
@@ -84,21 +85,24 @@ class GenerationClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Samples a continuation of the request's tokens.
 
-        With top-p alone at most `MAX_SUPPORT` candidates are sampled from: the engine returns them as `support`, which
-        must be bounded.
+        Top-p without top-k samples from at most `MAX_SUPPORT` candidates, because the engine returns the candidates of
+        every token as `support`, whose size must be bounded.
         """
         start = time.monotonic()
         meta = await self._post(self._request_body(request), request.affinity)
         return await self._reader.completion(meta, request, time.monotonic() - start)
 
     def stream(self, request: GenerationRequest) -> TokenStream:
-        """Samples like `generate`; tokens can be read while they are sampled."""
+        """Samples like `generate`, and returns the stream from which tokens can be read while they are sampled."""
         score = partial(self.score, routed_experts=True)
         sender = self._sender(request.affinity)
         return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)
 
     async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
-        """Returns the log-probs of `token_ids` [L] without sampling. A dense model returns no routed experts."""
+        """Returns the log-probs of `token_ids` [L] except the first, without sampling.
+
+        `routed_experts`: True to return the experts of the tokens too; a dense model has none.
+        """
         routed = routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if routed else {}
         body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
@@ -110,7 +114,7 @@ class GenerationClient:
         )
 
     def _request_body(self, request: GenerationRequest) -> Json:
-        """Returns the body of a sampling request."""
+        """Returns the JSON body of a sampling request."""
         parameters = {**request.sampling, "sampling_seed": request.seed}
         fields: Json = {}
         if request.restricted:
@@ -123,7 +127,11 @@ class GenerationClient:
         return self._body(request.token_ids, parameters, fields)
 
     def _body(self, token_ids: Sequence[int], parameters: Json, fields: Json) -> Json:
-        """Returns the body of a request. `fields`: request fields that the router would drop."""
+        """Returns the JSON body of a request.
+
+        `parameters`: SGLang's sampling parameters. `fields`: request fields that the router would drop, sent in a
+        label.
+        """
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
         ids = as_ids(token_ids)
@@ -131,22 +139,25 @@ class GenerationClient:
             invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
-                f"{subject} cannot be continued; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer",
+                f"{subject} cannot be sampled from: valid ids are 0 to {self.shape.vocab_size - 1}; "
+                "check the tokenizer",
                 code="request.token_ids",
                 about=subject,
             )
         body: Json = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
         if fields:
-            # In a label, because the router drops unknown fields; the slimx plugin in the server restores them.
+            # The router drops unknown fields but forwards labels; the slimx plugin in the server unpacks this one.
             body["custom_labels"] = {"slimx": json.dumps(fields)}
         return body
 
     async def _post(self, body: Json, key: str | None) -> Json:
-        """Returns `meta_info` of the response to a /generate request, which may be sent repeatedly: the seed gives the
-        same tokens."""
+        """Returns `meta_info` of the response to a /generate request.
+
+        The request may be sent several times, because the seed makes it repeatable.
+        """
         response = await self._sender(key).answer(body, self.deadline_s)
         if "meta_info" not in response:
-            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(response)}")
+            raise SlimxError(f"POST {self.url}/generate returned status 200 without meta_info: {message_of(response)}")
         return response["meta_info"]
 
     def _sender(self, key: str | None) -> RequestSender:

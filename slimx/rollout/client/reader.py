@@ -1,4 +1,4 @@
-"""Parses SGLang's responses to /generate: tokens, log-probs, versions, candidates, experts."""
+"""Parses SGLang's responses to /generate into completions: tokens, log-probs, versions, candidates and experts."""
 
 from __future__ import annotations
 
@@ -18,29 +18,36 @@ from slimx.rollout.client.sending import as_logprobs
 from slimx.runtime.tasks import in_thread
 
 Meta = Json
-"""`meta_info` of a response."""
+"""The object `meta_info` of a response to /generate."""
 PORTION = 2**20
-"""Number of base64 characters decoded at once, a multiple of 16: these encode 12 bytes, three expert ids."""
+"""Number of base64 characters decoded at once. A multiple of 16, because 16 characters encode three int32 expert
+ids."""
 
 
 class Reader:
-    """Parser of the `meta_info` of a model's responses."""
+    """Parses the `meta_info` of the responses of one model."""
 
     def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
-        """Stores the model. `url`: the server's, for errors. `adapters`: policy whose version is read, for servers with
-        several."""
+        """Stores the model's sizes.
+
+        `url`: URL of the server, for error messages. `adapters`: name of the policy whose weight version is read, for
+        servers that hold the adapters of several policies.
+        """
         self.url = url
         self.shape = shape
         self.adapters = adapters
 
     async def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
-        """Returns the complete response to `request`. Raises SlimxError if a requested part is missing."""
+        """Returns the complete response to `request` as a completion.
+
+        `seconds`: wall time of the request. Raises SlimxError if the response lacks a part that was requested.
+        """
         routed = self.routed(request)
         reason = (meta["finish_reason"] or {"type": "abort"})["type"]
         aborted = reason == "abort"
         count = len(meta.get("output_token_logprobs") or [])
         if aborted and routed and not meta.get("routed_experts"):
-            # Aborted while queued, perhaps after it ran before: the engine has dropped its routed experts.
+            # A request that is aborted in the queue, even after it ran and was retracted, returns no routed experts.
             count = 0
         routes = None
         if routed and (count or not aborted):
@@ -48,20 +55,24 @@ class Reader:
         return replace(self._tokens(meta, request, 0, count, reason, seconds), routed_experts=routes)
 
     def piece(self, meta: Meta, request: GenerationRequest, start: int, seconds: float) -> Completion:
-        """Returns the tokens of a streamed response from `start` on, without routed experts.
+        """Returns the tokens of a streamed response from position `start` on, without routed experts.
 
-        The lists of `meta` contain all tokens so far, or only new ones (--incremental-streaming-output).
+        The lists in `meta` contain all tokens so far, or only the new ones if the server runs with
+        --incremental-streaming-output. `seconds`: time since the previous piece.
         """
         reason = (meta["finish_reason"] or {"type": ""})["type"]
         return self._tokens(meta, request, start, meta["completion_tokens"], reason, seconds)
 
     def routed(self, request: GenerationRequest) -> bool:
-        """Returns True if the response to `request` contains routed experts: requested, and of an MoE model."""
+        """Returns True if the response to `request` contains routed experts: they were requested, and the model is an
+        MoE."""
         return request.routed_experts and self.shape.experts > 0
 
     async def experts(self, meta: Meta, rows: int) -> np.ndarray:
-        """Returns the experts of `rows` tokens, uint8 or uint16 [rows, layers, k]. Decodes tens of megabytes in a
-        thread."""
+        """Returns the expert ids of `rows` input positions, uint8 or uint16 [rows, layers, k].
+
+        Decodes in a thread, because the response may contain tens of megabytes of ids.
+        """
         shape = (rows, self.shape.layers, self.shape.top_k)
         dtype = np.dtype(np.uint8 if self.shape.experts <= 256 else np.uint16)
         ids = await in_thread(_decoded, meta.get("routed_experts") or "", dtype)
@@ -75,13 +86,13 @@ class Reader:
         return ids.reshape(shape)
 
     def version(self, version: str) -> int:
-        """Parses the weight version that a server attached to its tokens."""
+        """Parses the weight version that a server reported for its tokens."""
         try:
             return int(version_in(version, self.adapters))
         except ValueError:
             raise SlimxError(
-                f"{self.url} sampled with weights of version {version!r}: no weights were published to that server; "
-                "publish first",
+                f"{self.url} reports weight version {version!r}, which is not a number, because no weights were "
+                "published to it; publish weights before sampling",
                 code="answer.version",
                 about=self.url,
             ) from None
@@ -89,12 +100,16 @@ class Reader:
     def _tokens(
         self, meta: Meta, request: GenerationRequest, start: int, stop: int, reason: str, seconds: float
     ) -> Completion:
-        """Returns the sampled tokens `start` to `stop` of a response, without routed experts."""
+        """Returns the sampled tokens at positions `start` to `stop` of a response, without routed experts.
+
+        `reason`: finish reason. `seconds`: time that the completion reports.
+        """
         count = stop - start
         sampled = _last(meta, "output_token_logprobs", count)
         if len(sampled) != count:
             raise SlimxError(
-                f"{self.url} streamed {count} tokens, but log-probs of {len(sampled)}",
+                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; check that it runs the "
+                "SGLang version that slimx requires",
                 code="answer.logprobs",
                 about=self.url,
             )
@@ -116,8 +131,8 @@ class Reader:
         )
 
     def _support(self, meta: Meta, count: int) -> tuple[Support, list[float]]:
-        """Returns the candidates kept by top-k and top-p for the last `count` tokens, and the log-prob of each token
-        among them."""
+        """Returns the candidates that top-k and top-p kept for the last `count` tokens, and each sampled token's
+        log-prob among its candidates."""
         candidates = _last(meta, "output_token_sampling_mask", count)
         logprobs = _last(meta, "output_token_sampling_logprobs", count)
         if len(candidates) != count or len(logprobs) != count:
@@ -132,7 +147,7 @@ class Reader:
         return Support(ids=ids, counts=counts), logprobs
 
     def _versions(self, meta: Meta, start: int, stop: int) -> list[VersionSpan]:
-        """Returns the versions of the tokens `start` to `stop`, with positions relative to `start`."""
+        """Returns the version ranges of the tokens at `start` to `stop`, with positions relative to `start`."""
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": stop}]
         versions: list[VersionSpan] = []
         for span in spans:
@@ -141,17 +156,17 @@ class Reader:
             if end <= begin:
                 continue
             version = self.version(span["version"])
-            if versions and versions[-1][2] == version:  # only the adapters of another policy have changed
+            if versions and versions[-1][2] == version:  # only another policy's adapters changed
                 begin = versions.pop()[0]
             versions.append((begin, end, version))
         return versions
 
 
 def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
-    """Decodes base64 of int32 values into an array [n] of `dtype`."""
+    """Decodes base64-encoded int32 expert ids into an array [n] of the smaller type `dtype`."""
     ids = np.empty(len(text) * 3 // 16, dtype)
     count = 0
-    for start in range(0, len(text), PORTION):  # decoding holds the GIL
+    for start in range(0, len(text), PORTION):  # in portions, because each call holds the GIL
         part = np.frombuffer(binascii.a2b_base64(text[start : start + PORTION]), np.int32)
         ids[count : count + len(part)] = part
         count += len(part)
@@ -159,7 +174,7 @@ def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
 
 
 def _last(meta: Meta, name: str, count: int) -> list:
-    """Returns the last `count` entries of a list with one entry per sampled token."""
+    """Returns the last `count` entries of the list `name` in `meta`, which has one entry per sampled token."""
     if not count:
         return []
     return (meta.get(name) or [])[-count:]

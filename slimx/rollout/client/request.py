@@ -1,4 +1,4 @@
-"""A request for tokens: its prompt and sampling parameters, and its remainder after an interruption."""
+"""A sampling request: prompt and sampling parameters, and the request for the remainder after an interruption."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ SAMPLING = frozenset(
         "ebnf",
     }
 )
-"""Sampling parameters that SGLang supports with seeds; others are refused."""
+"""Sampling parameters that SGLang supports together with a seed; a request with another one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Tokens to continue with all sampling parameters: the same request and weights give the same tokens.
+    """A prompt with all sampling parameters: the same request under the same weights returns the same tokens.
 
-    Raises SlimxError for an unsupported sampling parameter, a number that is not finite, and a token id outside of
-    int32.
+    Raises SlimxError for an unsupported sampling parameter, a number that is not finite, and a token id outside the
+    range of int32.
     """
 
     token_ids: Sequence[int]
-    """The prompt as an array with 4 bytes per token: thousands of requests wait at once, and a list takes ten times the
-    memory."""
+    """The prompt, stored as an array with 4 bytes per token, because thousands of requests wait at once and a list
+    takes ten times the memory."""
     sampling: Json
-    """temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`), as plain Python types."""
+    """Sampling parameters (names in `SAMPLING`) as plain Python values."""
     seed: int
-    """The random number of a token depends only on this seed and the token's position."""
+    """Seed of the request: the random number that samples a token depends only on this seed and the token's
+    position."""
     routed_experts: bool = False
-    """True to return the experts of each token; a dense model returns none."""
+    """True to return the experts of every token; a dense model returns none."""
     affinity: str | None = None
-    """Requests with the same key go to the same engine if the router routes by keys (`rollout.affinity`)."""
+    """Affinity key: requests with the same key go to the same engine if `rollout.affinity` is group or rollout."""
     policy: str = ACTOR
-    """Name of the policy to sample from, which the completion repeats."""
+    """Name of the policy to sample from; `Completion.policy` repeats it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", compact(self.token_ids))
@@ -59,39 +60,44 @@ class GenerationRequest:
 
     @property
     def whole(self) -> bool:
-        """True if one engine must sample it from the start: a stop string may have begun in the tokens so far, and a
-        grammar begins with the first token of a request."""
+        """True if the request cannot be continued by another request, and one engine must sample the completion from
+        the start.
+
+        A stop string may have begun in the tokens so far, and a grammar applies from the first token of a request.
+        """
         return bool(self.sampling.get("stop") or self.sampling.get("ebnf"))
 
     @property
     def temperature(self) -> float:
-        """Sampling temperature; 0 is greedy."""
+        """Sampling temperature; 0 is greedy, the default is 1."""
         return float(self.sampling.get("temperature", 1.0))
 
     @property
     def restricted(self) -> bool:
-        """True if top-k or top-p remove candidates. Never for greedy sampling: its log-probs are over the whole
-        vocabulary at temperature 1."""
+        """True if top-k or top-p restricts the candidates.
+
+        Always False for greedy sampling, whose log-probs are over the whole vocabulary at temperature 1.
+        """
         cuts = self.sampling.get("top_k", -1) > 0 or self.sampling.get("top_p", 1.0) < 1.0
         return cuts and self.temperature > 0
 
     def rest(self, came: Completion, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the remainder after the tokens of `came`.
+        """Returns the request for the tokens that remain after those of `came`.
 
-        Raises SlimxError, with `cut` as the cause, for a request that is `whole`.
+        Raises SlimxError if the request is `whole`; the message starts with `cut`, which describes the interruption.
         """
         count = len(came.token_ids)
         if self.sampling.get("stop"):
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because a stop string may have begun in them; "
-                "use stop_token_ids, or engine.generate instead of engine.stream",
+                f"{cut} after {count} tokens and cannot be continued, because these may contain the start of a stop "
+                "string; use stop_token_ids, or engine.generate instead of engine.stream",
                 code="request.stop_string",
                 about="stop",
             )
         if self.whole:
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because its grammar (ebnf) begins with the "
-                "first of them; use engine.generate instead of engine.stream",
+                f"{cut} after {count} tokens and cannot be continued, because its grammar (ebnf) must match from the "
+                "first token; use engine.generate instead of engine.stream",
             )
         sampling = dict(self.sampling)
         for name in ("max_new_tokens", "min_new_tokens"):
@@ -101,9 +107,9 @@ class GenerationRequest:
 
 
 def compact(token_ids: Sequence[int]) -> array[int]:
-    """Returns token ids as an array of C integers, 4 bytes each; such an array is returned unchanged.
+    """Returns token ids as an array of C integers, 4 bytes each; returns an existing array of this type unchanged.
 
-    Raises SlimxError for an id that does not fit.
+    Raises SlimxError for an id outside the range of int32.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
@@ -112,49 +118,50 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(
-            f"token id {invalid} cannot be continued; ids are those of the model's vocabulary: check the tokenizer",
+            f"token id {invalid} cannot be sampled from: it is outside the model's vocabulary; check the tokenizer",
             code="request.token_ids",
             about=f"token id {invalid}",
         ) from None
 
 
 class Pending:
-    """An incomplete completion: a request and the received parts of its response."""
+    """A request whose completion is incomplete, and the parts of the completion received so far."""
 
     def __init__(self, request: GenerationRequest, came: Completion | None = None) -> None:
-        """Begins with `came`, the tokens that an earlier run received."""
+        """Creates a pending completion that starts with `came`, the tokens that an earlier run received, if any."""
         self.request = request
         self.count = 0 if came is None else len(came.token_ids)
-        """Number of tokens received."""
+        """Number of sampled tokens received so far."""
         self._parts = [] if came is None else [came]
 
     @property
     def came(self) -> Completion | None:
-        """The tokens received so far; None if there are none."""
+        """The tokens received so far, in one completion; None if there are none."""
         if len(self._parts) > 1:
             self._parts = [joined(self._parts, len(self.request.token_ids))]
         return self._parts[0] if self._parts else None
 
     @property
     def completion(self) -> Completion:
-        """The tokens received so far. Raises SlimxError if there are none."""
+        """The tokens received so far, in one completion. Raises SlimxError if there are none."""
         came = self.came
         if came is None:
             raise SlimxError(
-                "a stream was left before its first token; read a piece of it first", code="request.no_token"
+                "a stream was closed before its first token, so it has no completion; read at least one piece first",
+                code="request.no_token",
             )
         return came
 
     @property
     def done(self) -> bool:
-        """True once the last part was received."""
+        """True once the last part has been received."""
         return bool(self._parts) and self._parts[-1].finish_reason not in ("", "abort")
 
     def add(self, part: Completion) -> None:
         """Appends a part: a piece of a stream, or the tokens of an aborted request.
 
-        An aborted part that cannot be continued is discarded and sampled again: a part without tokens, or of a request
-        that is `whole`. A part that was aborted at the maximum number of tokens is complete.
+        Discards an aborted part that cannot be continued, so that it is sampled again: a part without tokens, or of a
+        `whole` request. A part that was aborted just when it reached `max_new_tokens` is complete.
         """
         if part.finish_reason == "abort":
             if len(part.token_ids) == 0 or self.request.whole:
@@ -165,8 +172,10 @@ class Pending:
         self.count += len(part.token_ids)
 
     def finish(self, reason: str, routed_experts: np.ndarray | None) -> None:
-        """Ends the completion for `reason`. `routed_experts`: experts of all its tokens, which arrive at the end of a
-        stream."""
+        """Sets the finish reason and the routed experts of the completion.
+
+        `routed_experts`: experts of all prompt and sampled tokens, which the last event of a stream contains.
+        """
         self._parts = [replace(self.completion, finish_reason=reason, routed_experts=routed_experts)]
 
     def rest(self, *, cut: str = "a request was interrupted") -> GenerationRequest:
@@ -179,9 +188,9 @@ class Pending:
 def _checked(sampling: Json) -> Json:
     unknown = sorted(sampling.keys() - SAMPLING)
     if unknown:
-        reason = f"supported are {', '.join(sorted(SAMPLING))}"
+        reason = f"use one of {', '.join(sorted(SAMPLING))}"
         if unknown[0] == "min_p":
-            reason = "min_p cannot be combined with a seed"
+            reason = "SGLang cannot combine min_p with a seed"
         raise SlimxError(
             f"sampling parameter {unknown[0]} is not supported by the engines; {reason}",
             code="request.sampling",
@@ -191,7 +200,10 @@ def _checked(sampling: Json) -> Json:
 
 
 def _plain(name: str, value: object) -> object:
-    """Converts a value to plain Python types."""
+    """Returns `value` with NumPy values converted to Python numbers and lists. Raises SlimxError if it is not finite.
+
+    `name`: name of the sampling parameter, for the error message.
+    """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Sends a request through a router, with repetitions while engines are lost and come back, within a deadline.
+"""Sends a request through a router within a deadline, and retries it if its engine is lost or no engine is registered.
 
-The deadline is suspended while no engine serves: an outage is not a failure of the request, and its duration is bounded
-elsewhere.
+The deadline is suspended during an outage, while no engine serves: an outage is not a failure of the request, and the
+object that declares the outage bounds its duration.
 """
 
 from __future__ import annotations
@@ -23,55 +23,61 @@ from slimx.json_types import Json
 from slimx.runtime.clocks import Clock
 
 NO_ENGINE = 503
-"""The router's status if no engine is registered."""
+"""Status that the router returns if no engine is registered."""
 UNREACHED = -1
-"""Pseudo-status: the connection was refused, so the request was never sent."""
+"""Substitute for a status: the connection was refused, so the request was never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
-"""Header by which sglang-router's policy `manual` keeps requests together."""
+"""HTTP header with the affinity key; sglang-router's policy `manual` sends requests with the same key to the same
+engine."""
 
 REQUEST = "a generation request"
-"""`awaited` of a DeadlineError if engines do not respond in time."""
+"""Description of the awaited operation in the DeadlineError that is raised if engines do not respond in time."""
 
 Answer = tuple[int, Json]
-"""Status and body of a response; status 0 if the connection broke, UNREACHED if there was none."""
+"""Status and JSON body of a response. Status 0 if the connection broke, UNREACHED if there was no connection."""
 
 
 class AnswerError(SlimxError):
-    """A final response with an error."""
+    """Raised for a response with an error status that is not retried, or no longer."""
 
     def __init__(self, url: str, status: int, message: str):
-        outcome = "was not answered" if status <= 0 else f"answered {status}"
+        outcome = "got no response" if status <= 0 else f"returned status {status}"
         super().__init__(f"POST {url} {outcome}: {message}", code="request.refused", about=url)
         self.url = url
         self.status = status
         self.message = message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """Returns the fields for pickling, like DeadlineError."""
+        """Returns the constructor's arguments for pickling, as `DeadlineError.__reduce__` does."""
         return type(self), (self.url, self.status, self.message)
 
 
 def lost(status: int) -> bool:
-    """Returns True if a request was lost with its engine: the connection broke, the router lost the chosen engine, or
-    the engine failed in a way in which another one need not."""
+    """Returns True if `status` means that the request was lost with its engine and another engine may succeed.
+
+    The connection broke, the router lost the chosen engine, or the engine failed with a 5xx status.
+    """
     return status == 0 or (status >= 500 and status != NO_ENGINE)
 
 
 def failed(error: aiohttp.ClientError) -> Answer:
-    """Returns a substitute for a missing response: status UNREACHED or 0, and the error's text."""
+    """Returns the status UNREACHED or 0 with the text of `error`, in place of a response that did not arrive."""
     status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
     return status, {"text": f"{type(error).__name__}: {error}"}
 
 
 def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]], who: str) -> np.ndarray:
-    """Converts log-probs from a response of `who` to float32, in the shape of `values`. Raises SlimxError for NaN (null
-    in JSON): the weights are not finite or a GPU computes wrong values."""
+    """Converts log-probs from a response of `who` to float32, in the shape of `values`.
+
+    Raises SlimxError for NaN (null in JSON), which means that the weights are not finite or a GPU computes wrong
+    values.
+    """
     logprobs = np.array(values, np.float32)
     if np.isnan(logprobs).any():
         raise SlimxError(
-            f"{who} answered with log-probs that are NaN; check its checkpoint (slimx eval --checkpoint) and its GPU "
+            f"{who} returned log-probs that are NaN; check its checkpoint (slimx eval --checkpoint) and its GPU "
             "(slimx health)",
             code="answer.nan",
             about=who,
@@ -82,15 +88,17 @@ def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]
 def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float]:
     """Returns the log-probs [L - 1] of `token_ids` [L] except the first, from a /generate response of `who`.
 
-    Raises SlimxError if other tokens were scored, and for NaN. SGLang 0.5.23 scores the last token of the vocabulary,
-    but reports its id as 0 (scheduler_components/logprob_result_processor.py clips ids).
+    Raises SlimxError for NaN, and if the response scores other tokens than `token_ids`. Id 0 is accepted at every
+    position: SGLang 0.5.23 scores the last token of the vocabulary, but reports its id as 0
+    (scheduler_components/logprob_result_processor.py clips ids).
     """
     scored = meta.get("input_token_logprobs") or []
     expected = as_ids(token_ids)
     matches = [entry[1] in (token, 0) for entry, token in zip(scored, expected, strict=False)]
     if len(scored) != len(expected) or not all(matches):
         raise SlimxError(
-            f"{who} scored {len(scored)} tokens that are not the {len(expected)} requested ones",
+            f"{who} returned scores of {len(scored)} tokens, which do not match the {len(expected)} tokens of the "
+            "request; check that it runs the SGLang version that slimx requires",
             code="answer.scores",
             about=who,
         )
@@ -98,12 +106,15 @@ def input_logprobs(meta: Json, token_ids: Sequence[int], who: str) -> list[float
 
 
 def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the `top` most likely token ids at each of the last `length` scored positions, int32 [length, top], and
-    their log-probs, float32 [length, top], from a /generate response of `who`. Raises SlimxError for another shape."""
+    """Returns the `top` most likely tokens at each of the last `length` positions that `who` scored.
+
+    Returns their ids, int32 [length, top], and log-probs, float32 [length, top], from a /generate response. Raises
+    SlimxError if the response has another number of positions or tokens.
+    """
     rows = (meta.get("input_top_logprobs") or [])[1:]
     if len(rows) != length or any(row is None or len(row) != top for row in rows):
         raise SlimxError(
-            f"{who} returned top tokens for {len(rows)} positions, instead of {top} for each of the {length} requested",
+            f"{who} returned top tokens at {len(rows)} positions; expected {top} tokens at each of {length} positions",
             code="answer.top_scores",
             about=who,
         )
@@ -115,23 +126,23 @@ def input_top_logprobs(meta: Json, length: int, top: int, who: str) -> tuple[np.
 
 @dataclass(frozen=True, slots=True)
 class Resending:
-    """The rule for repeating a request."""
+    """Settings for retrying a request."""
 
     retries: int
-    """Number of repetitions of a request that was lost with its engine."""
+    """Maximum number of retries of a request that is lost with its engine."""
     retry_s: float
-    """Seconds during which a request without any engine is repeated, outages excluded."""
+    """Seconds, outages excluded, during which a request is retried while the router has no engine."""
     on_lost: Callable[[], Awaitable[None]]
-    """Awaited before a lost request is repeated."""
+    """Awaited before each retry of a lost request; it should remove the lost engine from the router."""
     absence: AnyOutage | None
-    """While it lasts, requests wait and deadlines are suspended."""
+    """Outage that suspends requests and deadlines while it lasts; None to never suspend them."""
 
 
 async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: float, rule: Resending) -> Json:
-    """Returns the body of the first response with status 200. Requests must have no side effects.
+    """Returns the body of the first response with status 200.
 
-    `attempt` sends the request to `url` once. Raises AnswerError for another final response, DeadlineError after
-    `deadline_s` seconds.
+    `attempt` sends the request to `url` once; it may be called several times, so the request must have no side effects.
+    Raises AnswerError for an error response that is not retried, DeadlineError after `deadline_s` seconds.
     """
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + rule.retry_s
@@ -168,13 +179,16 @@ async def send(attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: f
 
 
 class RequestSender:
-    """Sends one request and its continuations through a router, and counts how often it was lost."""
+    """Sends one request and its continuations through a router, and counts how often the request was lost."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]
     ) -> None:
-        """Prepares the sender. `key`: requests with the same key go to the same engine if the router routes by keys.
-        `time`: clock in seconds that is suspended while no engine serves."""
+        """Stores the settings of the request.
+
+        `key`: affinity key; requests with the same key go to the same engine if `rollout.affinity` is group or rollout.
+        `time`: clock in seconds that is suspended while no engine serves.
+        """
         self.url = url
         self.time = time
         self._session = session
@@ -183,7 +197,7 @@ class RequestSender:
         self._losses = 0
 
     async def answer(self, body: Json, deadline_s: float) -> Json:
-        """Returns the body of the response. Raises like `send`."""
+        """Sends the request and returns the body of the response. Raises the errors of `send`."""
         data = msgspec.json.encode(body)
 
         async def attempt() -> Answer:
@@ -196,7 +210,10 @@ class RequestSender:
         return await self._send(attempt, deadline_s)
 
     async def open(self, body: Json, deadline_s: float) -> aiohttp.ClientResponse:
-        """Returns a response of status 200 with an unread body, to be closed by the caller. Raises like `send`."""
+        """Sends the request and returns a response of status 200 with unread body, which the caller must close.
+
+        Raises the errors of `send`.
+        """
         data = msgspec.json.encode(body)
         opened: list[aiohttp.ClientResponse] = []
 
@@ -215,11 +232,15 @@ class RequestSender:
         return opened[0]
 
     async def lost(self, event: str) -> None:
-        """Reports a response that broke off to the owner of the engines. Raises SlimxError with `event` if that
-        happened too often."""
+        """Records that the response broke off, and awaits `on_lost`.
+
+        `event`: description of the failure, for the SlimxError that is raised if the request was lost more than
+        `retries` times.
+        """
         if self._losses >= self._rule.retries:
             raise SlimxError(
-                f"POST {self.url}: {event}, and it was lost {self._losses} times before",
+                f"POST {self.url}: {event}, and the request was lost {self._losses} times before; "
+                "see the engines' logs",
                 code="request.lost",
                 about=self.url,
             )
@@ -231,7 +252,7 @@ class RequestSender:
             return JSON
         if not self._losses:
             return JSON | {KEY_HEADER: self._key}
-        # An engine that is alive but loses requests stays in the router: another key may reach another engine.
+        # An engine that is alive but loses requests stays in the router: a changed key may reach another engine.
         return JSON | {KEY_HEADER: f"{self._key}~{self._losses}"}
 
     async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> Json:

@@ -1,6 +1,6 @@
-"""A request whose tokens can be read while they are sampled; if the stream breaks, it continues at another engine.
+"""A request whose tokens can be read while they are sampled; if its stream breaks, another engine continues it.
 
-Sampling is seeded by position: another engine with the same weights continues with the tokens that the first one would
+Sampling is seeded by position, so an engine with the same weights continues with the tokens that the first engine would
 have sampled. If its weights differ, the versions of the tokens show it.
 """
 
@@ -25,17 +25,20 @@ from slimx.rollout.client.sending import REQUEST, AnswerError, RequestSender
 
 
 class Lines:
-    """Splits a byte stream into lines. Every byte is searched and joined only once, however long its line: the last
-    event of a response contains the experts of all tokens, tens of megabytes in one line."""
+    """Splits a byte stream into lines, in linear time.
+
+    Every byte is searched and copied once however long its line is: the last event of a response contains the experts
+    of all tokens, tens of megabytes in one line.
+    """
 
     __slots__ = ("_chunks",)
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
-        """Chunks of the unfinished line."""
+        """Chunks of the line whose end has not arrived."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the lines that end in `chunk`, without line ends."""
+        """Returns the lines that end in `chunk`, without their newline characters."""
         *lines, rest = chunk.split(b"\n")
         if lines:
             self._chunks.append(lines[0])
@@ -51,16 +54,17 @@ PAUSE_S = 0.1
 
 
 class TokenStream:
-    """One request. `async with` ends it, iteration yields its pieces, and `completion` contains all tokens so far.
+    """One streamed request, which `async with` closes. Iteration yields pieces; `completion` contains all tokens so
+    far.
 
         async with client.stream(request) as stream:
             async for piece in stream:
                 ...
         draft.add_sampled(stream.completion)
 
-    Leaving the block early ends the request at the engine: `completion` then counts as stopped ("stop"), and the
-    experts of its tokens are computed by another request. Iteration raises SlimxError if the engine refuses the request
-    or the stream breaks too often, DeadlineError after the request's deadline.
+    Leaving the block early stops the request at the engine: `completion` then has the finish reason "stop", and a
+    second request computes the experts of its tokens. Iteration raises SlimxError if the engine refuses the request or
+    the stream breaks too often, DeadlineError after the request's deadline.
     """
 
     def __init__(
@@ -72,8 +76,11 @@ class TokenStream:
         deadline_s: float,
         score: Callable[[Sequence[int]], Awaitable[Scores]],
     ) -> None:
-        """Prepares the request without sending it. `body`: returns the body of a request without streaming. `score`:
-        returns the experts of tokens."""
+        """Prepares the request without sending it.
+
+        `body`: function that returns the JSON body of a request that is not streamed. `deadline_s`: time limit of the
+        request in seconds. `score`: function that returns the experts of given tokens.
+        """
         self._request = request
         self._sender = sender
         self._reader = reader
@@ -83,9 +90,9 @@ class TokenStream:
         self._deadline_s = deadline_s
         self._started = sender.time()
         self._last_piece = time.monotonic()
-        """Time of the newest piece."""
+        """Time at which the last piece was received, by `time.monotonic()`."""
         self._finish = ""
-        """Finish reason of the engine; "" until it ends the request."""
+        """Finish reason that the engine returned; "" until then."""
         self._routes: np.ndarray | None = None
         self._pieces = self._read()
 
@@ -123,20 +130,20 @@ class TokenStream:
                 cause = f"{type(error).__name__}: {error}"
             finally:
                 response.close()
-            # Engines send the last token together with the finish reason: no stop token is among the received ones.
+            # Engines send the last token with the finish reason, so the received tokens contain no stop token.
             request = self._pending.rest(cut=f"POST {self._sender.url}: a stream broke off ({cause})")
             await self._sender.lost(f"a stream broke off after {self._pending.count} tokens ({cause})")
             await asyncio.sleep(PAUSE_S)
 
     def _left(self) -> float:
-        """Returns the remaining seconds, outages excluded. Raises DeadlineError if none remain."""
+        """Returns the seconds before the deadline, outages excluded. Raises DeadlineError if none remain."""
         left = self._deadline_s - (self._sender.time() - self._started)
         if left <= 0:
             raise DeadlineError(REQUEST, self._deadline_s, self._sender.url)
         return left
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[Meta]:
-        """Yields `meta_info` of each server-sent event up to the last one."""
+        """Yields `meta_info` of each server-sent event, including the last one."""
         lines = Lines()
         while True:
             left = self._left()
@@ -156,8 +163,10 @@ class TokenStream:
                     yield event["meta_info"]
 
     async def _take(self, meta: Meta, request: GenerationRequest, before: int) -> Completion | None:
-        """Returns the piece in an event, or None without one. `request`: the current attempt; `before`: tokens received
-        before it."""
+        """Returns the tokens of an event as a piece, or None if it has neither new tokens nor a finish reason.
+
+        `request`: the request that this stream answers. `before`: number of tokens received before it was sent.
+        """
         start = self._pending.count - before
         now = time.monotonic()
         if meta["completion_tokens"] == start and meta["finish_reason"] is None:
@@ -172,7 +181,7 @@ class TokenStream:
 
 
 def _status(event: Json) -> int:
-    """Returns the status in an error event of a stream, 200 without one."""
+    """Returns the status in an error event of a stream; 200 if the event has none."""
     error = event.get("error")
     status = error.get("code") if isinstance(error, dict) else None
     return status if isinstance(status, int) else 200

@@ -1,1 +1,1 @@
-"""Groups in progress: scheduling, interruption, rewards, replay."""
+"""Scheduling of the groups in progress: admission, interruption, rewards, and replay of saved batches."""

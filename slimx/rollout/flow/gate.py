@@ -1,4 +1,5 @@
-"""The gate between rollouts and engines: closed while engines are idle, and while a run saves pending requests."""
+"""The gate between rollouts and engines, closed while engines must be idle and while a checkpoint saves open
+requests."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ from slimx.errors import SlimxError
 from slimx.runtime.tasks import AnyFuture
 
 ASK_AGAIN_S = 0.2
-"""Interval of repeated abort calls, in seconds: a request may have been on its way to an engine."""
+"""Interval in seconds at which the abort call is repeated: a request may still have been on its way to an engine."""
 
 CANCEL_S = 10.0
-"""Time for cancelled requests to end, in seconds; others are abandoned."""
+"""Seconds within which cancelled requests must end; the gate stops waiting for the others."""
 
 
 class Gate:
-    """Lets requests of rollouts pass to the engines or holds them back, and tracks those in flight."""
+    """Passes the requests of rollouts to the engines or holds them back, and tracks those in flight."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
         self._opened.set()
         self._out: set[AnyFuture] = set()
         self._abandoned: set[AnyFuture] = set()
-        """Abandoned requests of `_out`: cancelled because they did not return."""
+        """Subset of `_out`: requests that were cancelled because they did not return, and that `close` no longer
+        awaits."""
 
     @property
     def is_open(self) -> bool:
@@ -32,7 +34,7 @@ class Gate:
 
     @property
     def out(self) -> int:
-        """Number of requests that wait for a slot or are at an engine."""
+        """Number of requests in flight: they wait for a slot or are at an engine."""
         return len(self._out)
 
     def open(self) -> None:
@@ -42,8 +44,10 @@ class Gate:
         await self._opened.wait()
 
     async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
-        """Holds back new requests, ends those in flight by `abort`, and waits for them. Requests that have not returned
-        after `deadline_s` seconds are cancelled and abandoned."""
+        """Holds back new requests, makes the engines end those in flight by calling `abort`, and waits for them.
+
+        Cancels the requests that have not returned after `deadline_s` seconds, and stops waiting for them.
+        """
         self._opened.clear()
         end = asyncio.get_running_loop().time() + deadline_s
         while True:
@@ -56,7 +60,7 @@ class Gate:
                     request.cancel()
                 await asyncio.wait(waiting, timeout=CANCEL_S)
                 return
-            # Lost engines are handled elsewhere: their requests wait for another engine or are abandoned here.
+            # The client handles lost engines: their requests wait for another engine, or are abandoned here.
             with suppress(SlimxError, TimeoutError):
                 async with asyncio.timeout_at(end):
                     await abort()
@@ -64,7 +68,7 @@ class Gate:
 
     @asynccontextmanager
     async def tracked(self, request: AnyFuture) -> AsyncIterator[None]:
-        """Counts `request` as in flight inside the block; it may be cancelled."""
+        """Counts `request` as in flight inside the block, and cancels it at the end of the block if it is not done."""
         self._out.add(request)
         try:
             yield
@@ -73,6 +77,6 @@ class Gate:
                 request.cancel()
                 await asyncio.wait({request}, timeout=CANCEL_S)
             if request.done():
-                request.cancelled() or request.exception()  # marked as retrieved
+                request.cancelled() or request.exception()  # marks the exception as retrieved
             self._out.discard(request)
             self._abandoned.discard(request)

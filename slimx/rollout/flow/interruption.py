@@ -1,9 +1,10 @@
-"""Requests that are interrupted and continued later: for partial rollouts, and saves that lose no token.
+"""Requests that are interrupted and later continued, for partial rollouts and for checkpoints that lose no token.
 
-While the gate is closed, no request of a rollout is at an engine. A request in flight when it closes is aborted by its
-engine and returns its tokens so far; when the gate opens again, these are sent as the prompt and the rest is sampled,
-perhaps with another weight version. The hook sees one completion. Since a token's random number depends only on seed
-and position, a completion that was interrupted under one version has the same tokens as an uninterrupted one.
+While the gate is closed, no request of a rollout is at an engine. Closing the gate makes the engines abort the requests
+in flight, which return their tokens so far. When the gate opens again, these tokens are sent as part of the prompt and
+the remaining ones are sampled, perhaps by another weight version. The hook receives one completion. A token's random
+number depends only on seed and position, so a completion that was interrupted under one version has the same tokens as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from slimx.runtime.tasks import AnyFuture
 
 
 def _aborted(pending: Pending) -> SlimxError:
-    return SlimxError(f"a request was aborted by the engine after {pending.count} tokens; see the engine's log")
+    return SlimxError(
+        f"an engine aborted a request after {pending.count} tokens although slimx did not abort it; "
+        "see the engine's log"
+    )
 
 
 async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
-    """Yields the pieces of `stream`. Raises SlimxError once the gate has abandoned it, by cancelling `out`."""
+    """Yields the pieces of `stream`.
+
+    The gate abandons the stream by cancelling `out`. SlimxError is then raised, unless the stream ends within
+    `CANCEL_S`.
+    """
     pieces = aiter(stream)
     while True:
         piece = asyncio.ensure_future(anext(pieces, None))
         try:
-            if out.done():  # abandoned while unread: the rest may have arrived since
+            if out.done():  # abandoned while nobody read: the last pieces may have arrived since
                 await asyncio.wait({piece}, timeout=CANCEL_S)
             else:
                 futures: list[AnyFuture] = [piece, out]
@@ -58,7 +66,7 @@ async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncI
 
 
 class Interruptible:
-    """The engines of one rollout behind the gate."""
+    """Client of one rollout, whose requests pass the gate and wait for a slot."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock, gate: Gate, journal: Journal) -> None:
         self._client = client
@@ -68,14 +76,17 @@ class Interruptible:
         self._journal = journal
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Samples like `GenerationClient.generate`. Time at a closed gate does not count against the rollout's
-        deadline. Raises SlimxError if the engine aborts a request by itself."""
+        """Samples like `GenerationClient.generate`, across interruptions.
+
+        Time at a closed gate does not count against the rollout's deadline. Raises SlimxError if the engine aborts the
+        request although the gate is open.
+        """
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
             task = asyncio.ensure_future(self._request(pending))
             async with self._gate.tracked(task):
-                await asyncio.wait({task})  # a cancelled rollout leaves at once, even if the request goes on
+                await asyncio.wait({task})  # a cancelled rollout stops waiting at once, even if the request continues
                 part = None if task.cancelled() else task.result()
                 interrupted = self.interrupted
             if part is not None:
@@ -86,22 +97,24 @@ class Interruptible:
         return pending.completion
 
     async def _request(self, pending: Pending) -> Completion | None:
-        """Returns the remainder, or None if the gate closed before the request was sent."""
+        """Returns the remainder of the completion, or None if the gate closed before the request was sent."""
         async with self._slots.one(self._clock):
             if self._gate.is_open:
                 return await self._client.generate(pending.rest())
             return None
 
     def stream(self, request: GenerationRequest) -> InterruptibleStream:
-        """Streams like `GenerationClient.stream`."""
+        """Streams like `GenerationClient.stream`, across interruptions."""
         return InterruptibleStream(self, self._begin(request))
 
     @asynccontextmanager
     async def segment(
         self, request: GenerationRequest, out: asyncio.Future[None]
     ) -> AsyncIterator[CompletionStream | None]:
-        """Yields a stream of `request`, or None if the gate closed before it was sent. `out` is cancelled if the gate
-        abandons the stream."""
+        """Yields a stream of `request`, or None if the gate closed before the request was sent.
+
+        `out`: future by which the gate tracks the stream; the gate cancels it to abandon the stream.
+        """
         await self._opened()
         async with self._gate.tracked(out), self._slots.one(self._clock):
             if not self._gate.is_open:
@@ -112,11 +125,11 @@ class Interruptible:
 
     @property
     def interrupted(self) -> bool:
-        """True while the gate is closed, which then causes aborts."""
+        """True while the gate is closed, which explains why an engine aborts a request."""
         return not self._gate.is_open
 
     def record(self, pending: Pending) -> None:
-        """Saves the tokens received so far."""
+        """Records the tokens received so far in the rollout's journal, for a resumed run."""
         completion = pending.came
         if completion is None:
             return
@@ -134,7 +147,7 @@ class Interruptible:
 
 
 class InterruptibleStream:
-    """A `TokenStream` in one or more segments, one more per interruption."""
+    """A `TokenStream` that is continued after interruptions: each one adds a segment, a stream of its own."""
 
     def __init__(self, engines: Interruptible, pending: Pending) -> None:
         self._engines = engines
@@ -150,7 +163,7 @@ class InterruptibleStream:
         await self._pieces.aclose()
         await self._segment.__aexit__(kind, error, trace)
         if error is None and self._pending.came is not None and not self._pending.done:
-            self._finish("stop")  # it was left early
+            self._finish("stop")  # the block was left before the last piece
         self._engines.record(self._pending)
 
     def __aiter__(self) -> AsyncIterator[Completion]:
@@ -163,7 +176,7 @@ class InterruptibleStream:
 
     async def _read(self) -> AsyncGenerator[Completion]:
         pending = self._pending
-        if pending.came is not None:  # of an earlier run
+        if pending.came is not None:  # received by an earlier run
             yield replace(pending.came, routed_experts=None)
         while not pending.done:
             out: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,8 +200,10 @@ class InterruptibleStream:
             self._engines.record(pending)
 
     def _finish(self, reason: str) -> None:
-        """Ends the completion. The last segment's prompt includes all earlier tokens, so it returns their experts
-        too."""
+        """Sets the finish reason and the routed experts of the completion.
+
+        The last segment's prompt includes all earlier tokens, so it returns their experts too.
+        """
         routes = None
         if self._stream is not None and self._pending.request.routed_experts:
             routes = self._stream.completion.routed_experts

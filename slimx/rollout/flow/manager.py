@@ -1,14 +1,14 @@
-"""Keeps the right number of groups in flight and returns them step by step, none of them too old.
+"""Keeps the right number of groups in flight and returns batches, without exceeding the staleness bound.
 
-Every admitted prompt gets a numbered ticket, and tickets are trained in that order (within `schedule.window`): the step
-of a group does not depend on timing. `slimx/rollout/flow/tickets.py` contains the rules of admission and selection that
-keep every trajectory within `schedule.max_staleness` versions.
+Every admitted prompt gets a *ticket*, the numbered entry of its group in the queue. Tickets are trained in that order
+(within `schedule.window`), so the step that trains a group does not depend on timing. `slimx/rollout/flow/tickets.py`
+contains the rules of admission and selection that keep every trajectory within `schedule.max_staleness` versions.
 
-    next_batch: open the gate --> admit, drop, wait, ... --> select --> rest, if engines rest while trainers train
+    next_batch: open the gate --> admit, drop, wait, ... --> select --> close the gate, if engines rest
 
-Engines rest if nothing can be generated ahead (max_staleness 0), or with `rollout.partial`: requests are then
-interrupted, and their tokens kept. Otherwise they continue, and after a publication later tokens of the same trajectory
-have a newer version.
+With `max_staleness` 0, or with `rollout.partial`, engines rest while trainers train: requests are interrupted, and
+their tokens kept. Otherwise requests continue, and after a publication later tokens of the same trajectory have a newer
+version.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from slimx.rollout.hooks import ENGINE_DEADLINE
 from slimx.runtime.clocks import Clock
 
 TOO_OLD = "too old"
-"""Reason of a group beyond the staleness bound; its ticket stays, and its prompt is generated again."""
+"""Drop reason of a group beyond the staleness bound; its ticket stays in the queue, to be generated again."""
 STOP_S = 10.0
-"""Time for cancelled rollouts to end, in seconds."""
+"""Seconds that `stop` waits for cancelled rollouts to end."""
 
 
 async def _nothing() -> None: ...
 
 
 class RolloutManager:
-    """Admits prompts, runs their rollouts, returns batches."""
+    """Admits prompts, runs their rollouts, and returns batches of finished groups."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class RolloutManager:
         on_drop: Callable[[Dropped], None] = lambda dropped: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """Begins without tickets. `on_drop` is called for every group that is not trained, and after `restore` again
-        for those that no batch has counted yet. `abort` makes all engines end their requests, which return their tokens
-        so far."""
+        """Starts with an empty queue. `maker` generates groups. `on_drop` is called for every group that is not
+        trained, and again after `restore` for dropped groups that no batch has counted yet. `abort` makes all engines
+        end their requests, which return their tokens so far."""
         self.config = config
         self.source = source
         self.maker = maker
@@ -60,23 +60,23 @@ class RolloutManager:
         self.abort = abort
         self.rules = Rules.of(config)
         self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
-        """True if engines rest while trainers train."""
+        """True if engines are idle while trainers train."""
         self.waiting_since: float | None = None
-        """Unix time since which a batch is awaited."""
+        """Unix time at which the current call of `next_batch` began to wait; None if none is waiting."""
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: list[Dropped] = []
-        """Dropped groups to be counted in the next batch."""
+        """Dropped groups that the next batch will count."""
         self._failures: list[Dropped] = []
         self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._left: set[asyncio.Task[None]] = set()
-        """Cancelled tasks of dropped or regenerated groups, which may still clean up."""
+        """Cancelled tasks of dropped or regenerated groups, which may still be cleaning up."""
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """Tickets of all admitted prompts that are neither trained nor dropped, by number."""
+        """Tickets of all admitted prompts that are neither trained nor dropped, ordered by number."""
         return self._tickets
 
     @property
@@ -92,9 +92,9 @@ class RolloutManager:
     async def next_batch(self) -> Batch:
         """Waits for the next `prompts_per_step` groups and returns them.
 
-        A dropped group is replaced by a new prompt, as is one that delays a batch for longer than
+        A new prompt replaces a dropped group, and a group that delays a batch for longer than
         `schedule.straggler_deadline`. Raises SlimxError if more than `rollout.max_failed_share` of a batch failed,
-        DeadlineError after `schedule.step_deadline`. If cancelled, no group is taken.
+        DeadlineError after `schedule.step_deadline`. A cancelled call takes no group out of the queue.
         """
         deadline = self.config.schedule.step_deadline
         self.waiting_since = time.time()
@@ -113,15 +113,15 @@ class RolloutManager:
         return self._hand_out(taken)
 
     async def rest(self) -> None:
-        """Interrupts all requests until the next batch is awaited. No token is lost."""
+        """Interrupts all requests until the next call of `next_batch`, without losing tokens."""
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
-        """Starts as many groups as may be open while a batch is awaited."""
+        """Starts groups up to the limit of open tickets that applies while a batch is awaited."""
         self._admit(self.rules.room)
 
     async def stop(self) -> None:
-        """Cancels all tasks and waits until they have ended; a hook that resists cancellation is abandoned."""
+        """Cancels all tasks and waits up to `STOP_S` for them to end; abandons a hook that resists cancellation."""
         tasks = [*self._left, *(ticket.task for ticket in self._tickets if ticket.task is not None)]
         for task in tasks:
             task.cancel()
@@ -130,8 +130,8 @@ class RolloutManager:
         self.maker.close()
 
     def state(self) -> Json:
-        """Returns the state for a resumed run: the source's cursor, all open tickets, and the dropped groups that no
-        batch has counted yet, whose step is still to come."""
+        """Returns the state for a checkpoint: the cursor of the prompt source, all open tickets, and the dropped groups
+        that no batch has counted yet."""
         return {
             "source": self.source.state(),
             "next": self._next,
@@ -140,7 +140,8 @@ class RolloutManager:
         }
 
     def counting(self, current: int, done: int) -> int:
-        """Returns the step that counts a group dropped now. `current`: step in progress, `done`: completed steps."""
+        """Returns the step whose batch counts a group that is dropped now. `current`: step in progress. `done`: number
+        of completed steps."""
         if self.waiting_since is not None:
             return current
         return max(current, done) + 1
@@ -148,9 +149,10 @@ class RolloutManager:
     def status(self) -> Json:
         """Returns a summary for `slimx status`.
 
-        open: number of tickets; generating, done: parts of these; held: prompts that may begin only after the next
-        publication; rests: true if engines rest while trainers train; requests: in flight; oldest: the ticket that all
-        others wait for.
+        open: number of tickets; generating, done: numbers of tickets whose group is being generated or is finished;
+        held: number of prompts that start only after the next publication; rests: true if engines are idle while
+        trainers train; requests: number in flight; oldest: the first ticket that is being generated, for which the
+        later ones wait.
         """
         waiting = self.waiting_since is not None
         begun = next((ticket for ticket in self._tickets if ticket.running), None)
@@ -177,8 +179,8 @@ class RolloutManager:
         }
 
     def restore(self, state: Json) -> None:
-        """Continues from `state`: complete groups are kept; of others, sampled tokens are kept and the rest is
-        generated with the same seeds, as soon as a batch is awaited."""
+        """Continues from `state`, as returned by `state()`: keeps complete groups and the sampled tokens of incomplete
+        ones, whose remaining tokens are generated with the same seeds once a batch is awaited."""
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
@@ -190,7 +192,7 @@ class RolloutManager:
             self._drop(Dropped(**dropped))
 
     def restart(self, state: Json) -> int:
-        """Continues the ticket numbers of `state` with new prompts and seeds. Returns the number of discarded
+        """Continues the ticket numbers of `state` with new prompts and seeds, and returns the number of discarded
         groups."""
         self._next = state["next"]
         return len(state["tickets"])
@@ -200,7 +202,8 @@ class RolloutManager:
     async def _selected(self) -> list[Ticket]:
         patience = self.config.schedule.straggler_deadline
         give_up_at: float | None = None
-        """`Outage.time` at which a straggler is dropped; None while too few groups are done, or without a deadline."""
+        """Value of `Outage.time` at which the straggler is dropped; None while there is no straggler or no deadline for
+        one."""
         while True:
             self._changed.clear()
             self._settle()
@@ -210,7 +213,7 @@ class RolloutManager:
             if taken is not None:
                 if not self._too_old(taken):
                     return taken
-                give_up_at = None  # regenerated groups have just begun
+                give_up_at = None  # regenerated groups have just started
                 continue
             straggler = self.rules.straggler(self._tickets)
             if straggler is None or patience is None:
@@ -219,11 +222,11 @@ class RolloutManager:
                 continue
             give_up_at = give_up_at or self.maker.outage.time() + patience
             in_time = await self._changed_by(give_up_at)
-            if not in_time and straggler.outcome is None:  # it may have finished at the last moment
+            if not in_time and straggler.outcome is None:  # the group may have finished at the last moment
                 self._give_up(straggler)
 
     async def _changed_by(self, moment: float) -> bool:
-        """Waits until a group is done. Returns False if none is at `moment` of `Outage.time`."""
+        """Waits until a group is done. Returns False if that does not happen before `Outage.time` reaches `moment`."""
         outage = self.maker.outage
         clock = Clock(max(0.0, moment - outage.time()))
         try:
@@ -235,7 +238,7 @@ class RolloutManager:
         return True
 
     def _admit(self, room: int) -> None:
-        """Starts waiting tickets and new prompts, up to `room` tickets in total."""
+        """Starts waiting tickets, then new prompts, until `room` tickets are open."""
         for ticket in self._tickets[:room]:
             if ticket.waits:
                 self._start(ticket)
@@ -257,20 +260,20 @@ class RolloutManager:
                 ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
             )
             if ticket.task is not asyncio.current_task():
-                return  # it was cancelled at the moment it finished
+                return  # the group was cancelled just when it finished
             ticket.outcome = outcome
             if self.waiting_since is None and not self.rests:
-                # While trainers train: the replacement of a dropped group is for a batch after the next publication,
-                # and begins with the version before it.
+                # Trainers are training: a replacement of a dropped group starts with the current version, but is for
+                # a batch after the next publication.
                 self._settle()
                 self._admit(self.rules.room - self.rules.size)
         except Exception as error:
-            # Not a rollout's failure (those are outcomes): a bug must reach the loop, not vanish in a task.
+            # A rollout's failure is an outcome, but a bug must reach the training loop instead of vanishing in a task.
             self._error = error
         self._changed.set()
 
     def _settle(self) -> None:
-        """Drops the groups that were not kept, with their reasons."""
+        """Drops the groups that failed or were filtered out. Raises an error that a group's task has left."""
         if self._error is not None:
             raise self._error
         for ticket in list(self._tickets):
@@ -290,33 +293,30 @@ class RolloutManager:
         limit = self.config.rollout.max_failed_share * self.config.rollout.prompts_per_step
         if len(self._failures) > limit:
             last = self._failures[-1]
-            # Silent engines may respond after a restart; other failures would repeat.
+            # Unresponsive engines may respond after a restart; other failures would repeat.
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
                 f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
                 f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
-                f"the last one: {last.reason}: {last.detail}",
+                f"the last failure is {last.reason}: {last.detail}",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )
 
     def _give_up(self, straggler: Ticket) -> None:
-        """Drops an unfinished group that delays a batch; the next one in order replaces it."""
+        """Drops an unfinished group that delays a batch, so that the next group in order replaces it."""
         detail = (
-            f"{len(straggler.progress.done)} of {self._rollouts_per_group} rollouts were done "
-            f"{time.time() - straggler.since:.0f} s after they began, and a batch waited only for the others for more "
-            f"than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
+            f"only {len(straggler.progress.done)} of {self._rollouts_per_group} rollouts were done after "
+            f"{time.time() - straggler.since:.0f} s, and a batch waited for this group alone for longer than "
+            f"schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )
         self._cancel(straggler)
         group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=[])
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Returns True if a group of `taken` is beyond the staleness bound; such groups are dropped and generated
-        again.
-
-        Admission and selection prevent that; only a checkpoint of a run with other rules can contain one.
-        """
+        """Drops the groups of `taken` beyond the staleness bound and generates them again; returns True if there are
+        any. The rules of admission and selection prevent them, except in a checkpoint of a run with other rules."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False
@@ -325,8 +325,8 @@ class RolloutManager:
             if trajectory is None:
                 continue
             detail = (
-                f"trajectory {trajectory.id} was begun by version {trajectory.oldest_version} and would be trained by "
-                f"version {version}, beyond schedule.max_staleness={bound}"
+                f"trajectory {trajectory.id} has tokens of version {trajectory.oldest_version}, too old to be trained "
+                f"at version {version} with schedule.max_staleness={bound}"
             )
             self._drop(Dropped.of(GroupOutcome(ticket.group, TOO_OLD, detail)))
             self._regenerate(ticket)
@@ -349,8 +349,8 @@ class RolloutManager:
         return batch
 
     def _tell_source(self, taken: Sequence[Ticket]) -> None:
-        """Passes the outcomes of a batch's prompts, and of those dropped meanwhile, to a source that learns from them.
-        A group that was too old is generated again and reported later."""
+        """Passes the outcomes of a batch's prompts, and of those dropped meanwhile, to the `learn` method of the prompt
+        source, if it has one. A group that was too old is reported later, after it was generated again."""
         learn = getattr(self.source, "learn", None)
         if learn is None:
             return
@@ -366,17 +366,17 @@ class RolloutManager:
         except Exception as error:
             name = self.config.rollout.source
             raise SlimxError(
-                f"rollout.source: learn of {name} raised {raised(error)}", code="sources.raised", about="rollout.source"
+                f"rollout.source: {name}.learn raised {raised(error)}", code="sources.raised", about="rollout.source"
             ) from error
 
     def _regenerate(self, ticket: Ticket) -> None:
-        """Discards the results of `ticket`: it begins again with the same seeds when a batch is awaited."""
+        """Discards the results of `ticket`; its group restarts with the same seeds once a batch is awaited."""
         self._cancel(ticket)
         ticket.outcome = None
         ticket.progress = GroupProgress()
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Cancels the task of `ticket`, if any."""
+        """Cancels the task of `ticket`, if it has one."""
         if ticket.task is not None:
             ticket.task.cancel()
             self._left.add(ticket.task)
@@ -384,13 +384,13 @@ class RolloutManager:
             ticket.task = None
 
     def _awaited(self) -> str:
-        """Returns a description of the groups for which a late batch waits."""
+        """Returns a description of the groups that a late batch still lacks, for an error message."""
         size = self.rules.size
-        # Unfinished groups of this batch; of later ones if these are done but the window does not allow a batch.
+        # If this batch's groups are done but the window allows no batch, later unfinished groups delay it.
         waiting = _unfinished(self._tickets[:size]) or _unfinished(self._tickets)
         return f"{len(waiting)} of {size} groups of this step (first: prompt {waiting[0]})"
 
 
 def _unfinished(tickets: Sequence[Ticket]) -> list[str]:
-    """Returns the prompt ids of unfinished groups."""
+    """Returns the prompt ids of the tickets whose group is unfinished."""
     return [ticket.prompt.id for ticket in tickets if ticket.outcome is None]

@@ -1,10 +1,10 @@
-"""The finished part of an incomplete group: nothing is sampled twice.
+"""Saved progress of an incomplete group, with which a resumed run samples nothing twice.
 
-For a complete rollout, its trajectories with rewards are kept; for an incomplete one, every completion that its hook
-received from the engines, the last one possibly partial. A resumed run calls the hook again from the start: a request
-that was answered before (same tokens, seed and sampling parameters) gets the recorded completion, later ones go to the
-engines. Hooks need no code for this; one that sends different requests the second time gets new tokens for them, as it
-must.
+For a complete rollout, the progress contains its trajectories with rewards. For an incomplete one, it contains every
+completion that the generate hook received from the engines, the last one possibly partial. A resumed run calls the hook
+again from the start: a request that was answered before (same tokens, seed and sampling parameters) gets the recorded
+completion, and later requests go to the engines. Hooks need no code for this; one that sends different requests the
+second time gets new tokens for them, as it must.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from slimx.rollout.client.request import GenerationRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """The response so far to one request of a hook."""
+    """The response so far to one request of a hook, as stored in a checkpoint."""
 
     key: str
-    """Key of the request, by `key_of`."""
+    """Key of the request, as returned by `key_of`."""
     token_ids: np.ndarray
     """int32: prompt of the request."""
     completion: Completion
-    """Has finish_reason "abort" if incomplete."""
+    """Tokens sampled so far; finish_reason is "abort" if the completion is incomplete."""
     routes_of: str | None = None
-    """Key of the later response whose routed experts begin with those of this one, which are omitted here."""
+    """Key of a later response whose routed experts start with those of this one, which are therefore not stored here;
+    None if they are stored."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SavedRollout:
-    """One rollout of an incomplete group in a checkpoint."""
+    """One rollout of an incomplete group, as stored in a checkpoint."""
 
     index: int
     trajectories: list[Trajectory] | None = None
-    """None: it is incomplete."""
+    """Trajectories of a complete rollout; None if the rollout is incomplete."""
     completions: list[Recorded] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A `Recorded` that stores only new tokens: a turn repeats all tokens of earlier turns."""
+    """A `Recorded` in memory, which stores only the tokens that are new: a turn repeats all tokens of earlier turns."""
 
     before: _Entry | None
-    """Entry whose tokens the prompt begins with."""
+    """Entry whose prompt and sampled tokens the prompt starts with; None if there is none."""
     new: np.ndarray
     """int32: prompt without the tokens of `before`."""
     completion: Completion
     routes_of: str | None = None
-    """As in `Recorded`."""
+    """Value of `Recorded.routes_of`."""
 
     @property
     def prompt(self) -> np.ndarray:
@@ -76,7 +77,7 @@ class _Entry:
 
 
 class Journal:
-    """The completions of one rollout by request."""
+    """The completions of one rollout, by request."""
 
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -86,33 +87,37 @@ class Journal:
         self._replayed = {entry.key: _with_routes(entry, by_key) for entry in recorded}
 
     def replay(self, request: GenerationRequest) -> Completion | None:
-        """Returns the response of an earlier run to `request`, if any. Within a run nothing is replayed: a request is
-        made once."""
+        """Returns the response that an earlier run recorded for `request`, or None if there is none.
+
+        Responses of the current run are not replayed, because a hook sends each request once.
+        """
         if not self._replayed:
             return None
         return self._replayed.get(key_of(request))
 
     def record(self, request: GenerationRequest, completion: Completion) -> None:
-        """Records the tokens sampled for `request`."""
+        """Records `completion`, the tokens sampled so far for `request`, in place of an earlier record."""
         self._add(key_of(request), np.array(request.token_ids, np.int32), completion)
 
     def _add(self, key: str, token_ids: np.ndarray, completion: Completion, routes_of: str | None = None) -> None:
         before = self._continued_entry(key, token_ids)
         new = token_ids
         if before is not None:
-            new = token_ids[len(before.tokens) :].copy()  # a slice would keep the whole array alive
-            # Routes are large, and a turn returns those of all earlier positions too; they may differ, because another
-            # policy or version computed them. An incomplete entry is replaced later by one with the same key.
+            new = token_ids[len(before.tokens) :].copy()  # a slice without a copy would keep the whole array alive
+            # Routed experts are large, and a turn returns those of all earlier positions too. They are stored twice
+            # only if they differ, because another policy or version computed them. A later entry with the same key
+            # replaces an incomplete one, so no entry may refer to its experts.
             if completion.finish_reason != "abort" and _routes_begin(completion, before.completion):
                 _drop_routes(before)
                 before.routes_of = key
         replaced = self._entries.get(key)
-        if replaced is not None:  # other entries may refer to it
+        if replaced is not None:  # other entries may still refer to this one's tokens
             _drop_routes(replaced)
         self._entries[key] = _Entry(before, new, completion, routes_of)
 
     def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
-        """Returns the newest entry of another key with which `token_ids` begin."""
+        """Returns the newest entry, with another key than `key`, whose tokens `token_ids` start with; None if there is
+        none."""
         for other, entry in reversed(self._entries.items()):
             if other != key and _begins(token_ids, entry):
                 return entry
@@ -120,7 +125,7 @@ class Journal:
 
     @property
     def begun(self) -> bool:
-        """True once anything was recorded."""
+        """True once a completion has been recorded."""
         return bool(self._entries)
 
     def entries(self) -> list[Recorded]:
@@ -132,7 +137,7 @@ class Journal:
 
 @dataclass(slots=True)
 class GroupProgress:
-    """Progress of one group, by index of the rollout."""
+    """Progress of one group: trajectories of complete rollouts and journals of incomplete ones, by rollout index."""
 
     done: dict[int, list[Trajectory]] = field(default_factory=dict)
     journals: dict[int, Journal] = field(default_factory=dict)
@@ -141,7 +146,7 @@ class GroupProgress:
         return self.journals.setdefault(index, Journal())
 
     def finish(self, index: int, trajectories: list[Trajectory]) -> None:
-        """Records the complete rollout `index`, with rewards."""
+        """Records that rollout `index` is complete. `trajectories`: its trajectories with rewards."""
         self.done[index] = trajectories
         self.journals.pop(index, None)
 
@@ -164,31 +169,32 @@ class GroupProgress:
 
     @property
     def begun(self) -> bool:
-        """True once anything was sampled."""
+        """True once a token was sampled or a rollout is complete."""
         return bool(self.done) or any(journal.begun for journal in self.journals.values())
 
 
 def key_of(request: GenerationRequest) -> str:
-    """Returns a key that is equal for equal requests in any process."""
+    """Returns a hash of the request's tokens, sampling parameters and seed, which is the same in every process."""
     parameters = msgspec.json.encode([request.sampling, request.seed], order="sorted")
     return fingerprint(np.array(request.token_ids, np.int32).tobytes() + parameters)
 
 
 def _begins(token_ids: np.ndarray, entry: _Entry) -> bool:
-    """Returns True if `token_ids` begin with all tokens of `entry`."""
+    """Returns True if `token_ids` start with all tokens of `entry`."""
     tokens = entry.tokens
     return len(token_ids) >= len(tokens) and np.array_equal(token_ids[: len(tokens)], tokens)
 
 
 def _routes_begin(later: Completion, earlier: Completion) -> bool:
-    """Returns True if the routes of `later` begin with those of `earlier`."""
+    """Returns True if the routed experts of `later` start with those of `earlier`."""
     routes = later.routed_experts
     begin = earlier.routed_experts
     return routes is not None and begin is not None and np.array_equal(routes[: len(begin)], begin)
 
 
 def _with_routes(entry: Recorded, by_key: Mapping[str, Recorded]) -> Completion:
-    """Returns the completion of `entry` with its routed experts, from a later entry of `by_key` if omitted."""
+    """Returns the completion of `entry` with its routed experts, taken from a later entry in `by_key` if not stored in
+    `entry`."""
     holder = entry
     while holder.routes_of is not None:
         holder = by_key[holder.routes_of]

@@ -1,4 +1,4 @@
-"""Replays the batches that an earlier run saved, step by step: training without engines."""
+"""Replays the batches that an earlier run saved, step by step, to train without engines."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ from slimx.runtime.tasks import in_thread
 
 
 class Replay:
-    """Replaces a run's `RolloutManager`."""
+    """Replaces the `RolloutManager` of a run with `rollout.replay`."""
 
     def __init__(self, run: Path):
-        """Begins before the first step. `run`: directory of the run that saved the batches."""
+        """Starts before the first step. `run`: directory of the run that saved the batches."""
         self.run = run
         self.done = 0
 
     def seek(self, done: int) -> None:
-        """Continues after step `done`."""
+        """Moves to the batch after step `done`."""
         self.done = done
 
     async def next_batch(self) -> Batch:
-        """Returns the groups of the next step, in training order, and its dropped groups. Raises SlimxError for a
-        missing or damaged file."""
+        """Returns the groups of the next step, in training order, with the numbers of its dropped groups.
+
+        Raises SlimxError if the file of the step is missing or damaged.
+        """
         about, groups = await in_thread(read_step, step_path(self.run, self.done + 1))
         self.done += 1
         return Batch(groups, Counter(about.dropped))
 
     def status(self) -> None:
-        """Returns None: no request is in flight."""
+        """Returns None, because no request is in flight."""
 
     async def rest(self) -> None:
-        """Does nothing: no request is in flight."""
+        """Does nothing, because no request is in flight."""
 
     async def stop(self) -> None:
-        """Does nothing: no request is in flight."""
+        """Does nothing, because no request is in flight."""
 
     def state(self) -> Json:
-        """Returns the state for a checkpoint, without cursor and waiting groups: the position is the step."""
+        """Returns the state for a checkpoint; the position in the replay is the checkpoint's step."""
         return {"replay": str(self.run), "tickets": []}
 
 
 def step_path(run: Path, step: int) -> Path:
-    """Returns the file of one step. Raises SlimxError if there is none."""
+    """Returns the file of the saved batch of `step`. Raises SlimxError if there is none."""
     files = step_files(run / DIRECTORY)
     if step not in files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} has no step {step}; it has {_words(list(files))}",
+            f"rollout.replay: {run / DIRECTORY} does not contain step {step}; it contains {_words(list(files))}",
             code="replay.step",
             about=str(step),
         )
@@ -62,15 +64,15 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bool) -> None:
-    """Raises SlimxError for the first of the steps `first` to `last` of `run` that is missing or does not match this
-    run's `origin`.
+    """Raises SlimxError for the first of the steps `first` to `last` of `run` that is missing or does not match
+    `origin`, the settings of this run that its batches depend on.
 
-    `routes`: True if the experts of each token are required.
+    `routes`: True if the saved trajectories must contain routed experts.
     """
     files = step_files(run / DIRECTORY)
     if not files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} holds no saved step; use the directory of a run "
+            f"rollout.replay: {run / DIRECTORY} contains no saved step; use the directory of a run "
             "with engines and track.rollouts.every=1",
             code="replay.empty",
             about="rollout.replay",
@@ -78,9 +80,9 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
     for step in range(first, last + 1):
         if step not in files:
             raise SlimxError(
-                f"rollout.replay: {run / DIRECTORY} has no step {step}, but this run trains {first} to {last}; "
-                f"it has {_words(list(files))}: set schedule.steps, begin after a checkpoint (run.fork), or save "
-                "more steps in that run (track.rollouts)",
+                f"rollout.replay: {run / DIRECTORY} contains {_words(list(files))}, but not step {step} of the "
+                f"steps {first} to {last} that this run trains; set schedule.steps, start from a checkpoint "
+                "(run.fork), or save more steps in that run (track.rollouts)",
                 code="replay.step",
                 about=str(step),
             )
@@ -94,23 +96,23 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
             )
         if routes and not saved.routes:
             raise SlimxError(
-                f"rollout.replay: {files[step]} has no experts of tokens, which trainer.moe.routing_replay=R3 needs; "
-                "set it to none, or save with track.rollouts.routes=true",
+                f"rollout.replay: {files[step]} contains no routed experts, which trainer.moe.routing_replay=R3 needs; "
+                "set routing_replay to none, or save the batches with track.rollouts.routes=true",
                 code="replay.routes",
                 about="trainer.moe.routing_replay",
             )
 
 
 async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    raise SlimxError("a run with rollout.replay generates nothing")
+    raise SlimxError("the generate hook was called, but a run with rollout.replay generates nothing")
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)
-"""Hooks of a replay: rewards and filters were applied before saving."""
+"""Hooks of a replay, which are never called: rewards and filters were applied before saving."""
 
 
 def _words(steps: Sequence[int]) -> str:
-    """Describes ascending steps."""
+    """Describes the available steps, in ascending order, for an error message."""
     if not steps:
         return "none"
     if len(steps) == 1:

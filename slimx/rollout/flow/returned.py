@@ -1,4 +1,4 @@
-"""Checks the return values of hooks before they are trained on or written, and marks trajectories as failed."""
+"""Checks the values that hooks return before they are trained on or written, and marks failed trajectories."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
 from slimx.runtime.clocks import Clock
 
 MAX_LOGPROB = 1e-4
-"""Largest accepted log-prob: rounding puts a certain token slightly above 0."""
+"""Largest accepted log-prob: rounding can make the log-prob of a certain token slightly positive."""
 ARRAYS = {np.ndarray, np.ndarray | None, Support | None}
-"""Types of a trajectory's fields that `_check_tokens` checks; the codec checks the others."""
+"""Types of the trajectory fields that `_check_tokens` checks; the codec checks all other fields."""
 
 _TYPES = {name: kind for name, kind in get_type_hints(Trajectory).items() if kind not in ARRAYS}
 _PLAIN_FIELDS = [field.name for field in fields(Trajectory) if field.name in _TYPES]
@@ -32,7 +32,7 @@ _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_
 
 
 class Returned:
-    """Rules for the trajectories of one rollout."""
+    """Checks the trajectories of one rollout that a hook returned or may have changed."""
 
     def __init__(
         self,
@@ -44,9 +44,12 @@ class Returned:
         versions: Mapping[str, int],
         sampled: bool,
     ):
-        """Stores the limits. `hook`: name of the generate hook. `vocabularies`: vocabulary size of each trained
-        policy's model, None: unknown. `versions`: newest weight version of each that engines may have. `sampled`: True
-        if engines return log-probs."""
+        """Stores the limits.
+
+        `hook`: name of the hook, for error messages. `index`: index of the rollout in its group. `vocabularies`:
+        vocabulary size of every trained policy's model, None if unknown. `versions`: newest weight version of every
+        policy that engines may have. `sampled`: True if engines sample the tokens, whose log-probs must then be valid.
+        """
         self.hook = hook
         self.group_id = group_id
         self.index = index
@@ -55,7 +58,7 @@ class Returned:
         self.versions = versions
 
     def check(self, trajectories: Sequence[object]) -> None:
-        """Raises SlimxError for the first value that cannot be trained or written."""
+        """Raises SlimxError for the first value that cannot be trained on or written."""
         rollout = f"{self.group_id}/{self.index}"
         if not trajectories:
             raise self._error("rollout.returned", rollout, f"returned no trajectory for {rollout}")
@@ -63,7 +66,9 @@ class Returned:
         for trajectory in trajectories:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
-                raise self._error("rollout.returned", rollout, f"returned a {kind}; return a Trajectory")
+                raise self._error(
+                    "rollout.returned", rollout, f"returned a {kind}; return a Trajectory, or a list of them"
+                )
             self._check_position(trajectory, rollout)
             self._check_fields(trajectory)
             self._check_tokens(trajectory)
@@ -71,20 +76,24 @@ class Returned:
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
             name = min(repeated)
-            raise self._error("rollout.twice", name, f"returned {name} twice; give ctx.draft a suffix for each")
+            raise self._error(
+                "rollout.twice", name, f"returned two trajectories {name}; pass ctx.draft a suffix for each"
+            )
 
     def _check_position(self, trajectory: Trajectory, rollout: str) -> None:
         position = (trajectory.group_id, trajectory.index, trajectory.rollout_id)
         name = trajectory.id
         matches = isinstance(name, str) and name.startswith(rollout)
         if position != (self.group_id, self.index, rollout) or not matches:
-            about = f"{safe_repr(name)} of group {safe_repr(position[0])}, rollout {safe_repr(position[1])}"
+            about = f"{safe_repr(name)} of group {safe_repr(position[0])}, index {safe_repr(position[1])}"
             raise self._error(
-                "rollout.place", rollout, f"returned for {rollout} the trajectory {about}; begin each with ctx.draft"
+                "rollout.place",
+                rollout,
+                f"returned trajectory {about} for rollout {rollout}; create every trajectory with ctx.draft",
             )
         if not isinstance(trajectory.policy, str) or trajectory.policy not in self.vocabularies:
             policies = ", ".join(self.vocabularies)
-            text = f"returned {name} of a policy {safe_repr(trajectory.policy)}; this run trains {policies}"
+            text = f"returned {name} of policy {safe_repr(trajectory.policy)}, but this run trains {policies}"
             raise self._error("rollout.policy", name, text)
 
     def _check_fields(self, trajectory: Trajectory) -> None:
@@ -97,7 +106,7 @@ class Returned:
         except SlimxError as error:
             raise self._error("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
         if trajectory.status == "aborted":
-            raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
+            raise SlimxError(f"rollout {trajectory.id} was aborted by the engine; see the engine's log")
         rewards = [trajectory.reward or 0.0, *trajectory.reward_parts.values()]
         rewards += [turn.reward for turn in trajectory.turns]
         if not np.isfinite(rewards).all():
@@ -110,22 +119,28 @@ class Returned:
         for field, kind in kinds.items():
             values = getattr(trajectory, field)
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in kind:
-                text = f"returned {name} whose {field} is not an array [L] of numbers of its kind"
+                text = (
+                    f"returned {name} whose {field} is not a one-dimensional NumPy array of the expected type "
+                    "(token_ids: integers; loss_mask: integers or bools; logprobs: floats)"
+                )
                 raise self._error("rollout.array", name, text)
         try:
-            trajectory.__post_init__()  # a hook may have changed fields since
+            trajectory.__post_init__()  # a hook may have changed fields after construction
         except (ValueError, TypeError, IndexError) as error:
             raise self._error("rollout.spans", name, f"returned {error}") from None
         ids = trajectory.token_ids
         vocabulary = self.vocabularies[trajectory.policy]
         invalid = _first(ids, (ids < 0) | (ids >= (vocabulary or np.iinfo(np.int32).max)))
         if invalid:
-            text = f"returned {name} with the token id {invalid}; ids are 0 to {(vocabulary or 0) - 1}"
+            text = (
+                f"returned {name} with token id {invalid}; "
+                f"valid ids are 0 to {(vocabulary or np.iinfo(np.int32).max) - 1}"
+            )
             raise self._error("rollout.token_id", name, text)
         mask = trajectory.loss_mask
         invalid = _first(mask, (mask != 0) & (mask != 1))
         if invalid:
-            text = f"returned {name} with the loss_mask {invalid}; it is 1 for trained tokens and 0 for others"
+            text = f"returned {name} with loss_mask value {invalid}; use 1 for trained tokens and 0 for others"
             raise self._error("rollout.loss_mask", name, text)
         for span in trajectory.spans:
             self._check_span(trajectory, span)
@@ -133,12 +148,14 @@ class Returned:
     def _check_span(self, trajectory: Trajectory, span: Span) -> None:
         name = trajectory.id
         if span.policy not in self.versions or span.turn < 0:
-            raise self._error("rollout.spans", name, f"returned {name} with a span of no policy or turn ({span})")
+            raise self._error(
+                "rollout.spans", name, f"returned {name} with a span of an unknown policy or a negative turn ({span})"
+            )
         if span.source != "sampled":
             return
         newest = self.versions[span.policy]
         if span.version is None or not 0 <= span.version <= newest:
-            text = f"returned {name} with tokens of version {span.version}; the newest version is {newest}"
+            text = f"returned {name} with tokens of weight version {span.version}; use a version from 0 to {newest}"
             raise self._error("rollout.version", name, text)
         if not self.sampled:
             return
@@ -153,11 +170,14 @@ class Returned:
 
 
 def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], hook: str | None) -> None:
-    """Raises SlimxError if a group filter's verdict is neither a bool nor a reason, or the filter changed the group's
-    trajectories (`before`)."""
+    """Raises SlimxError if `verdict`, the return value of a group filter, is neither a bool nor a reason, or if the
+    filter changed the group's trajectories.
+
+    `before`: trajectories of the group before the call. `hook`: name of the filter.
+    """
     if inspect.iscoroutine(verdict):
         verdict.close()
-    # filters may compute numpy's bool
+    # filters may return NumPy's bool
     if not isinstance(verdict, (bool, np.bool_, str)):
         kind = type(verdict).__name__
         raise SlimxError(
@@ -166,15 +186,18 @@ def check_verdict(verdict: object, group: Group, before: Sequence[Trajectory], h
     same = [after is old for after, old in zip(group.trajectories, before, strict=False)]
     if len(group.trajectories) != len(before) or not all(same):
         raise SlimxError(
-            f"{hook} changed the trajectories of group {group.id}; return False to drop the group",
+            f"{hook} added, removed or replaced trajectories of group {group.id}; return False to drop the group",
         )
 
 
 def check_metadata(whose: str, metadata: object) -> None:
-    """Raises SlimxError with the key of the first value that cannot be written into a checkpoint."""
+    """Raises SlimxError with the key of the first metadata value that cannot be written into a checkpoint.
+
+    `whose`: start of the error message, which names the owner of the metadata.
+    """
     if not isinstance(metadata, dict):
         kind = type(metadata).__name__
-        raise SlimxError(f"{whose} metadata that is a {kind}; give a dict", code="rollout.metadata", about="metadata")
+        raise SlimxError(f"{whose} metadata that is a {kind}; use a dict", code="rollout.metadata", about="metadata")
     for key, value in metadata.items():
         try:
             decode(dict[str, Any], encode({key: value}))
@@ -184,7 +207,7 @@ def check_metadata(whose: str, metadata: object) -> None:
 
 
 def _first(values: np.ndarray, invalid: np.ndarray) -> str:
-    """Returns the first invalid value as text, or "" if there is none."""
+    """Returns the first of `values` where `invalid` is true, as text, or "" if there is none."""
     if not invalid.any():
         return ""
     return str(values[invalid.argmax()])
@@ -193,11 +216,11 @@ def _first(values: np.ndarray, invalid: np.ndarray) -> str:
 # Failures -----------------------------------------------------------------------------------------------------------
 
 Score = Callable[[Prompt, Trajectory], Awaitable[None]]
-"""Adds values of another model, such as a teacher, to a trajectory of a prompt. Raises SlimxError."""
+"""Function that adds values of another model, such as a teacher, to a trajectory of a prompt, or raises SlimxError."""
 
 
 async def scored(score: Score, prompt: Prompt, trajectory: Trajectory) -> None:
-    """Scores `trajectory`; marks it as failed if that fails."""
+    """Calls `score` with `trajectory`; marks the trajectory as failed if that raises SlimxError."""
     with marking(trajectory, "teacher"):
         await score(prompt, trajectory)
 
@@ -208,7 +231,7 @@ def any_failed(trajectories: Sequence[Trajectory]) -> bool:
 
 @contextmanager
 def marking(trajectory: Trajectory, stage: str) -> Iterator[None]:
-    """Marks `trajectory` as failed in `stage` if the block raises SlimxError."""
+    """Marks `trajectory` as failed if the block raises SlimxError. `stage`: first word of the failure reason."""
     try:
         yield
     except SlimxError as error:
@@ -217,20 +240,23 @@ def marking(trajectory: Trajectory, stage: str) -> Iterator[None]:
 
 
 def reason_of(error: SlimxError, reason: str) -> str:
-    """Returns `reason`, or ENGINE_DEADLINE if engines did not respond in time."""
+    """Returns `reason`, or ENGINE_DEADLINE if `error` means that engines did not respond in time."""
     if isinstance(error, DeadlineError) and error.awaited == REQUEST:
         return ENGINE_DEADLINE
     return reason
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Returns True for a cancellation of the current task, rather than a hook's own CancelledError."""
+    """Returns True if `error` cancels the current task, and is not a CancelledError that a hook raised itself."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError | GeneratorExit) and (task is None or task.cancelling() > 0)
 
 
 def add_metrics(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
-    """Adds a hook's logged numbers to its trajectory. Raises SlimxError for a name that another hook logged for it."""
+    """Adds the numbers that a hook logged to the metrics of its trajectory.
+
+    Raises SlimxError for a name that another hook has logged for the same trajectory.
+    """
     repeated = sorted(trajectory.metrics.keys() & logged.keys())
     if repeated:
         raise logged_twice(repeated[0])
@@ -244,7 +270,10 @@ def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
 
 
 def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, config: Rollout) -> Trajectory:
-    """Returns the failed trajectory of a rollout whose generate hook raised `error`."""
+    """Returns a failed trajectory for a rollout whose generate hook raised `error`.
+
+    `clock`: clock of the rollout's deadline, which distinguishes it from a time-out inside the hook.
+    """
     if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
         late = DeadlineError(f"rollout {ctx.group_id}/{ctx.index}", config.rollout_deadline, config.generate)
         return failed_trajectory(ctx, "generate deadline", str(late))
@@ -252,7 +281,10 @@ def crashed_trajectory(ctx: RolloutContext, error: BaseException, clock: Clock, 
 
 
 def failed_trajectory(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
-    """Returns an empty trajectory that represents a failed rollout in its group."""
+    """Returns an empty trajectory that represents a failed rollout in its group.
+
+    `reason`: short reason by which failures are counted. `text`: message of the failure.
+    """
     trajectory = Trajectory(
         id=f"{ctx.group_id}/{ctx.index}",
         rollout_id=f"{ctx.group_id}/{ctx.index}",

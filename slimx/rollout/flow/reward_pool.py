@@ -1,7 +1,7 @@
-"""Runs reward hooks in threads, where one that hangs or blocks cannot stop the others or the run.
+"""Runs reward hooks in threads, so that a hook that hangs or blocks stops neither the other calls nor the run.
 
-A Python thread cannot be killed. A call that exceeds its deadline is abandoned: its thread (a daemon) keeps running,
-and a new one replaces it. `slimx.rollout.flow.reward_processes` kills such calls.
+A Python thread cannot be killed. A call that exceeds its deadline is abandoned: its daemon thread keeps running, and a
+new thread replaces it in the pool. `slimx.rollout.flow.reward_processes` runs hooks in processes, which can be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slimx.rollout.hook_loading import name_of, name_with_source
 from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
-"""A reward and its parts."""
+"""A reward, and its named parts; no parts if the hook returned one number."""
 
 
 class _Outcome(NamedTuple):
@@ -32,52 +32,55 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the hook."""
+    """One call of the reward hook."""
 
     ctx: RewardContext
     judged: Trajectory | Group
     result: asyncio.Future[_Outcome]
-    """The hook's return value, or its exception."""
+    """Future of the hook's return value or exception."""
     began: float = 0.0
     """Time at which a worker took the call, by the clock of the calling event loop."""
     abandoned: bool = False
 
 
 class RewardPool:
-    """`workers` daemon threads, each with one event loop for its calls (creating one costs more than most rewards).
+    """Runs calls of a reward hook in daemon threads.
 
         judge -> queue -> a worker runs the hook -> results -> _deliver, once for all results -> judge returns
 
-    Most rewards take a few microseconds, and so does waking a thread: the driver's loop is not notified when a call
-    begins, and one timer watches the deadlines of all calls. A pool belongs to one event loop at a time.
+    Each thread has one event loop for all its calls, because creating a loop costs more than most rewards. Most rewards
+    take a few microseconds, and so does waking a thread: the driver's loop is therefore not notified when a call
+    starts, and a single timer checks the deadlines of all calls. A pool can be used by one event loop at a time.
     """
 
     def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
         self.reward = reward
         self.deadline_s = deadline_s
         self.abandoned = 0
-        """Number of calls abandoned while they ran."""
+        """Number of calls that were abandoned while they ran."""
         self._workers = 0
         self._closed = False
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        """None ends a worker."""
+        """Calls that wait for a worker; None makes one worker exit."""
         self._lock = threading.Lock()
         """Guards `_running`, and the decision whether a call is abandoned before a worker takes it."""
         self._running: set[_Call] = set()
         self._results: deque[tuple[_Call, _Outcome]] = deque()
         self._notified = False
-        """True if the loop will read `_results`."""
+        """True if the event loop has been notified and will read `_results`."""
         self._waiting = 0
         """Number of pending calls of `judge`."""
         self._watch: asyncio.TimerHandle | None = None
-        """Timer of the next deadline check."""
+        """Timer of the next deadline check; None if no call is pending."""
         for _ in range(workers):
             self._start_worker()
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """Returns the verdict on a trajectory, or a list of verdicts on those of a group.
+        """Runs the hook on a trajectory and returns its reward, or on a group and returns a list with each trajectory's
+        reward.
 
-        Raises SlimxError if the hook raises, returns an invalid value or is late, and after `close`.
+        Raises SlimxError if the hook raises or returns an invalid value, DeadlineError if it takes longer than
+        `deadline_s`, and SlimxError after `close`.
         """
         if self._closed:
             raise SlimxError(
@@ -110,7 +113,7 @@ class RewardPool:
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
-        """Lets the workers end once they are idle."""
+        """Makes the workers exit once they are idle."""
         self._closed = True
         for _ in range(self._workers):
             self._calls.put(None)
@@ -118,14 +121,17 @@ class RewardPool:
     # In the event loop ------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        self._notified = False  # before reading: later results notify again
+        self._notified = False  # reset before reading, so that a later result notifies again
         while self._results:
             call, outcome = self._results.popleft()
             if not call.result.done():
                 call.result.set_result(outcome)
 
     def _check_deadlines(self) -> None:
-        """Abandons late calls and schedules the next check. Queued calls cannot begin earlier than now."""
+        """Abandons late calls and schedules the next check at the earliest deadline.
+
+        A call that is still queued starts now at the earliest, so its deadline is at least `deadline_s` from now.
+        """
         now = asyncio.get_running_loop().time()
         with self._lock:
             running = list(self._running)
@@ -139,7 +145,7 @@ class RewardPool:
         self._watch = asyncio.get_running_loop().call_later(delay, self._check_deadlines)
 
     def _abandon(self, call: _Call) -> bool:
-        """Abandons `call`. Returns True if it was running, in which case a new worker replaces its worker."""
+        """Abandons `call`. Returns True if it was running; a new worker then replaces the worker that runs it."""
         with self._lock:
             call.abandoned = True
             ran = call in self._running
@@ -168,7 +174,7 @@ class RewardPool:
                 except BaseException as error:
                     outcome = _Outcome(None, error)
                 with self._lock:
-                    if call.abandoned:  # another worker has replaced this one
+                    if call.abandoned:  # another worker has taken over
                         return
                     self._running.discard(call)
                 self._results.append((call, outcome))
@@ -176,23 +182,25 @@ class RewardPool:
                     self._notified = True
                     try:
                         call.result.get_loop().call_soon_threadsafe(self._deliver)
-                    except RuntimeError:  # the run and its event loop have ended meanwhile
+                    except RuntimeError:  # the run and its event loop have ended
                         self._notified = False
 
 
 def named(judged: Trajectory | Group) -> str:
-    """Returns kind and id of a judged object for messages."""
+    """Returns the kind and the id of a trajectory or group, for error messages."""
     return f"{'group' if isinstance(judged, Group) else 'trajectory'} {judged.id}"
 
 
 def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict | list[Verdict]:
-    """Returns the verdicts on a trajectory, or on each one of a group, from the return value of `hook`."""
+    """Checks the return value of `hook` for a trajectory or a group, and returns the reward or the list of rewards in
+    it."""
     if not isinstance(judged, Group):
         return checked(value, hook)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
             f"reward hook {name_with_source(hook)} returned {safe_repr(value)} for a group of "
-            f"{len(judged.trajectories)}; return a list with the reward of each trajectory (reward.scope is group)",
+            f"{len(judged.trajectories)} trajectories; return a list with one reward per trajectory, "
+            "because reward.scope is group",
             code="reward.returned",
             about=name_of(hook),
         )
@@ -200,14 +208,17 @@ def verdicts(value: object, judged: Trajectory | Group, hook: Reward) -> Verdict
 
 
 def checked(value: object, hook: Reward) -> Verdict:
-    """Returns the verdict for a finite number, or for a dict of finite numbers whose sum is finite. Raises SlimxError
-    for any other value."""
+    """Checks a reward that `hook` returned: a finite number, or a dict of finite numbers whose sum is finite.
+
+    Returns the reward, the sum of a dict, with its named parts. Raises SlimxError for any other value.
+    """
     parts = value if isinstance(value, dict) else {"reward": value}
     floats = {key: _finite(key, part, value, hook) for key, part in parts.items()}
     if not floats or not math.isfinite(sum(floats.values())):
         shown = "an empty dict" if not floats else f"{safe_repr(value)}, whose sum is not finite"
         raise SlimxError(
-            f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of them",
+            f"reward hook {name_with_source(hook)} returned {shown}; "
+            "return a finite number or a dict of finite numbers",
             code="reward.returned",
             about=name_of(hook),
         )
@@ -215,17 +226,20 @@ def checked(value: object, hook: Reward) -> Verdict:
 
 
 def _finite(key: object, part: object, value: object, hook: Reward) -> float:
-    """Returns one part of a reward as a float. Raises SlimxError if it is not a finite number with a printable name."""
+    """Returns `part`, one number of the reward `value`, as a float.
+
+    Raises SlimxError if it is not a finite number, or its name `key` is not printable.
+    """
     try:
         if isinstance(key, str) and key.isprintable() and isinstance(part, numbers.Real) and not isinstance(part, bool):
             number = float(part)
             if math.isfinite(number):
                 return number
-    except Exception:  # from a user-defined number, or one beyond float: refused below
+    except Exception:  # raised by a user's number type, or by an integer too large for a float
         pass
     shown = f"{safe_repr(part)} for {safe_repr(key)}" if isinstance(value, dict) else safe_repr(part)
     raise SlimxError(
-        f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of them",
+        f"reward hook {name_with_source(hook)} returned {shown}; return a finite number or a dict of finite numbers",
         code="reward.returned",
         about=key if isinstance(key, str) else safe_repr(key),
     )

@@ -1,10 +1,11 @@
-"""Runs reward hooks in processes: one that never returns is killed at its deadline.
+"""Runs reward hooks in processes, so that a call that never returns can be killed at its deadline.
 
-    driver  -- prompt, trajectory, text -->  worker: imports the hooks once, one call at a time
+    driver  -- prompt, trajectory, text -->  worker: imports the hooks once, runs one call at a time
             <-- number or numbers ---------
 
-A killed or crashed worker is replaced, and only its call fails; a call whose worker is dead or does not respond goes to
-a new one. Hooks get a copy of the trajectory: their changes to it are lost.
+A worker that was killed or has crashed is replaced, and only its call fails. A call that no worker has accepted,
+because the worker is dead or does not respond, goes to a new worker. Hooks get a copy of the trajectory: their changes
+to it are lost.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEGIN_S = 120.0
-"""Deadline of a new process to import the driver's modules on a loaded machine, in seconds."""
+"""Seconds within which a new process must accept a call; it imports the driver's modules first, on a loaded machine."""
 TAKE_S = 10.0
-"""Deadline of an idle process to accept a call, in seconds."""
+"""Seconds within which an idle process must accept a call."""
 TRIES = 3
 """Number of processes that are tried before a call fails."""
 
 
 class _Call(NamedTuple):
-    """Arguments of `_judge`."""
+    """Arguments of `_judge` in the worker process."""
 
     hook: tuple[str, str]
     tokenizer_path: str
@@ -57,58 +58,62 @@ class _Call(NamedTuple):
 
 
 _Outcome = tuple[Literal[True], tuple[object, dict[str, float]]] | tuple[Literal[False], str]
-"""(True, the result of `_judge`), or (False, its error as text)."""
+"""(True, the result of `_judge`), or (False, the text of its error)."""
 
 
 class RewardProcesses:
-    """`config.workers` processes, each started by its first call. A thread waits for each call."""
+    """Runs calls of a reward hook in `config.workers` processes. A process starts at its first call, and a thread of
+    the driver waits for each call."""
 
     def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
         """Creates the workers without starting processes.
 
-        `reward`: the hook of `config`, which each worker loads itself. `tokenizer_path`: directory of the tokenizer,
-        loaded if a hook uses it. `facts`: result of `form_facts`. `take_s`: deadline of an idle worker to accept a
-        call, in seconds.
+        `reward`: the hook that `config` names; every worker loads its own. `tokenizer_path`: directory of the
+        tokenizer, which is loaded when a hook first uses it. `facts`: return value of `form_facts`. `take_s`: seconds
+        within which an idle worker must accept a call.
         """
         self.config = config
         self.reward = reward
         self.tokenizer_path = tokenizer_path
         self._hook = config.model_dump_json(), json.dumps(facts)
-        """JSON from which a worker loads its hook, also the key of its cache."""
+        """JSON texts from which a worker loads its hook; also the key of its cache."""
         self.killed = 0
         """Number of calls killed at their deadline."""
         self.replaced = 0
-        """Number of idle workers that accepted no call: dead, or without a response."""
+        """Number of idle workers that were replaced because they were dead or did not respond."""
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="slimx-reward-process")
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        """Idle workers. The last used one is first: few calls start few processes."""
+        """Idle workers, the last used one first, so that few concurrent calls start few processes."""
         self._workers = [_Worker(take_s) for _ in range(config.workers)]
         for worker in reversed(self._workers):
             self._idle.put(worker)
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """Judges like `RewardPool.judge`."""
+        """Runs the hook in a worker process and returns its rewards, like `RewardPool.judge`."""
         call = _Call(self._hook, self.tokenizer_path, _without_tokenizer(ctx), judged)
         taken: list[_Worker] = []
         try:
             value, logged = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, taken)
         except asyncio.CancelledError:
             for worker in taken:
-                worker.kill()  # frees the waiting thread
+                worker.kill()  # wakes the thread that waits for the worker
             raise
-        ctx.metrics.update(logged)  # the hook logged into the worker's copy
+        ctx.metrics.update(logged)  # the hook logged into the copy in the worker
         return verdicts(value, judged, self.reward)
 
     def close(self) -> None:
-        """Kills the workers and their calls."""
+        """Kills the workers, whose calls fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
         self._threads.shutdown()
 
     def _ask(self, call: _Call, taken: list[_Worker]) -> tuple[object, dict[str, float]]:
-        """Returns the hook's result and its logged metrics. Blocks: called in a thread."""
-        worker = self._idle.get()  # there is one for each thread
+        """Runs one call in an idle worker and returns the hook's result and its logged metrics.
+
+        Blocks, so it is called in a thread. `taken`: list to which the worker is appended while it runs the call.
+        """
+        worker = self._idle.get()  # does not wait: there are as many workers as threads
         taken.append(worker)
         try:
             return self._judged(worker, call)
@@ -128,8 +133,8 @@ class RewardProcesses:
                 worker.kill()
         else:
             raise SlimxError(
-                f"none of {TRIES} processes accepted the call of reward hook {name} for {subject}; the machine is out "
-                "of memory or processes, or importing the hook fails: import it separately",
+                f"none of {TRIES} processes accepted the call of reward hook {name} for {subject}; check that the "
+                "machine has free memory and process ids, and that the hook can be imported in a new Python process",
                 code="reward.worker",
                 about=name,
             )
@@ -140,8 +145,8 @@ class RewardProcesses:
             raise DeadlineError(f"the reward of {subject}", self.config.deadline, name) from None
         except (EOFError, OSError):
             raise SlimxError(
-                f"the process of reward hook {name} {worker.how_ended()} while it judged {subject}; "
-                "run the hook separately on it",
+                f"the process of reward hook {name} {worker.how_ended()} while it computed the reward of {subject}; "
+                "run the hook on it outside slimx",
                 code="reward.crash",
                 about=name,
             ) from None
@@ -151,7 +156,7 @@ class RewardProcesses:
 
 
 class _Worker:
-    """A process that runs one call at a time; a killed one is replaced."""
+    """A process that runs one call at a time. A new one is started after it was killed."""
 
     def __init__(self, take_s: float) -> None:
         self._take_s = take_s
@@ -159,10 +164,13 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
         self._ending = threading.Lock()
-        """Held while a process is reaped: of two concurrent threads, the second would see it as alive."""
+        """Lock for reaping the process: if two threads reaped it at once, the second one would see it as alive."""
 
     def offer(self, call: _Call) -> None:
-        """Sends a call. Raises TimeoutError, EOFError or OSError if the process did not accept it."""
+        """Sends a call, and starts a process if none is alive.
+
+        Raises TimeoutError, EOFError or OSError if the process does not accept the call in time.
+        """
         if self._closed:
             raise SlimxError("a reward was requested after its workers were stopped")
         seconds = self._take_s
@@ -172,7 +180,10 @@ class _Worker:
         self._exchange(call, seconds)
 
     def result(self, seconds: float) -> _Outcome:
-        """Returns the outcome of the call. Raises TimeoutError, EOFError or OSError if there is none."""
+        """Returns the outcome of the accepted call.
+
+        Raises TimeoutError after `seconds`, EOFError or OSError if the process has died.
+        """
         return self._exchange(None, seconds)
 
     def how_ended(self) -> str:
@@ -181,7 +192,7 @@ class _Worker:
         return how_ended(self._process.exitcode)
 
     def kill(self) -> None:
-        """Kills the process and its children, even if stopped (SIGKILL)."""
+        """Kills the process and its children with SIGKILL, which also ends suspended ones."""
         if self._process is not None:
             self._kill(self._process)
 
@@ -193,7 +204,7 @@ class _Worker:
 
     def _exchange(self, message: _Call | None, seconds: float) -> _Outcome:
         assert self._connection is not None and self._process is not None  # `offer` has started it
-        # A late deadline must not kill the process that replaced this one.
+        # Bound to this process: a late deadline must not kill a process that has replaced it.
         return exchange(self._connection, message, seconds, partial(self._kill, self._process))
 
     def _lives(self) -> bool:
@@ -210,7 +221,7 @@ class _Worker:
     def _start(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        # A fork would inherit the driver's locks and connections.
+        # A forked process would inherit the driver's locks and connections.
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(remote, os.getpid()), daemon=True)
@@ -219,21 +230,24 @@ class _Worker:
 
 
 def _without_tokenizer(ctx: RewardContext) -> RewardContext:
-    """Returns a copy that can be pickled cheaply: the worker sets its own tokenizer."""
+    """Returns a copy of `ctx` that can be pickled cheaply: the worker sets its own tokenizer."""
     return replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", None))
 
 
 def reward_runner(
     config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json
 ) -> RewardPool | RewardProcesses:
-    """Returns the runner of reward calls for `reward.isolation`."""
+    """Returns the pool of threads or processes in which `reward` runs, by `reward.isolation` and the hook's needs.
+
+    `tokenizer_path`, `facts`: as in `RewardProcesses`.
+    """
     if in_process(config, reward):
         return RewardProcesses(config, reward, tokenizer_path, facts)
     return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
 
 
 class _LaterTokenizer:
-    """The tokenizer at `path`, loaded at its first use: most hooks never use it."""
+    """The tokenizer at `path`, loaded at its first use because most hooks never use it."""
 
     def __init__(self, path: str):
         self._path = path
@@ -255,10 +269,13 @@ def _load(config: str, facts: str) -> Reward:
 
 
 def _serve(connection: Connection, driver: int) -> None:
-    """Runs the main loop of a worker: receives a call, confirms it, and sends the hook's result on request."""
+    """Runs the main loop of a worker process: receives a call, confirms it, and sends the hook's result on request.
+
+    `driver`: process id of the driver, with which the worker ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
     end_with_parent(driver)
-    # It warns about time-outs outside of the main thread, on which hooks run here.
+    # math_verify warns about time-outs outside the main thread, but here hooks run on the main thread.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Makes one group from one prompt: generate, judge, filter. A failure drops this group only, with its reason."""
+"""Makes one group from one prompt: generates, computes rewards, filters. A failure drops only this group."""
 
 from __future__ import annotations
 
@@ -59,44 +59,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STRAGGLER = "straggler"
-"""Reason of an unfinished group that was dropped because a batch would have waited for it too long."""
+"""Drop reason of an unfinished group for which a batch would have waited too long."""
 
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """The group of a prompt, with the reason if it was dropped."""
+    """The group of a prompt, and the reason if it was dropped."""
 
     group: Group
     reason: str | None = None
-    """Short and countable: "generate failed", "reward failed", "filter: ...", "straggler"; None if not dropped."""
+    """Drop reason, by which groups are counted: "generate failed", "filter: ...", "straggler", ...; None if kept."""
     detail: str | None = None
-    """Text of the first exception."""
+    """Message of the first exception."""
 
     @property
     def failed(self) -> bool:
-        """True if it failed; see `is_failure`."""
+        """True if the group failed, as `is_failure` defines it."""
         return self.reason is not None and is_failure(self.reason)
 
 
 def is_failure(reason: str) -> bool:
-    """Returns True if the reason is a failure, rather than a filter's refusal or a group that was only slow."""
+    """Returns True if a drop reason is a failure, rather than a filter's refusal or a group that was only slow."""
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyClient:
-    """A trained policy from the viewpoint of rollouts."""
+    """Client, tokenizer and vocabulary size of a trained policy."""
 
     client: Generator | None
-    """None: nothing is sampled."""
+    """Client of the policy's engines; None if the run samples nothing."""
     tokenizer: PreTrainedTokenizerBase
-    """Tokenizer of its model."""
+    """Tokenizer of the policy's model."""
     vocabulary: int | None = None
-    """Vocabulary size of its model; None: unknown."""
+    """Vocabulary size of the policy's model; None if unknown."""
 
 
 class GroupMaker:
-    """Makes groups with the run's hooks: `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at once."""
+    """Makes groups, with up to `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at a time."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class GroupMaker:
     ):
         """Prepares hooks, slots and reward workers.
 
-        `policies`: every trained policy by name, `actor` first. `engines`: clients of frozen models for hooks. `proxy`:
-        server through which agents sample. `outage`: while it lasts, deadlines of rollouts are suspended. `score`:
-        called with each finished training rollout.
+        `policies`: every trained policy by name, `actor` first. `engines`: clients of frozen models, for hooks.
+        `proxy`: chat completion server through which agents sample. `outage`: suspends the deadlines of rollouts while
+        it lasts. `score`: called with each finished training rollout.
         """
         self.config = config
         self.hooks = hooks
@@ -121,15 +121,15 @@ class GroupMaker:
         self.proxy = proxy
         self._score = score
         self.versions = dict.fromkeys(policies, 0)
-        """Newest published weight version of each policy, updated by the loop."""
+        """Newest published weight version of each policy, updated by the training loop."""
         self.begun: dict[str, int] = {}
-        """Version of each policy whose publication has begun: some engines may have it already."""
+        """Version of each policy whose publication has started: some engines may have these weights already."""
         self.outage = outage or Outage()
         self.gate = Gate()
-        """Closed while training rollouts may not send requests to engines; evaluations may."""
+        """Closed while training rollouts may not send requests to engines; evaluations may always send them."""
         self._slots = Slots(config.rollout.concurrency)
         self._route_stride = config.route_stride
-        # Separate slots for evaluations: rollouts that wait at the closed gate keep theirs.
+        # Evaluations have separate slots, because rollouts that wait at the closed gate keep theirs.
         self._train_slots = Slots(config.rollout.max_rollouts)
         self._eval_slots = Slots(config.rollout.max_rollouts)
         self._rewards: RewardPool | RewardProcesses | None = None
@@ -141,7 +141,7 @@ class GroupMaker:
 
     @property
     def version(self) -> int:
-        """Oldest of `versions`: a rollout that begins now may be sampled by it."""
+        """Oldest of `versions`, which may sample a rollout that starts now."""
         return min(self.versions.values())
 
     @version.setter
@@ -157,10 +157,10 @@ class GroupMaker:
         evaluation: bool = False,
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Generates and judges the rollouts of one prompt. `number` determines their seeds, also in a resumed run.
-        `progress`: earlier progress, updated in place."""
+        """Generates the rollouts of one prompt and computes their rewards. `number` determines their seeds, also in a
+        resumed run. `progress`: earlier progress of the group, updated in place."""
         progress = GroupProgress() if progress is None else progress
-        samples_of_eval = evaluation and not self.config.algorithm.scores  # held-out preference pairs stay pairs
+        samples_of_eval = evaluation and not self.config.algorithm.scores  # preference pairs need group_size
         size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size
         ids: dict[str, PromptIds] = {}
         for name, policy in self.policies.items():
@@ -183,7 +183,7 @@ class GroupMaker:
         return self._finished(group, greedy, evaluation)
 
     def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: bool) -> GroupOutcome:
-        """Checks and filters a judged group. `greedy`: trajectories of the baseline."""
+        """Checks and filters a group with rewards. `greedy`: trajectories of the baseline."""
         prompt = group.prompt
         try:
             check_metadata(f"prompt {prompt.id} has", prompt.metadata)
@@ -201,7 +201,7 @@ class GroupMaker:
         return self._filtered(group, self.hooks.keep)
 
     def check(self, group: Group, hook: str) -> None:
-        """Raises SlimxError if `hook` left anything in `group` that cannot be trained or written."""
+        """Raises SlimxError if `hook` left anything in `group` that cannot be trained on or written."""
         check_metadata(f"{hook} left prompt {group.prompt.id} with", group.prompt.metadata)
         rollouts: dict[str, list[Trajectory]] = {}
         for trajectory in group.trajectories:
@@ -244,7 +244,7 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Returns one rollout's trajectories, with rewards unless these are per group; if it failed, a failed one."""
+        """Returns one rollout's trajectories, with rewards unless `reward.scope` is group, or a failed trajectory."""
         done = progress.done.get(index)
         if done is not None:
             return done
@@ -255,7 +255,7 @@ class GroupMaker:
             if policy.client is not None and evaluation:
                 clients[name] = SlottedClient(policy.client, self._slots, clock)
             elif policy.client is not None:
-                journal = progress.journal(index)  # for all policies, whose seeds differ
+                journal = progress.journal(index)  # shared by the policies: their seeds differ
                 clients[name] = Interruptible(policy.client, self._slots, clock, self.gate, journal)
         ctx = self._context(prompt_ids, clients, group_id, number, index, evaluation=evaluation, greedy=greedy)
         try:
@@ -263,7 +263,7 @@ class GroupMaker:
         except SlimxError as error:
             reason = error.reason if isinstance(error, GivenUp) else reason_of(error, "generate failed")
             trajectories = [failed_trajectory(ctx, reason, str(error))]
-        except BaseException as error:  # includes a SystemExit of a hook's library
+        except BaseException as error:  # including SystemExit in a hook's library
             if is_cancellation(error):
                 raise
             trajectories = [crashed_trajectory(ctx, error, clock, self.config.rollout)]
@@ -272,7 +272,7 @@ class GroupMaker:
             if not any_failed(trajectories):
                 try:
                     self._returned(group_id, index, self._judge_name).check(trajectories)
-                except SlimxError as error:  # a checkpoint could not store the trajectories
+                except SlimxError as error:  # a checkpoint could not store them
                     trajectories = [failed_trajectory(ctx, "reward failed", str(error))]
         progress.finish(index, trajectories)
         return trajectories
@@ -288,7 +288,7 @@ class GroupMaker:
         evaluation: bool,
         greedy: bool,
     ) -> RolloutContext:
-        """Returns the actor's context of one rollout, which refers to those of all policies."""
+        """Returns the actor's context of one rollout, which refers to the contexts of all policies."""
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         routed = False
         if self._route_stride and not (evaluation or greedy):
@@ -323,7 +323,7 @@ class GroupMaker:
         return contexts[ACTOR]
 
     async def _generate(self, ctx: RolloutContext, prompt: Prompt, clock: Clock) -> list[Trajectory]:
-        """Returns the checked trajectories of the generate hook."""
+        """Calls the generate hook within the rollout's deadline, and returns its trajectories after checking them."""
         slots = self._eval_slots if ctx.evaluation else self._train_slots
         async with slots.one(), clock:
             with self.outage.stops(clock):
@@ -336,13 +336,13 @@ class GroupMaker:
     async def _judge_all(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: bool, greedy: bool
     ) -> None:
-        """Computes rewards per trajectory and scores of training trajectories, concurrently."""
+        """Computes the rewards of trajectories and calls `score` with those of training, concurrently."""
         work: list[Coroutine[None, None, None]] = []
         if self.config.reward.scope == "trajectory":
             work += [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
         if self._score is not None and not (evaluation or greedy):
             work += [scored(self._score, prompt, trajectory) for trajectory in trajectories]
-        if len(work) == 1:  # saves a task in the usual case
+        if len(work) == 1:  # avoids a task in the most frequent case
             await work[0]
         else:
             await asyncio.gather(*work)
@@ -371,7 +371,7 @@ class GroupMaker:
         return sampling
 
     def _returned(self, group_id: str, index: int, hook: str) -> Returned:
-        """Returns the rules for the trajectories of a rollout that `hook` made or saw."""
+        """Returns the checks for the trajectories of a rollout, with `hook` as the name in their error messages."""
         return Returned(
             hook,
             group_id,
@@ -382,7 +382,7 @@ class GroupMaker:
         )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
-        """Sets the reward of a trajectory, or of each in a group; a failure is marked on the first trajectory."""
+        """Sets the reward of a trajectory, or of each one in a group; on an error, marks the first one as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]

@@ -1,4 +1,4 @@
-"""Bounds the number of requests in flight over all rollouts: a tool call occupies no engine."""
+"""Limits the number of requests in flight over all rollouts; a rollout that waits for a tool occupies no slot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slimx.runtime.clocks import Clock
 
 
 class Slots:
-    """A limit of concurrent requests. Others wait in order of arrival, those of an evaluation first: trainers wait for
-    it, while other rollouts are generated ahead.
+    """A limit on concurrent requests. Further requests wait in order of arrival, but those of an evaluation are first:
+    trainers wait for an evaluation, while training rollouts are generated ahead.
 
-    Not asyncio's semaphore, which scans all waiters at each release (Python 3.11): there may be thousands.
+    Replaces asyncio's semaphore, which scans all waiters at each release (Python 3.11): there may be thousands.
     """
 
     def __init__(self, limit: int) -> None:
@@ -27,9 +27,11 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
-        """Occupies a slot inside the block; `clock` is suspended while waiting for it. `first`: True to pass all
-        waiters without it."""
-        if self._free:  # then there are no waiters: a released slot goes to the next waiter
+        """Occupies a slot inside the block. `clock` is suspended while it waits for the slot.
+
+        `first`: True to wait ahead of all requests that were made with `first=False`.
+        """
+        if self._free:  # a free slot means that nobody waits, because a released slot goes to the next waiter
             self._free -= 1
         else:
             with clock.paused() if clock is not None else nullcontext():
@@ -40,13 +42,13 @@ class Slots:
             self._release()
 
     async def _turn(self, queue: deque[asyncio.Future[None]]) -> None:
-        """Waits in `queue` for a released slot."""
+        """Waits in `queue` until a slot is released to this waiter."""
         slot = asyncio.get_running_loop().create_future()
         queue.append(slot)
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # it was released too late
+            if not slot.cancelled():  # the slot was released to this waiter just before the cancellation
                 self._release()
             raise
 
@@ -61,7 +63,7 @@ class Slots:
 
 
 class SlottedClient:
-    """The client of one evaluation rollout: its requests take slots before those of training."""
+    """Client of one evaluation rollout, whose requests get slots before those of training rollouts."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
         self._client = client
@@ -69,12 +71,12 @@ class SlottedClient:
         self._clock = clock
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Samples like `GenerationClient.generate`."""
+        """Samples like `GenerationClient.generate`, in a slot."""
         async with self._slots.one(self._clock, first=True):
             return await self._client.generate(request)
 
     @asynccontextmanager
     async def stream(self, request: GenerationRequest) -> AsyncIterator[CompletionStream]:
-        """Streams like `GenerationClient.stream`; the slot is occupied until the stream ends."""
+        """Streams like `GenerationClient.stream`, in a slot that is occupied until the stream ends."""
         async with self._slots.one(self._clock, first=True), self._client.stream(request) as stream:
             yield stream

@@ -1,17 +1,17 @@
-"""Tickets of admitted prompts, and the rules by which a step selects them: pure functions of a queue, without tasks or
-clocks.
+"""The queue of tickets, one per admitted prompt, and the rules by which a step selects its batch.
 
-Batch s is trained at the trainers' version s. A ticket whose rollouts began under version b can be trained in batch b +
-max_staleness at the latest, when it is *due*. Two rules keep every ticket in time:
+The rules are pure functions of the queue, without tasks or clocks. Batch s is trained at the trainers' version s. A
+ticket whose rollouts started under version b must be trained in batch b + max_staleness at the latest, or it is *late*.
+Two rules keep every ticket in time:
 
 - Admission: at most ceil(over_sampling * prompts_per_step) tickets are open while a batch is awaited. By default
   that is max_staleness + 1 - window batches: even a ticket at the end of the queue, overtaken as often as the
   window allows, is not late.
 - Selection: a finished group may overtake an unfinished older one by less than `window` batches of tickets, and only
-  if all tickets left behind can still be trained in time.
+  if all tickets that remain can still be trained in time.
 
-An unfinished group that must not be overtaken is a *straggler* as soon as enough others are done for a batch, which
-then waits for it alone, no longer than `schedule.straggler_deadline` if set.
+A *straggler* is an unfinished group that must not be overtaken and for which alone a batch waits, because enough other
+groups are done. The batch waits no longer than `schedule.straggler_deadline`, if that is set.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from slimx.rollout.flow.rollouts import GroupOutcome, is_failure
 
 @dataclass(slots=True)
 class Ticket:
-    """One admitted prompt."""
+    """One admitted prompt and the state of its group."""
 
     number: int
     prompt: Prompt
     born: int = 0
-    """Oldest weight version that may have sampled its rollouts."""
+    """Oldest weight version that may have sampled tokens of its rollouts."""
     outcome: GroupOutcome | None = None
     task: asyncio.Task[None] | None = None
-    """None: not started."""
+    """Task that generates the group; None if it has not been started, or was restored as finished."""
     since: float = 0.0
-    """Unix time of its last start."""
+    """Unix time at which the group was last started."""
     progress: GroupProgress = field(default_factory=GroupProgress)
     """Finished part of an incomplete group."""
 
@@ -64,7 +64,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Batch:
-    """The groups of one step, and the number of groups dropped or regenerated meanwhile."""
+    """The groups of one step, with the numbers of groups that were dropped or regenerated since the previous batch."""
 
     groups: list[Group]
     dropped: Counter[str] = field(default_factory=Counter)
@@ -75,25 +75,25 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropped:
-    """A group that is not trained."""
+    """A group that is not trained, with the reason."""
 
     group: str
     prompt: str
-    """Id of its prompt."""
+    """Id of the group's prompt."""
     reason: str
     detail: str | None = None
-    """Text of the first exception."""
+    """Message of the first exception; None if the reason is not a failure."""
     rewards: tuple[float, ...] = ()
-    """Rewards of its rollouts that have one."""
+    """Rewards of the group's trajectories, in order, without those that have none."""
 
     @property
     def failed(self) -> bool:
-        """True if it failed; see `is_failure`."""
+        """True if the group failed, as `is_failure` defines it."""
         return is_failure(self.reason)
 
     @classmethod
     def of(cls, outcome: GroupOutcome) -> Dropped:
-        """Returns the record of a group that was dropped for a reason."""
+        """Returns the record of a group that was dropped: `outcome.reason` is not None."""
         assert outcome.reason is not None
         return cls(
             group=outcome.group.id,
@@ -105,12 +105,12 @@ class Dropped:
 
 
 def rewards_of(group: Group) -> tuple[float, ...]:
-    """Returns the rewards of a group's rollouts that have one, in order."""
+    """Returns the rewards of a group's trajectories in order, without those that have none."""
     return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
 
 
 def older_trajectory(group: Group, bound: int) -> Trajectory | None:
-    """Returns a trajectory with a token of a version before `bound`, if any."""
+    """Returns a trajectory that contains a token of a version before `bound`, or None if there is none."""
     for trajectory in group.trajectories:
         if trajectory.oldest_version is not None and trajectory.oldest_version < bound:
             return trajectory
@@ -119,18 +119,18 @@ def older_trajectory(group: Group, bound: int) -> Trajectory | None:
 
 @dataclass(kw_only=True, slots=True)
 class SavedTicket:
-    """A ticket in a checkpoint: with its group if complete, else with its progress."""
+    """A ticket as stored in a checkpoint: with its group if that is complete, otherwise with its progress."""
 
     number: int
     prompt: Prompt
     group: Group | None
     born: int = 0
     rollouts: list[SavedRollout] = field(default_factory=list)
-    """Rollouts of an incomplete group."""
+    """Rollouts of an incomplete group; empty for a complete one."""
 
     @classmethod
     def of(cls, ticket: Ticket) -> SavedTicket:
-        """Returns the record of `ticket`."""
+        """Returns the checkpoint's record of `ticket`."""
         group = None
         if ticket.outcome is not None and ticket.outcome.reason is None:
             group = ticket.group
@@ -150,24 +150,24 @@ class Rules:
     size: int
     """Number of groups in a batch."""
     room: int
-    """Number of tickets that are open while a batch is awaited."""
+    """Maximum number of open tickets while a batch is awaited."""
     staleness: int
-    """Maximum age of a trajectory in versions."""
+    """Maximum age of a trajectory in weight versions."""
     window: int
     """Number of batches by which a finished group may overtake an unfinished older one."""
 
     @classmethod
     def of(cls, config: Config) -> Rules:
-        """Returns the configured rules."""
+        """Returns the rules that `config` sets."""
         size = config.rollout.prompts_per_step
         schedule = config.schedule
         room = math.ceil(batches_in_flight(config.rollout, schedule) * size)
         return cls(size, room, schedule.max_staleness, schedule.window)
 
     def select(self, queue: Sequence[Ticket], version: int) -> list[Ticket] | None:
-        """Returns the tickets of `queue` (ordered by number) for the next batch, or None to wait.
+        """Returns the tickets for the next batch, or None if it must wait for unfinished groups.
 
-        `version`: weight version of the trainers at that batch.
+        `queue`: all open tickets, ordered by number. `version`: weight version of the trainers at that batch.
         """
         taken: list[Ticket] = []
         oldest: int | None = None
@@ -185,19 +185,22 @@ class Rules:
         return None
 
     def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
-        """Returns the ticket for which `select` waits although enough groups are done, or None if too few are."""
+        """Returns the oldest unfinished ticket if enough groups of `queue` are done for a batch, otherwise None."""
         unfinished = [ticket for ticket in queue if ticket.outcome is None]
         if unfinished and len(queue) - len(unfinished) >= self.size:
             return unfinished[0]
         return None
 
     def late(self, ticket: Ticket, version: int) -> bool:
-        """Returns True if `ticket` is too old to be trained at the trainers' `version`."""
+        """Returns True if `ticket` has been started and is too old to be trained at the trainers' `version`."""
         return not ticket.waits and ticket.born + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Returns True if the tickets left behind will be in time, in order from the next batch on. Those that would be
-        late even in strict order do not count."""
+        """Returns True if the tickets that remain without `taken` can be trained in time, in order from the next batch
+        on.
+
+        Ignores tickets that would be late even if all batches were selected strictly in order.
+        """
         numbers = {ticket.number for ticket in taken}
         behind = 0
         for position, ticket in enumerate(queue):
