@@ -1,1 +1,1 @@
-"""Agent rollouts: a server that agents sample through, tools, and environments of other projects."""
+"""Agent rollouts: a server that agents sample through, tools, and adapters for environments of other projects."""

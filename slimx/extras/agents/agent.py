@@ -1,4 +1,4 @@
-"""The generate hook of agents that use an OpenAI-compatible server, in any language.
+"""The generate hook `agent`: runs an agent, in any language, that samples through an OpenAI-compatible server.
 
 rollout:
   generate: agent
@@ -6,7 +6,7 @@ rollout:
   # options: {command: [python, agent.py]}       # or a program, see slimx.extras.agents.agent_process
   # options: {command: [...], environment: [HF_HOME], metadata: [repository]}   # variables and metadata it receives
 
-Everything that the agent samples through `base_url` becomes the rollout: a trajectory for each of its conversations.
+Everything that the agent samples through `base_url` becomes the rollout, with one trajectory per conversation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slimx.rewards import needs
 from slimx.rollout.hooks import ENGINE_DEADLINE, GivenUp, RolloutContext
 
 AGENTS = "slimx.agents"
-"""Group of entry points: agents by their names in a configuration."""
+"""Group of the entry points that register agents under short names for `rollout.options.agent`."""
 
 
 def check(
@@ -41,10 +41,10 @@ def check(
     metadata: Sequence[str] = (),
     **_: object,
 ) -> None:
-    """Raises SlimxError for an agent that cannot be called. Runs before the run starts."""
+    """Raises SlimxError for options of an agent that cannot be called. Called before the run starts."""
     if (agent is None) == (command is None):
         raise SlimxError(
-            "rollout.options: give either agent, a dotted path, or command, a program and its arguments",
+            "rollout.options must set exactly one of agent, a dotted path, and command, a program and its arguments",
             code="agent.program",
             about="rollout.options",
         )
@@ -52,7 +52,7 @@ def check(
         needs.check(_load(agent, agent_options))
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(
-            f"rollout.options.command: the program {command[:1]} is not found; give its path",
+            f"rollout.options.command: the program {command[:1]} was not found; give its full path",
             code="agent.program",
             about="rollout.options.command",
         )
@@ -66,7 +66,7 @@ def check(
     missing = [name for name in environment if name not in os.environ]
     if missing:
         raise SlimxError(
-            f"rollout.options.environment names {missing[0]}, which is not set; export it where the run is started",
+            f"rollout.options.environment names {missing[0]}, which is not set; export it before starting the run",
             code="agent.environment",
             about=missing[0],
         )
@@ -96,28 +96,32 @@ async def generate(
     environment: Sequence[str] = (),
     metadata: Sequence[str] = (),
 ) -> list[Trajectory]:
-    """Returns the conversations of one agent with the policy.
+    """Runs one agent and returns its conversations with the policy as trajectories.
 
-    `max_context`: maximum length of a conversation in tokens; None: that of a trainable trajectory. `max_requests` and
-    `max_tokens` (sampled, in all responses together) limit the session: further requests are refused, running ones are
-    not. `sampling`: "run" overrides an agent's temperature and top_p with the run's, "strict" refuses others.
-    `tool_parser`: a name for `slimx.extras.agents.proxy.tool_calls.find_parser`. `separate_reasoning`: the text before
-    </think> is not part of the content. `environment`: environment variables that a program inherits in addition to
-    `slimx.extras.agents.agent_process.ALLOWED`; `metadata`: keys of the prompt's metadata that it receives.
+    `agent`: dotted path or registered name of an async function, called with `agent_options`. `command`: program and
+    arguments, instead of `agent`. `max_context`: maximum length of a conversation in tokens; None for that of a
+    trainable trajectory. `max_requests`, and `max_tokens` sampled tokens in all responses together, limit the session:
+    further requests are refused, running ones are not. `sampling`: "run" overrides an agent's temperature and top_p
+    with those of the run, "strict" refuses requests with other values. `tool_parser`: a name for
+    `slimx.extras.agents.proxy.tool_calls.find_parser`. `separate_reasoning`: True to remove the text before </think>
+    from the content. `environment`: environment variables that a program inherits in addition to
+    `slimx.extras.agents.agent_process.ALLOWED`. `metadata`: keys of the prompt's metadata that a program receives.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run overrode, and ignored features),
-    `forced` (number of responses constrained by a grammar, which are not trained; absent if 0), `errors` (error
+    `forced` (number of responses constrained by a grammar, which are not trained on; absent if 0), `errors` (error
     responses by code; absent if none), `branch` (index of the trajectory), and `result`, the agent's return value or
     the program's output. An agent that fails after reaching a limit has no result, and the conversations that the limit
     stopped are truncated. Logs `tool_calls` and `unreadable_calls`.
 
-    Raises GivenUp for an agent that fails otherwise, or that sends no request.
+    Raises GivenUp for an agent that fails otherwise, or that samples nothing.
     """
     if ctx.proxy is None:
-        raise SlimxError("agents sample through the run's proxy, which is not configured here")
+        raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")
     if prompt.messages is None:
         raise SlimxError(
-            f"prompt {prompt.id!r} has token ids; an agent needs messages", code="agent.prompt", about=prompt.id
+            f"prompt {prompt.id!r} has token ids; give it messages, which agents need",
+            code="agent.prompt",
+            about=prompt.id,
         )
     parse_tools = find_parser(tool_parser, ctx.address, ctx.headers)
     reading = AnswerReader(ctx.tokenizer, parse_tools, separate_reasoning, tool_parser)
@@ -138,9 +142,9 @@ async def generate(
             raise _failure(session, "agent failed", f"{name} failed ({reason})") from error
     trajectories = session.trajectories({"result": result})
     if not trajectories:
-        raise _failure(session, "agent without answers", f"{name} ended without an answer of the policy")
+        raise _failure(session, "agent without answers", f"{name} exited without sampling from the policy")
     if not ctx.evaluation and not any(trajectory.loss_mask.any() for trajectory in trajectories):
-        text = f"{name} forced every answer of the policy (tool_choice), which leaves none to learn from"
+        text = f"{name} constrained every answer of the policy by tool_choice, which leaves none to train on"
         raise GivenUp("agent without trained answers", text)
     ctx.add("tool_calls", session.tool_calls)
     ctx.add("unreadable_calls", session.unreadable_calls)
@@ -148,14 +152,16 @@ async def generate(
 
 
 def _failure(session: Session, reason: str, text: str) -> GivenUp:
-    """Returns the error of an agent, with the last error response to it; the engines' deadline is its reason if that
-    was it."""
+    """Returns the error that gives up a failed agent's rollout, with the last error response that the agent received.
+
+    `reason`: failure reason, replaced by ENGINE_DEADLINE if that response was due to the engines' deadline.
+    """
     error = session.last_error
     if error is None:
         return GivenUp(reason, text)
     if error.code == "engine_deadline":
         reason = ENGINE_DEADLINE
-    return GivenUp(reason, f"{text}; the last response to it was the error: {error}")
+    return GivenUp(reason, f"{text}; the last response that it received was the error: {error}")
 
 
 def _load(agent: str, options: Json | None) -> Callable[..., Awaitable[object]]:

@@ -1,4 +1,4 @@
-"""Agents as programs: one process per rollout, ended with it."""
+"""Runs agents that are programs: one process per rollout, which is killed at the end of the rollout."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from slimx.runtime.process import guarded_argv, kill_descendants
 from slimx.runtime.tasks import in_thread
 
 MAX_OUTPUT = 20_000
-"""Bytes of a program's output that are kept, from its end."""
+"""Maximum length of a program's output that is kept, in bytes; the beginning is dropped."""
 MAX_WRITTEN = 64 << 20
-"""Maximum output of a program on stdout, and on stderr, in bytes."""
+"""Maximum size of a program's output on stdout, and of that on stderr, in bytes."""
 GRACE_S = 2.0
 """Seconds that a program has to exit when its rollout is over, and again after SIGKILL."""
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TERM"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""Environment variables of the run that programs inherit: for starting programs and finding files, no secrets."""
+"""Environment variables of the run that programs inherit. They serve to start programs and find files, and contain no
+secrets."""
 
 
 async def run_command(
@@ -38,23 +39,23 @@ async def run_command(
     variables: Sequence[str] = (),
     metadata: Sequence[str] = (),
 ) -> str:
-    """Runs a program that samples through `base_url`; returns the end of its standard output.
+    """Runs a program that samples through `base_url`, and returns the end of its standard output.
 
-    Its environment contains ALLOWED and `variables` of the run's, and OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the official clients read; none of the run's tokens or keys. Its
-    stdin has the prompt as a line of JSON, {"id", "messages", "metadata"}: never the answer, and only the keys
-    `metadata` of the metadata, where data sets keep solutions and tests. A guard process ends the program and its
-    descendants with this call.
-    Raises SlimxError, with the end of stderr, if the program fails or writes too much.
+    The program's environment contains the run's variables in `ALLOWED` and `variables`, and OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the official clients read, but none of the run's
+    tokens or keys. Its stdin contains the prompt as one line of JSON, {"id", "messages", "metadata"}, without the
+    answer and with only the keys `metadata` of the prompt's metadata, because data sets keep solutions and tests there.
+    A guard process kills the program and its descendants when this call ends. Raises SlimxError, with the end of
+    stderr, if the program fails or writes too much.
     """
     environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
-    # Anthropic's clients append /v1 themselves.
+    # Anthropic's clients append /v1 to the base URL.
     environment |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
-    bypass_proxies(environment, [urlsplit(base_url).hostname or ""])  # `variables` may name a proxy
+    bypass_proxies(environment, [urlsplit(base_url).hostname or ""])  # `variables` may contain an HTTP proxy
     visible = {key: prompt.metadata[key] for key in metadata if key in prompt.metadata}
     line = json.dumps({"id": prompt.id, "messages": prompt.messages, "metadata": visible}).encode() + b"\n"
-    # Shielded: a cancelled start would leave an unknown process behind.
+    # Shielded, because a cancelled start would leave an untracked process behind.
     start = asyncio.create_subprocess_exec(
         *guarded_argv(command),
         stdin=asyncio.subprocess.PIPE,
@@ -77,7 +78,7 @@ async def run_command(
         await asyncio.shield(_end(starting))
     if process.returncode:
         raise SlimxError(
-            f"{command[0]} {how_ended(process.returncode)}: {err or 'nothing was printed'}",
+            f"{command[0]} {how_ended(process.returncode)}: {err or 'it wrote nothing to stderr'}",
             code="agent.status",
             about=command[0],
         )
@@ -85,8 +86,10 @@ async def run_command(
 
 
 async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
-    """Reads a program's output to its end and returns the last MAX_OUTPUT bytes. Raises SlimxError after MAX_WRITTEN
-    bytes."""
+    """Reads a program's output to its end and returns the last `MAX_OUTPUT` bytes.
+
+    `program`: name for the SlimxError that is raised after `MAX_WRITTEN` bytes.
+    """
     tail = b""
     total = 0
     while piece := await stream.read(65536):
@@ -94,7 +97,7 @@ async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
         total += len(piece)
         if total > MAX_WRITTEN:
             raise SlimxError(
-                f"{program} wrote more than {MAX_WRITTEN >> 20} MiB of output; have it write to a file",
+                f"{program} wrote more than {MAX_WRITTEN >> 20} MiB of output; make it write to a file instead",
                 code="agent.output",
                 about=program,
             )
@@ -102,14 +105,14 @@ async def _end_of(stream: asyncio.StreamReader, program: str) -> str:
 
 
 async def _write(stream: asyncio.StreamWriter, line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program may not read its input
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # raised if the program does not read its input
         stream.write(line)
         await stream.drain()
     stream.close()
 
 
 async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    """Ends the guard, if it could be started, and its descendants."""
+    """Kills the guard process, if it was started, and its descendants."""
     await asyncio.wait({starting})
     if starting.exception() is not None:
         return

@@ -1,4 +1,4 @@
-"""Waiting for processes started by asyncio."""
+"""Waits for processes that asyncio started."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import suppress
 
 
 async def ended(process: Process, deadline_s: float) -> bool:
-    """Waits for the end of a process; returns False if it has not ended within `deadline_s` seconds.
+    """Waits for the exit of `process`. Returns False if it has not exited within `deadline_s` seconds.
 
-    `Process.wait` would also wait for its pipes to close, forever if one is full and no longer read."""
+    `Process.wait` would also wait for the process's pipes to close: forever, if one is full and no longer read.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
             while process.returncode is None:

@@ -1,4 +1,4 @@
-"""The run's chat completions server, started with the first session."""
+"""The run's chat completion server for agents, which starts with the first session."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 class HttpServer:
-    """A `slimx.rollout.hooks.AgentServer`, an entry point of `slimx.agent_servers`."""
+    """Implementation of `slimx.rollout.hooks.AgentServer`, registered as an entry point in `slimx.agent_servers`."""
 
     def __init__(self, host: str, port: int, *, context: int) -> None:
-        """Stores the address; `port` 0: any free port. `context`: maximum length of a trainable trajectory, in
-        tokens."""
+        """Stores the settings without starting the server.
+
+        `port`: 0 for any free port. `context`: maximum length of a trainable trajectory in tokens.
+        """
         self.context = context
         self._host = host
         self._port = port
@@ -24,7 +26,7 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serves `session` inside the block and yields its base URL."""
+        """Serves `session` inside the block and yields its base URL. The first session starts the server."""
         if self._proxy is None:
             from slimx.extras.agents.proxy.server import ChatProxy
 

@@ -1,10 +1,10 @@
-"""The generate hook of multi-turn environments: model and environment alternate until one of them is done.
+"""The generate hook `multi_turn`: model and environment alternate until one of them is done.
 
 rollout:
   generate: multi_turn
   options: {environment: python, max_turns: 6}
 
-Run an environment that computes (a simulator, a compiler, a game) in a process: environment_processes: 8.
+Set `environment_processes: 8` to run environments that compute for long (simulators, compilers, games) in processes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from slimx.rollout.hooks import RewardContext, RolloutContext
 def check(
     *, environment: str, environment_options: Json | None = None, environment_processes: int = 0, **_: object
 ) -> None:
-    """Raises SlimxError for an environment that cannot be created or whose `check` raises."""
+    """Raises SlimxError for an environment that cannot be created or whose `check` raises. Called before the run
+    starts."""
     if (
         isinstance(environment_processes, bool)
         or not isinstance(environment_processes, int)
         or environment_processes < 0
     ):
         raise SlimxError(
-            f"rollout.options.environment_processes is {environment_processes!r}; give the number of environment calls "
-            "that may compute at once, or 0 for the driver's event loop",
+            f"rollout.options.environment_processes is {environment_processes!r}; use the maximum number of "
+            "concurrent environment calls, or 0 to run them in the driver's event loop",
             code="environment.option",
             about="rollout.options.environment_processes",
         )
@@ -40,8 +41,8 @@ def check(
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.environment: {environment} has no {missing[0]}; an environment has reset, step and close "
-            "(slimx.environments.base)",
+            f"rollout.options.environment: {environment} has no method {missing[0]}; an environment has reset, "
+            "step and close (slimx.environments.base)",
             code="environment.methods",
             about="rollout.options.environment",
         )
@@ -49,7 +50,7 @@ def check(
         getattr(kind, "check", kind)(**options)
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.environment_options: {environment} refuses them ({error})",
+            f"rollout.options.environment_options: {environment} cannot be created with these options ({error})",
             code="environment.option",
             about="rollout.options.environment_options",
         ) from error
@@ -66,14 +67,16 @@ async def generate(
     turn_deadline: float = 60.0,
     environment_processes: int = 0,
 ) -> Trajectory:
-    """Returns one trajectory of at most `max_turns` turns of the model; observations are not trained on.
+    """Plays one episode and returns it as a trajectory; observations are not trained on.
 
-    A truncated turn (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done, turns or
-    length) and the last step's `info`. Logs `tool_calls` and the steps' `counts`. If the environment has state keys,
-    each turn is recorded with its reward and the state that it began in.
+    `environment`: dotted path or registered name. `environment_options`: its keyword arguments. `max_turns`: maximum
+    number of the model's turns. `turn_deadline`: seconds for one step. `environment_processes`: maximum number of
+    concurrent environment calls, with one process per environment; 0 runs them in the driver's event loop.
 
-    Raises DeadlineError for a step that takes longer than `turn_deadline` seconds. `environment_processes`: maximum
-    number of concurrent environment calls, with one process per environment; 0: in the driver's event loop."""
+    A turn that reaches the token limit ends the rollout. Metadata: `rewards` of all turns, `turns`, `ended` (done,
+    turns or length) and the last step's `info`. Logs `tool_calls` and the steps' `counts`. If the environment has state
+    keys, every turn is recorded with its reward and the state in which it began. Raises DeadlineError for a late step.
+    """
     world = ctx.environments.make(
         environment,
         environment_options or {},
@@ -122,5 +125,5 @@ async def generate(
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """Returns the sum of the environment's rewards of all turns."""
+    """Returns the sum of the environment's rewards over all turns."""
     return float(sum(trajectory.metadata["rewards"]))

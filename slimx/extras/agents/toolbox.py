@@ -1,4 +1,4 @@
-"""The interface of a rollout's tools: those of an MCP server, or of another project's environment."""
+"""The interface of toolboxes: the tools of one rollout, from an MCP server or an environment of another project."""
 
 from __future__ import annotations
 
@@ -13,47 +13,56 @@ from slimx.json_types import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of one call."""
+    """The result of one tool call."""
 
     text: str
-    """The text for the model."""
+    """Text that the model receives."""
     error: str | None = None
-    """Error code, for counting; None if the call succeeded."""
+    """Error code, by which errors are counted; None if the call succeeded."""
     left_out: int = 0
-    """Number of non-text parts (images, audio), for which the text has placeholders."""
+    """Number of non-text parts (images, audio), for which the text contains placeholders."""
 
 
 class ToolsLost(SlimxError):
-    """Raised by a toolbox that is no longer usable: its server has died, or does not respond. It ends the rollout."""
+    """Raised by a toolbox whose server has died or does not respond. It gives up the rollout."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="tools.lost", about=about)
 
 
 class Toolbox(Protocol):
-    """The tools of one rollout. `open` is called first and `close` last, also after an error or a deadline; calls are
-    sequential.
+    """Interface of the tools of one rollout.
 
-    Optional class methods are called before the run starts: `check(**toolbox_options)`,
-    `check_prompts(prompts, **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the
-    seconds that `open` and `judge` may take. `judge` may set an attribute `unjudged`, the reason why there is no
-    verdict; it is counted in `tool_errors`."""
+    `open` is called first and `close` last, also after an error or a deadline. Calls are sequential.
+
+    Optional class methods are called before the run starts: `check(**toolbox_options)`, `check_prompts(prompts,
+    **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the maximum seconds that `open`
+    and `judge` take. `judge` may set an attribute `unjudged`, the reason for which there is no reward; it is counted in
+    `tool_errors`.
+    """
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
         """Starts the tools and returns them in the chat template's form, {"type": "function", "function": {"name",
-        ...}}. `seed`: the rollout's, the same in a resumed run. Raises ToolsLost."""
+        ...}}.
+
+        `seed`: seed of the rollout, the same in a resumed run. Raises ToolsLost if the tools cannot be used.
+        """
         ...
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Calls one of the tools that `open` returned. May be cancelled at a deadline. Raises ToolsLost."""
+        """Calls one of the tools that `open` returned. May be cancelled at a deadline.
+
+        Raises ToolsLost if the tools can no longer be used.
+        """
         ...
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns parts of the rollout's reward by name, {} for none; a reward hook adds them.
+        """Returns the parts of the rollout's reward by name, which the reward hook `tools` adds up; {} for none.
 
-        `messages`: the messages after the prompt, in OpenAI's form. Raises ToolsLost."""
+        `messages`: messages after the prompt, in OpenAI's form. Raises ToolsLost if the tools can no longer be used.
+        """
         ...
 
     async def close(self) -> None:
-        """Ends the tools that `open` started."""
+        """Stops the tools that `open` started."""
         ...

@@ -1,4 +1,4 @@
-"""The generate hook of toolboxes: the model calls tools, reads the results, and continues.
+"""The generate hook `tools`: the model calls tools, reads the results, and continues.
 
 rollout:
   generate: tools
@@ -6,8 +6,8 @@ rollout:
     toolbox: mcp
     toolbox_options: {servers: {search: {url: "http://127.0.0.1:8000/mcp"}}}
 
-The chat template shows the tools, calls are parsed as those of agents (`proxy/tool_calls.py`), and results are turns of
-role tool.
+The chat template lists the tools in the prompt, calls are parsed as those of agents are (`proxy/tool_calls.py`), and
+results become turns of role tool.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import GivenUp, RewardContext, RolloutContext
 
 TOOLBOXES = "slimx.toolboxes"
-"""Group of entry points: toolboxes by their names in a configuration."""
+"""Group of the entry points that register toolboxes under short names for `rollout.options.toolbox`."""
 UNREADABLE = "The tool call could not be read. Write it again, as one JSON object with name and arguments."
 CLOSE_S = 25.0
-"""Deadline for closing a toolbox, which may have processes to end, in seconds."""
+"""Deadline in seconds for closing a toolbox, which may have to stop processes."""
 OPEN_S = 60.0
-"""Default deadline for opening a toolbox, in seconds."""
+"""Default deadline in seconds for opening a toolbox."""
 CALL_S = 60.0
-"""Default deadline of one call, in seconds."""
+"""Default deadline in seconds for one call of a tool."""
 MAX_DEADLINES = 2
-"""Number of missed call deadlines at which a rollout is given up."""
+"""Number of calls past their deadline at which a rollout is given up."""
 
 
 def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str = "hermes", **limits: object) -> None:
-    """Raises SlimxError for tools that cannot be created, an unknown parser, and limits that are not positive."""
+    """Raises SlimxError for a toolbox that cannot be created, an unknown parser, and limits that are not positive.
+
+    Called before the run starts.
+    """
     for name, value in limits.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise SlimxError(
-                f"rollout.options.{name} is {value!r}; give a number above 0",
+                f"rollout.options.{name} is {value!r}; use a number above 0",
                 code="tools.limit",
                 about=f"rollout.options.{name}",
             )
@@ -56,8 +59,8 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
     missing = [name for name in ("open", "call", "judge", "close") if not callable(getattr(kind, name, None))]
     if missing:
         raise SlimxError(
-            f"rollout.options.toolbox: {toolbox} has no {missing[0]}; a toolbox has open, call, judge and close "
-            "(slimx.extras.agents.toolbox)",
+            f"rollout.options.toolbox: {toolbox} has no method {missing[0]}; a toolbox has open, call, judge "
+            "and close (slimx.extras.agents.toolbox)",
             code="tools.methods",
             about="rollout.options.toolbox",
         )
@@ -65,7 +68,7 @@ def check(*, toolbox: str, toolbox_options: Json | None = None, tool_parser: str
         getattr(kind, "check", kind)(**(toolbox_options or {}))
     except TypeError as error:
         raise SlimxError(
-            f"rollout.options.toolbox_options: {toolbox} refuses them ({error})",
+            f"rollout.options.toolbox_options: {toolbox} cannot be created with these options ({error})",
             code="tools.option",
             about="rollout.options.toolbox_options",
         ) from error
@@ -81,8 +84,11 @@ def check_prompts(
     call_deadline: float = CALL_S,
     **_: object,
 ) -> None:
-    """Checks the prompts with the toolbox's class method `check_prompts`, if it has one. Raises SlimxError for
-    deadlines below those of its `needs_seconds`."""
+    """Checks the prompts with the toolbox's class method `check_prompts`, if it has one.
+
+    Raises SlimxError if `open_deadline` or `call_deadline` is shorter than the seconds that the toolbox's
+    `needs_seconds` returns.
+    """
     kind = imported("rollout.options.toolbox", toolbox, TOOLBOXES)
     options = toolbox_options or {}
     prompts = list(prompts)
@@ -96,7 +102,7 @@ def check_prompts(
             if seconds < needed:
                 raise SlimxError(
                     f"rollout.options.{name} is {seconds:g} s, but {toolbox} may take {needed:g} s for these prompts; "
-                    "raise it, or their rollouts will be given up",
+                    f"raise {name}, or these rollouts will be given up",
                     code="tools.limit",
                     about=f"rollout.options.{name}",
                 )
@@ -119,20 +125,23 @@ async def generate(
     open_deadline: float = OPEN_S,
     call_deadline: float = CALL_S,
 ) -> Trajectory:
-    """Returns one trajectory: the model's turns are trained on, results of tools are not.
+    """Plays one rollout and returns it as a trajectory: the model's turns are trained on, results of tools are not.
 
-    `tool_parser`: as in `agent.py`. `max_turns` of the model, `max_calls` of tools, `max_unreadable` consecutive turns
-    with an unreadable call, and `max_context` tokens (None: those of a trainable trajectory) end a rollout, which is
-    trained up to there. `max_result`: maximum length of one result for the model, in characters. `open_deadline` and
-    `call_deadline`: in seconds; the model is informed of the first call past its deadline, the second ends the rollout.
+    `toolbox`: dotted path or registered name. `toolbox_options`: its keyword arguments. `tool_parser`: as in
+    `agent.py`. `max_turns` of the model, `max_calls` of tools, `max_unreadable` consecutive turns with an unreadable
+    call, and `max_context` tokens (None for the length of a trainable trajectory) end a rollout, which is trained on up
+    to that point. `max_result`: maximum length in characters of one result for the model. `open_deadline`,
+    `call_deadline`: seconds; the first call past its deadline is reported to the model, the second one ends the
+    rollout.
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
     code: unknown_tool, bad_arguments, deadline, unjudged, and those of the toolbox), `judged` (parts of the toolbox's
-    reward), and `unjudged`, the toolbox's reason for having no verdict, if any. Logs tool_calls, tool_errors,
-    unreadable_calls and left_out.
+    reward), and `unjudged`, the reason for which the toolbox has no reward, if it has none. Logs tool_calls,
+    tool_errors, unreadable_calls and left_out.
 
-    Raises GivenUp: "tools lost" if their server has died or cannot be reached, "tools deadline" if it hangs, "context"
-    if the prompt and its tools leave no room for a turn."""
+    Raises GivenUp: "tools lost" if the tools' server has died or cannot be reached, "tools deadline" if it hangs,
+    "context" if the prompt and its tools leave no tokens for a turn.
+    """
     box: Toolbox = imported("rollout.options.toolbox", toolbox, TOOLBOXES)(**(toolbox_options or {}))
     name = f"{toolbox} of rollout {ctx.group_id}/{ctx.index}"
     reader = AnswerReader(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers))
@@ -140,14 +149,14 @@ async def generate(
     if ctx.proxy is not None:
         context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     try:
-        opened = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name}: it was not open")
+        opened = await _within(box.open(prompt, ctx.seed), open_deadline, f"{name} was not open")
         tools = [*(prompt.tools or []), *opened]
         draft = ctx.draft(replace(prompt, tools=tools or None))
         talk = _Talk(
             ctx, box, reader, draft, tools, name, context, max_calls, max_unreadable, max_result, call_deadline
         )
         ended = await talk.run(max_turns, {tool["function"]["name"] for tool in opened})
-        judged = await _within(box.judge(talk.messages), call_deadline, f"{name}: it had not judged")
+        judged = await _within(box.judge(talk.messages), call_deadline, f"{name} had not computed the reward")
     except ToolsLost as error:
         raise GivenUp("tools lost", f"{name}: {error}") from error
     finally:
@@ -157,11 +166,11 @@ async def generate(
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
-    """Returns the toolbox's parts of the reward. Raises SlimxError if there are none."""
+    """Returns the parts of the reward that the toolbox computed. Raises SlimxError if there are none."""
     judged = trajectory.metadata["judged"]
     if not judged:
         raise SlimxError(
-            "rollout.options.toolbox returns no rewards; name another function in reward.function",
+            "the toolbox of rollout.options.toolbox returned no rewards; use another function in reward.function",
             code="tools.reward",
             about="reward.function",
         )
@@ -170,14 +179,14 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 @dataclass(slots=True)
 class _Talk:
-    """The turns of one rollout."""
+    """The conversation of one rollout, with its counts and limits."""
 
     ctx: RolloutContext
     box: Toolbox
     reader: AnswerReader
     draft: Draft
     tools: list[Json]
-    """Tools in the chat template."""
+    """Tools in the chat template's form: the prompt's and those of the toolbox."""
     name: str
     context: int | None
     max_calls: int
@@ -191,14 +200,17 @@ class _Talk:
     errors: Counter[str] = field(default_factory=Counter)
 
     async def run(self, max_turns: int, callable_: set[str]) -> str:
-        """Runs turns and their calls until a turn has no call, or a limit is reached; returns which."""
+        """Runs turns and their tool calls until a turn has no call or a limit is reached; returns which.
+
+        `callable_`: names of the tools that the toolbox provides.
+        """
         in_a_row = 0
         for turn in range(max_turns):
             sampling = self._sampling()
             if sampling is None:
                 if not turn:
                     used = len(self.draft.token_ids)
-                    text = f"{self.name}: the prompt and its tools have {used} tokens of {self.context}"
+                    text = f"{self.name}: the prompt and its tools take {used} tokens of the context of {self.context}"
                     raise GivenUp("context", text)
                 return "context"
             completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)
@@ -217,11 +229,11 @@ class _Talk:
                 in_a_row += 1
                 if in_a_row >= self.max_unreadable:
                     return "unreadable"
-                # As a user: templates attach a tool's turn to a call, and there is none.
+                # Inserted as role user, because templates attach a turn of role tool to a call, and there is none.
                 self._insert([{"role": "user", "content": UNREADABLE}])
                 continue
             in_a_row = 0
-            del before, completion, ids  # thousands of rollouts wait for their tools, and a list takes 40 bytes a token
+            del before, completion, ids  # thousands of rollouts wait for tools, and a list takes 40 bytes per token
             calls = written(found.calls, turn)
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.calls + len(calls) > self.max_calls:
@@ -233,7 +245,7 @@ class _Talk:
         return "turns"
 
     def summary(self, ended: str) -> Json:
-        """Logs the counts of the finished rollout and returns its metadata. `ended`: what `run` returned."""
+        """Logs the counts of the finished rollout and returns its metadata. `ended`: return value of `run`."""
         unjudged = getattr(self.box, "unjudged", None)
         if unjudged is not None:
             self.errors["unjudged"] += 1
@@ -252,7 +264,7 @@ class _Talk:
         return metadata
 
     def _sampling(self) -> Json | None:
-        """Returns the sampling parameters of the next turn; None if the context has no room for it."""
+        """Returns sampling parameters that limit the next turn to the context; None if no tokens are left for it."""
         if self.context is None:
             return {}
         room = self.context - len(self.draft.token_ids)
@@ -261,13 +273,13 @@ class _Talk:
         return {"max_new_tokens": min(room, self.ctx.engine.sampling["max_new_tokens"])}
 
     def _insert(self, turns: Sequence[Json], calls: Sequence[Json] = ()) -> None:
-        """Inserts turns after the model's turn with `calls`."""
+        """Inserts `turns` after the model's turn with the tool calls `calls`."""
         self.messages += [dict(turn) for turn in turns]
         after = self.draft.token_ids
         self.draft.add_inserted(encode_turns(self.ctx.tokenizer, turns, after=after, tools=self.tools, calls=calls))
 
     async def _answered(self, call: ToolCall, id: str, callable_: set[str]) -> Json:
-        """Executes a call and returns the turn with its result."""
+        """Executes a tool call and returns the turn with its result. `id`: id of the call in the conversation."""
         self.calls += 1
         result = await self._result(call, callable_)
         self.left_out += result.left_out
@@ -305,7 +317,7 @@ class _Talk:
 
 
 async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
-    """Awaits a call. Raises GivenUp past its deadline, with `text`."""
+    """Awaits `call`. Raises GivenUp with the message `text` after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await call
@@ -316,7 +328,7 @@ async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
 
 
 async def _end(box: Toolbox) -> None:
-    """Closes a toolbox. Raises GivenUp if it cannot be closed; its server may still be running."""
+    """Closes a toolbox. Raises GivenUp if that fails; its server may then still be running."""
     try:
         await _within(box.close(), CLOSE_S, "tools were not closed")
     except GivenUp:

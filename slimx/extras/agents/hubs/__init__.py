@@ -1,1 +1,1 @@
-"""Adapters for unmodified environments and tools of other projects, one module per interface."""
+"""Adapters for unmodified environments and tools of other projects, one module per project or protocol."""

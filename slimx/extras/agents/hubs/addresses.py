@@ -1,4 +1,4 @@
-"""URLs of servers with environments and tools."""
+"""Checks the URLs of environment and tool servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slimx.errors import SlimxError
 
 
 def check_url(url: object, key: str, *, code: str) -> None:
-    """Raises SlimxError with `code`, naming the configuration's `key`, if `url` is not a URL with http or https."""
+    """Raises SlimxError with `code` if `url` is not an http or https URL. `key`: configuration key of the URL."""
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SlimxError(f"{key}: {url!r} is not a URL with http or https", code=code, about=key)
+        raise SlimxError(f"{key}: {url!r} is not an http or https URL", code=code, about=key)

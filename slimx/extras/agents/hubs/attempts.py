@@ -1,5 +1,7 @@
-"""Shared parts of step environments of other projects: a view renders observations and parses actions; turns without an
-action are counted."""
+"""Base class of adapters for step environments of other projects.
+
+A view renders observations as text and parses actions from the model's turns. Turns without an action are counted.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,22 @@ from slimx.errors import SlimxError
 from slimx.extras.agents.hubs.views import state_digest
 
 NO_ACTION = "That was no action."
-"""Text for the model after a turn without an action."""
+"""Text that the model receives after a turn without an action."""
 
 
 class StepEnvironment:
-    """The counts of one rollout, and the current state as text."""
+    """Base class of one rollout's environment: counts steps and invalid turns, and stores the current state as text."""
 
     def __init__(self, key: str, invalid_reward: float, max_invalid: int) -> None:
-        """Starts the counts. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of such turns
-        in a row that ends the rollout. Raises SlimxError, naming `key`, if that is not a whole number above 0."""
+        """Starts the counts at 0.
+
+        `key`: configuration key of the options, for error messages. `invalid_reward`: reward of a turn without an
+        action. `max_invalid`: number of consecutive turns without an action that ends the rollout. Raises SlimxError if
+        `max_invalid` is not an integer above 0.
+        """
         if isinstance(max_invalid, bool) or not isinstance(max_invalid, int) or max_invalid < 1:
             raise SlimxError(
-                f"{key}.max_invalid is {max_invalid!r}; give a whole number of turns, at least 1",
+                f"{key}.max_invalid is {max_invalid!r}; set it to an integer number of turns, at least 1",
                 code="environment.max_invalid",
                 about=f"{key}.max_invalid",
             )
@@ -38,11 +44,12 @@ class StepEnvironment:
         self._shown = ""
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function of the view. `name`: the function in an error message."""
+        """Calls `function` with `arguments`. Subclasses override this to raise errors that name the function as
+        `name`."""
         return function(*arguments)
 
     def _look(self, observation: object, info: object) -> None:
-        """Renders an observation."""
+        """Renders an observation, and stores its text and its state key."""
         self._shown = str(self._call("the view's show", self._view.show, observation, info))
         state = getattr(self._view, "state", None)
         if state is None:
@@ -54,14 +61,14 @@ class StepEnvironment:
         return Begin(text=self._shown, state_key=self._state)
 
     def _refused(self, reason: str = "") -> Step:
-        """Returns the step of a turn without an action: a notice, `reason`, and the unchanged state."""
+        """Returns the step of a turn without an action: a notice, `reason`, and the text of the unchanged state."""
         self._invalid += 1
         self._in_a_row += 1
         text = "\n".join(filter(None, [NO_ACTION, reason, self._shown]))
         return self._step(text, self._invalid_reward, done=self._in_a_row >= self._max_invalid, invalid=1)
 
     def _carried_out(self, reward: float, *, done: bool) -> Step:
-        """Returns the step of a turn whose action was carried out."""
+        """Returns the step of a turn whose action was executed."""
         self._in_a_row = 0
         self._steps += 1
         self._gained += reward
@@ -74,7 +81,7 @@ class StepEnvironment:
 
 
 def finite(reward: Any) -> float | None:
-    """Returns a reward as a float; None if it is not a finite number."""
+    """Returns a reward as a float, or None if it is not a finite number."""
     try:
         value = float(reward)
     except (TypeError, ValueError):

@@ -1,4 +1,5 @@
-"""Step environments with gymnasium's interface, as text: its games, those of RAGEN and verl-agent, custom ones.
+"""Step environments with the interface of Gymnasium, played as text: its own, those of RAGEN and verl-agent, custom
+ones.
 
 rollout:
   generate: multi_turn
@@ -28,10 +29,11 @@ WORDS = "slimx.extras.agents.hubs.views.Words"
 
 
 class Gymnasium(StepEnvironment):
-    """The environment of one rollout: turns become actions, observations become turns and state keys.
+    """One rollout's Gymnasium environment. A view parses actions from the model's turns and renders observations.
 
-    All rollouts of a prompt begin in the same state: the environment's seed is the prompt's `metadata.seed`, else
-    derived from its id, and `metadata.reset` are the options of its `reset`."""
+    All rollouts of a prompt start in the same state: the environment's seed is the prompt's `metadata.seed`, or else is
+    derived from the prompt's id. `metadata.reset` becomes the argument `options` of the environment's `reset`.
+    """
 
     def __init__(
         self,
@@ -44,14 +46,17 @@ class Gymnasium(StepEnvironment):
         invalid_reward: float = 0.0,
         max_invalid: int = 3,
     ) -> None:
-        """Resolves the names. `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers;
-        or `make`: dotted path of a function or class that creates the environment. `make_options`: its keyword
-        arguments. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`; `text_options`: its keyword
-        arguments. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of such turns in a row
-        that ends the rollout."""
+        """Imports the environment's constructor and the view.
+
+        `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers. `make`: dotted path of
+        a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments of either
+        one. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the
+        view. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of consecutive turns without
+        an action that ends the rollout.
+        """
         if (id is None) == (make is None):
             raise SlimxError(
-                f"{KEY}: give either id, a name for gymnasium.make, or make, a dotted path",
+                f"{KEY} must set exactly one of id, a name for gymnasium.make, and make, a dotted path",
                 code="gymnasium.which",
                 about=KEY,
             )
@@ -65,7 +70,7 @@ class Gymnasium(StepEnvironment):
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        """Raises SlimxError for an environment that cannot be created, reset and shown, before the run starts."""
+        """Creates, resets and renders an environment before the run starts. Raises SlimxError if that fails."""
         trial = cls(**options)
         try:
             trial._open(0, None)
@@ -73,13 +78,16 @@ class Gymnasium(StepEnvironment):
             trial._close()
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
-        """Resets the environment to the state of the prompt. Raises SlimxError for a seed that is not a whole
-        number."""
+        """Creates the environment and resets it to the state of the prompt.
+
+        Raises SlimxError if `metadata.seed` of the prompt is not a non-negative integer.
+        """
         self._open(seed_of_prompt(prompt), prompt.metadata.get("reset"))
         return self._beginning()
 
     async def step(self, text: str) -> Step:
-        """Executes the action of a turn. A turn without one changes nothing and returns a notice."""
+        """Executes the action of the model's turn `text`. Without a valid action, nothing changes and a notice is
+        returned."""
         action = self._call("the view's action", self._view.action, text)
         space = getattr(self._world, "action_space", None)
         if action is None or not (space is None or self._call("action_space.contains", space.contains, action)):
@@ -90,7 +98,7 @@ class Gymnasium(StepEnvironment):
         observation, reward, *ended, info = answer
         gained = finite(reward)
         if gained is None:
-            raise self._broken("a reward", "a finite number", reward)
+            raise self._broken("step", "a finite reward", reward)
         self._look(observation, info)
         return self._carried_out(gained, done=any(map(bool, ended)))
 
@@ -124,14 +132,14 @@ class Gymnasium(StepEnvironment):
             raise
         except Exception as error:
             raise SlimxError(
-                f"{self._name}: {name} raised {raised(error)}; correct {KEY}, or the environment",
+                f"{self._name}: {name} raised {raised(error)}; correct {KEY} or the environment",
                 code="gymnasium.raised",
                 about=self._name,
             ) from error
 
     def _broken(self, name: str, expected: str, value: object) -> SlimxError:
         return SlimxError(
-            f"{self._name}: {name} should be {expected} and is {str(value)[:200]!r}; correct the environment",
+            f"{self._name}: {name} returned {str(value)[:200]!r} instead of {expected}; correct the environment",
             code="gymnasium.answer",
             about=self._name,
         )
@@ -142,7 +150,7 @@ def _registered(id: str) -> Callable[..., Any]:
         import gymnasium
     except ImportError as error:
         raise SlimxError(
-            f"{KEY}.id: {id} needs the package gymnasium ({raised(error)}): pip install {PACKAGE}",
+            f"{KEY}.id: {id} needs the package gymnasium ({raised(error)}); install it with pip install {PACKAGE}",
             code="gymnasium.package",
             about=f"{KEY}.id",
         ) from error

@@ -1,4 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), over stdio or streamable HTTP, by the official SDK.
+"""Tools of MCP servers (Model Context Protocol) over stdio or streamable HTTP, through the official Python SDK.
 
 rollout:
   generate: tools
@@ -36,21 +36,28 @@ if TYPE_CHECKING:
 PACKAGE = "mcp==2.3.0"
 KEY = "rollout.options.toolbox_options"
 FIELDS = {"url": {"url", "headers", "headers_env"}, "command": {"command", "environment", "directory"}}
-"""Valid keys of a server, by the key of its transport."""
+"""Valid keys of a server's configuration, by the key that selects its transport."""
 CLOSE_S = 10.0
-"""Deadline for closing one connection, in seconds; a started server has three times END_S to exit."""
+"""Deadline in seconds for closing one connection; a server that slimx started gets three times `END_S` to exit."""
 MAX_PAGES = 100
 """Maximum number of pages of a server's tool list."""
 
 
 class McpTools:
-    """The tools of one or several servers. A server with a `command` is started for each rollout and ended with it; one
-    with a `url` is already running, and each rollout has a separate session with it."""
+    """Toolbox with the tools of one or several MCP servers.
+
+    A server with a `command` is started for each rollout and stopped at its end. A server with a `url` is already
+    running, and each rollout has its own session with it.
+    """
 
     def __init__(self, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
-        """Stores the configuration. `servers`: by name, each with `url` (and `headers`, or `headers_env`, the
-        environment variables with their values), or with `command` (and `environment`, additional environment variables
-        that it inherits, and `directory`, its working directory). `tools`: names of the tools to use; None: all."""
+        """Stores the configuration without connecting.
+
+        `servers`: configuration of each server, by name. A server has either `url`, with the optional keys `headers`
+        and `headers_env` (names of the environment variables with the headers' values), or `command`, with the optional
+        keys `environment` (additional environment variables that the server inherits) and `directory` (its working
+        directory). `tools`: names of the tools to use; None for all.
+        """
         self._servers = {name: dict(server) for name, server in servers.items()}
         self._selected = tools
         self._connections: dict[str, _McpConnection] = {}
@@ -58,9 +65,9 @@ class McpTools:
 
     @classmethod
     def check(cls, *, servers: Mapping[str, Json], tools: Sequence[str] | None = None) -> None:
-        """Raises SlimxError for invalid servers or tools, without starting or calling a server."""
+        """Raises SlimxError for invalid options, without starting or contacting a server."""
         if not isinstance(servers, Mapping) or not servers:
-            raise _refusal("name at least one server, with its url or its command", "servers")
+            raise _refusal("configure at least one server, with its url or command", "servers")
         if isinstance(tools, str):
             raise _refusal("give a list of names", "tools")
         for name, server in servers.items():
@@ -69,14 +76,17 @@ class McpTools:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SlimxError(
-                f"{KEY}.servers: MCP needs the package mcp ({raised(error)}): pip install {PACKAGE}",
+                f"{KEY}.servers: MCP needs the package mcp ({raised(error)}); install it with pip install {PACKAGE}",
                 code="mcp.package",
                 about=f"{KEY}.servers",
             ) from error
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Connects to all servers and returns their tools. Raises ToolsLost for an unreachable server, SlimxError for a
-        tool name that two servers have, or none."""
+        """Connects to all servers and returns their tools in the chat template's form.
+
+        Raises ToolsLost for an unreachable server, SlimxError for a tool name that two servers have or that no server
+        has.
+        """
         tools: list[Json] = []
         for name, server in self._servers.items():
             connection = _McpConnection(name, server)
@@ -86,8 +96,8 @@ class McpTools:
                     continue
                 if tool.name in self._by_tool:
                     raise SlimxError(
-                        f"the MCP servers {self._by_tool[tool.name].name} and {name} both have a tool {tool.name}; "
-                        f"remove one of them from {KEY}.servers",
+                        f"the MCP servers {self._by_tool[tool.name].name} and {name} both have a tool "
+                        f"named {tool.name}; remove one of them from {KEY}.servers",
                         code="mcp.twice",
                         about=tool.name,
                     )
@@ -96,29 +106,32 @@ class McpTools:
                 tools.append({"type": "function", "function": function})
         absent = [name for name in self._selected or () if name not in self._by_tool]
         if absent:
-            known = ", ".join(self._by_tool) or "none of these"
+            known = ", ".join(self._by_tool) or "none"
             raise SlimxError(
-                f"{KEY}.tools: no server has a tool {absent[0]}; they have {known}",
+                f"{KEY}.tools: no server has a tool named {absent[0]}; of the tools listed there, they have {known}",
                 code="mcp.tool",
                 about=absent[0],
             )
         return tools
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Calls a tool. Errors of the tool are results for the model. Raises ToolsLost if the server is gone."""
+        """Calls a tool and returns its result, which may be an error for the model to read.
+
+        Raises ToolsLost if the server has died or cannot be reached.
+        """
         return await self._by_tool[name].call(name, arguments)
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns {}: MCP has no rewards."""
+        """Returns {}, because MCP has no rewards."""
         return {}
 
     async def close(self) -> None:
-        """Ends all sessions and processes."""
+        """Closes all sessions, and stops the servers that were started."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
 
 
 class _McpConnection:
-    """The connection to one server. A task keeps it open, because the SDK must close it in the task that opened it."""
+    """The connection to one server. A task opens and closes it, because the SDK requires both in the same task."""
 
     def __init__(self, name: str, server: Json) -> None:
         self.name = name
@@ -129,7 +142,7 @@ class _McpConnection:
         self._stderr: Stderr | None = None
 
     async def open(self) -> list[Tool]:
-        """Connects and returns the server's tools. Raises ToolsLost."""
+        """Connects and returns the server's tools. Raises ToolsLost if the server cannot be reached."""
         self._task = asyncio.create_task(self._keep(), name=f"slimx-mcp-{self.name}")
         try:
             client = await asyncio.shield(self._ready)
@@ -153,7 +166,7 @@ class _McpConnection:
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            # The SDK reports an unreachable server as an internal error of the request.
+            # The SDK reports an unreachable server as INTERNAL_ERROR of the request.
             if error.code == CONNECTION_CLOSED or (error.code == INTERNAL_ERROR and not await self._lives()):
                 raise self._lost("is gone", error) from error
             return ToolResult(text=f"Error: {error}", error="protocol")
@@ -167,23 +180,23 @@ class _McpConnection:
         return ToolResult(text=text, error="tool" if result.is_error else None, left_out=left_out)
 
     async def close(self) -> None:
-        """Ends the session, and the process of a started server."""
+        """Closes the session, and stops the server if it was started."""
         self._stop.set()
         if self._task is not None:
-            if not self._ready.done():  # it is still connecting
+            if not self._ready.done():  # still connecting
                 self._task.cancel()
             done, _ = await asyncio.wait({self._task}, timeout=CLOSE_S)
             if not done:
                 self._task.cancel()
                 await asyncio.wait({self._task}, timeout=CLOSE_S)
         if self._ready.done():
-            self._ready.exception()  # read: asyncio would report it as never retrieved
+            self._ready.exception()  # otherwise asyncio logs that the exception was never retrieved
         if self._stderr is not None:
             self._stderr.close()
             self._stderr = None
 
     async def _lives(self) -> bool:
-        """Returns True if the server still lists its tools."""
+        """Returns True if the server still responds to a request for its tools."""
         with suppress(Exception):
             async with asyncio.timeout(5.0):
                 await self._ready.result().list_tools()
@@ -211,7 +224,7 @@ class _McpConnection:
         if "url" in server:
             headers = dict(server.get("headers") or {})
             headers |= {name: os.environ[variable] for name, variable in (server.get("headers_env") or {}).items()}
-            # The rollout bounds each call; a server that sends nothing for ten minutes is considered gone.
+            # The rollout bounds each call; a server that sends nothing for ten minutes counts as unreachable.
             http = await stack.enter_async_context(bounded_client(headers, 600.0))
             return streamable_http_client(server["url"], http_client=http)
         self._stderr = Stderr()
@@ -231,7 +244,7 @@ class _McpConnection:
 
 
 def _text(result: CallToolResult) -> tuple[str, int]:
-    """Returns the text of a result, and the number of its non-text parts."""
+    """Returns the text of a result, and the number of its non-text parts, which the text only mentions."""
     parts: list[str] = []
     left_out = 0
     for block in result.content:
@@ -251,7 +264,7 @@ def _text(result: CallToolResult) -> tuple[str, int]:
 
 
 def _leaf(error: BaseException) -> BaseException:
-    """Returns the first error of a group."""
+    """Returns the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -260,22 +273,26 @@ def _leaf(error: BaseException) -> BaseException:
 def _check_server(name: str, server: object) -> None:
     transports = [key for key in FIELDS if isinstance(server, Mapping) and key in server]
     if not isinstance(server, Mapping) or len(transports) != 1:
-        raise _refusal("give either url or command", f"servers.{name}")
+        raise _refusal("set exactly one of url and command", f"servers.{name}")
     transport = transports[0]
     unknown = sorted(set(server) - FIELDS[transport])
     if unknown:
         keys = ", ".join(sorted(FIELDS[transport]))
-        raise _refusal(f"is unknown; a server with {transport} has the keys {keys}", f"servers.{name}.{unknown[0]}")
+        raise _refusal(
+            f"is an unknown key; a server with {transport} may have the keys {keys}", f"servers.{name}.{unknown[0]}"
+        )
     if transport == "url":
         check_url(server["url"], f"{KEY}.servers.{name}.url", code="mcp.server")
     elif not isinstance(server["command"], Sequence) or isinstance(server["command"], str) or not server["command"]:
-        raise _refusal("give a list: a program and its arguments", f"servers.{name}.command")
+        raise _refusal("use a list of a program and its arguments", f"servers.{name}.command")
     elif shutil.which(str(server["command"][0])) is None:
-        raise _refusal(f"the program {server['command'][0]} is not found; give its path", f"servers.{name}.command")
+        raise _refusal(
+            f"the program {server['command'][0]} was not found; give its full path", f"servers.{name}.command"
+        )
     variables = [*(server.get("headers_env") or {}).values(), *(server.get("environment") or ())]
     unset = [variable for variable in variables if variable not in os.environ]
     if unset:
-        raise _refusal(f"{unset[0]} is not set; export it where the run is started", f"servers.{name}")
+        raise _refusal(f"{unset[0]} is not set; export it before starting the run", f"servers.{name}")
 
 
 def _refusal(reason: str, key: str) -> SlimxError:

@@ -1,4 +1,4 @@
-"""Bounds the input of the official SDK from an MCP server: its responses, and its standard error."""
+"""Limits what the official SDK reads from an MCP server: the size of responses, and of the standard error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from slimx.extras.http.responses import MAX_RESPONSE
 
 MAX_STDERR = 2_000
-"""Bytes of a server's standard error that are kept, from its end."""
+"""Maximum length of a server's standard error that is kept, in bytes; the beginning is dropped."""
 
 
 def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
-    """Returns a client of the SDK's HTTP library that does not follow redirects and reads at most `MAX_RESPONSE` bytes
-    of a response."""
-    import httpx2  # the SDK's own HTTP client
+    """Returns an HTTP client for the SDK that follows no redirects and reads at most `MAX_RESPONSE` bytes per response.
+
+    `timeout_s`: seconds without data after which a request fails.
+    """
+    import httpx2  # the HTTP library of the SDK
 
     class Bounded(httpx2.AsyncByteStream):
         def __init__(self, stream: Any) -> None:
@@ -35,7 +37,7 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
             await self._stream.aclose()
 
     async def bound(response: Any) -> None:
-        if response.headers.get("content-encoding", "identity") != "identity":  # a few bytes could become gigabytes
+        if response.headers.get("content-encoding", "identity") != "identity":  # could expand from bytes to gigabytes
             raise httpx2.DecodingError("the response is compressed")
         response.stream = Bounded(response.stream)
 
@@ -47,7 +49,7 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
 
 
 class Stderr:
-    """The end of a server's standard error, which it writes to `file`."""
+    """Reads a server's standard error, which the server writes to `file`, and keeps its end."""
 
     def __init__(self) -> None:
         self._read_end, write_end = os.pipe()
@@ -55,12 +57,12 @@ class Stderr:
         self.file = os.fdopen(write_end, "w")
         self._tail = b""
         self.note = ""
-        """Reason why the client ended the session, for errors."""
+        """Reason for which the client closed the session, for error messages."""
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def text(self) -> str:
-        """Returns the last `MAX_STDERR` bytes."""
-        for _ in range(16):  # the capacity of a pipe
+        """Returns the last `MAX_STDERR` bytes as text."""
+        for _ in range(16):  # 16 reads of 64 KiB empty the largest pipe
             self._read()
         return self._tail.decode(errors="replace").strip()
 

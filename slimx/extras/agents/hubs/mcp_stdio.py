@@ -1,4 +1,7 @@
-"""A process as a transport of the official MCP SDK. Replaces the SDK's transport, which reads lines of any length."""
+"""Transport for the official MCP SDK that runs a server as a process and bounds the length of its responses.
+
+Replaces the SDK's transport, which reads lines of any length.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ from slimx.extras.agents.hubs.mcp_bounds import Stderr
 from slimx.extras.http.responses import MAX_RESPONSE
 
 END_S = 2.0
-"""Seconds that a server has to exit, and again after SIGTERM and SIGKILL."""
+"""Seconds that a server has to exit after its input is closed, and again after SIGTERM and after SIGKILL."""
 
 
 @asynccontextmanager
 async def started(
     command: Sequence[str], environment: Mapping[str, str], directory: str | None, stderr: Stderr
 ) -> AsyncIterator[Any]:
-    """Starts a server, and ends it after the block. A response that is too long closes the session."""
+    """Starts a server and yields the transport's two streams; stops the server after the block.
+
+    A response of more than `MAX_RESPONSE` bytes closes the session. `environment`: variables that the server gets in
+    addition to the SDK's default ones. `directory`: working directory. `stderr`: receives the server's standard error.
+    """
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -57,7 +64,7 @@ async def _receive(process: asyncio.subprocess.Process, received: Any, stderr: S
     from mcp_types import jsonrpc_message_adapter
 
     assert process.stdout is not None
-    async with received:  # closing it ends the waiting calls
+    async with received:  # closing it fails the pending calls
         while True:
             try:
                 line = await process.stdout.readline()
@@ -82,11 +89,11 @@ async def _send(process: asyncio.subprocess.Process, sent: Any, received: Any) -
                 process.stdin.write(f"{line}\n".encode(errors="replace"))
                 await process.stdin.drain()
             return
-    received.close()  # the server no longer reads, so it will not respond
+    received.close()  # the server no longer reads requests, so it will not respond
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a server and its descendants, first by closing its input."""
+    """Stops a server and its descendants: closes its input, then sends SIGTERM, then SIGKILL."""
     assert process.stdin is not None
     process.stdin.close()
     for signum in (None, signal.SIGTERM, signal.SIGKILL):

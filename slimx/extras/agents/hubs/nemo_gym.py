@@ -1,4 +1,4 @@
-"""Resources servers of NeMo Gym: their tools and sessions over HTTP, and their verdict as the reward.
+"""Toolbox for resources servers of NeMo Gym: their tools and sessions over HTTP, and their verification as the reward.
 
 rollout:
   prompts: resources_servers/example_session_state_mgmt/data/example.jsonl
@@ -29,18 +29,21 @@ from slimx.json_types import Json
 
 KEY = "rollout.options.toolbox_options"
 ROW = "nemo_gym"
-"""Key of the row in a prompt's metadata."""
+"""Key in a prompt's metadata of the row of NeMo Gym's data."""
 RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics"})
 """Paths of a resources server that are not tools."""
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]+")
-"""Names of tools: one segment of a path, not . or .."""
+"""Pattern of valid tool names: one segment of a URL path, other than "." and ".."."""
 MAX_SHOWN = 300
-"""Maximum length of a quoted response in an error, in characters."""
+"""Maximum length of a response that an error message quotes, in characters."""
 
 
 def to_prompt(row: Json) -> Json:
-    """Returns the prompt of a row of NeMo Gym's data. For `rollout.map`. The metadata keeps the whole row, because the
-    server needs it for the verdict. Raises SlimxError for a row without messages."""
+    """Converts a row of NeMo Gym's data to a prompt, for `rollout.map`.
+
+    The metadata contains the whole row, because the server needs it to verify the rollout. Raises SlimxError for a row
+    without messages.
+    """
     parameters = row.get("responses_create_params")
     if not isinstance(parameters, Mapping):
         parameters = {}
@@ -49,7 +52,7 @@ def to_prompt(row: Json) -> Json:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise SlimxError(
-            "a row of NeMo Gym has its messages in responses_create_params.input, and this one has none",
+            "responses_create_params.input of a NeMo Gym row is empty or no list; set it to the prompt's messages",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )
@@ -57,12 +60,12 @@ def to_prompt(row: Json) -> Json:
     instructions = parameters.get("instructions")
     if instructions:
         turns.insert(0, {"role": "system", "content": instructions})
-    # Without an id: ids of NeMo Gym's rows are not unique, and some files repeat whole rows.
+    # The prompt has no id, because NeMo Gym's row ids are not unique and some files repeat whole rows.
     return {"messages": turns, "metadata": {ROW: row}}
 
 
 class NemoGym:
-    """The tools of one resources server, in the rollout's session."""
+    """The tools of one resources server, used in a session of the rollout."""
 
     def __init__(self, *, url: str) -> None:
         """Stores the base URL of the resources server."""
@@ -76,18 +79,19 @@ class NemoGym:
         check_url(url, f"{KEY}.url", code="nemo_gym.url")
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Starts a session with the prompt's row and returns the tools of the row. Raises ToolsLost, and SlimxError for
-        a prompt without a row."""
+        """Starts a session with the prompt's row and returns the tools that the row names.
+
+        Raises ToolsLost if the server fails or cannot be reached, SlimxError for a prompt without a row.
+        """
         row = prompt.metadata.get(ROW)
         if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
             raise SlimxError(
-                f"prompt {prompt.id!r} has no row of NeMo Gym in metadata.{ROW}; set rollout.map to "
-                f"{__name__}.to_prompt",
+                f"prompt {prompt.id!r} has no NeMo Gym row in metadata.{ROW}; set rollout.map to {__name__}.to_prompt",
                 code="nemo_gym.row",
                 about=prompt.id,
             )
         self._row = row
-        # A session is a cookie; unsafe: also from servers with an IP address instead of a name.
+        # A cookie identifies the session. unsafe=True accepts cookies of servers that are addressed by IP.
         self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=aiohttp.ClientTimeout())
         status, text = await self._post("seed_session", row)
         if status != 200:
@@ -95,13 +99,16 @@ class NemoGym:
         return [_description(tool) for tool in row["responses_create_params"].get("tools") or []]
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Posts the arguments to the tool's path. A status other than 200 is a result for the model, as with NeMo Gym's
-        own agent. Raises ToolsLost for an unreachable server."""
+        """Calls a tool by posting `arguments` to its path.
+
+        A status other than 200 is a result for the model, as in NeMo Gym's own agent. Raises ToolsLost for an
+        unreachable server.
+        """
         status, text = await self._post(name, arguments)
         return ToolResult(text=text, error=None if status == 200 else f"status_{status}")
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns the server's verdict: {"reward": ...}. Raises ToolsLost if there is none."""
+        """Returns the server's reward as {"reward": ...}. Raises ToolsLost if the server returns none."""
         status, text = await self._post("verify", self._row | {"response": self._response(messages)})
         reward = math.nan
         if status == 200:
@@ -112,12 +119,15 @@ class NemoGym:
         return {"reward": reward}
 
     async def close(self) -> None:
-        """Forgets the session; the server has no request that ends it."""
+        """Closes the HTTP session; the server has no request that ends its own session."""
         if self._http is not None:
             await self._http.close()
 
     async def _post(self, path: str, body: Json) -> tuple[int, str]:
-        """Returns status and text of a response. The rollout bounds its time. Raises ToolsLost."""
+        """Returns status and text of the response to a POST request.
+
+        Has no deadline, because the rollout has one. Raises ToolsLost for an unreachable server.
+        """
         assert self._http is not None
         try:
             async with self._http.post(f"{self._url}/{path}", json=body, allow_redirects=False) as response:
@@ -129,10 +139,10 @@ class NemoGym:
         return ToolsLost(f"the NeMo Gym server at {self._url}: /{path} {problem}", about=self._url)
 
     def _response(self, messages: Sequence[Json]) -> Json:
-        """Converts the turns after the prompt to a response of OpenAI's API, which the server's verifiers read."""
+        """Converts the turns after the prompt to a response of OpenAI's API, which the server verifies."""
         output: list[Json] = []
         for index, message in enumerate(messages):
-            if message["role"] == "user":  # inserted after an unreadable call: not part of a response
+            if message["role"] == "user":  # inserted after an unreadable call, and not part of the response
                 continue
             if message["role"] == "tool":
                 result = {"call_id": message["tool_call_id"], "output": message["content"]}
@@ -159,12 +169,14 @@ class NemoGym:
 
 
 def _description(tool: Json) -> Json:
-    """Converts a tool of the responses API to the chat template's form. Raises SlimxError for a name that cannot be a
-    path."""
+    """Converts a tool of OpenAI's responses API to the chat template's form.
+
+    Raises SlimxError for a tool that is not a function, or whose name cannot be a URL path.
+    """
     name = str(tool.get("name"))
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
         raise SlimxError(
-            f"NeMo Gym: {name!r} of type {tool.get('type')!r} is not a tool that a resources server carries out",
+            f"NeMo Gym: tool {name!r} of type {tool.get('type')!r} cannot be called on a resources server",
             code="nemo_gym.tool",
             about=name,
         )
@@ -189,7 +201,7 @@ def _content(message: Json) -> str:
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
         raise SlimxError(
-            "NeMo Gym: an item of responses_create_params.input has non-text parts; only text is supported",
+            "NeMo Gym: an item of responses_create_params.input has non-text content; only text is supported",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: servers on which each rollout has a session, over a WebSocket.
+"""Environments of OpenEnv: servers on which each rollout has a session over a WebSocket.
 
 rollout:
   generate: multi_turn
@@ -31,15 +31,15 @@ from slimx.json_types import Json
 KEY = "rollout.options.environment_options"
 FIELDS = "slimx.extras.agents.hubs.openenv.Fields"
 MAX_MESSAGE = 16 * 2**20
-"""Maximum size of one server message, in bytes."""
+"""Maximum size of one message of the server, in bytes."""
 MAX_SHOWN = 300
-"""Maximum length of a quoted message in an error, and of a reason for the model, in characters."""
+"""Maximum length in characters of a message that an error quotes, and of a refusal that the model reads."""
 UNFIT = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Codes with which a server refuses an invalid action of the model."""
+"""Error codes by which a server refuses an invalid action of the model."""
 
 
 class Fields:
-    """The view of an OpenEnv environment by the fields of its messages: actions and observations are JSON objects."""
+    """View of an OpenEnv environment, which maps fields of its JSON actions and observations to text."""
 
     def __init__(
         self,
@@ -51,9 +51,13 @@ class Fields:
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
-        """Stores the mapping. `action`: field for the text of a turn (that in its last <answer> or <action>, else all
-        of it); None: the text is the action as a JSON object. `fixed`: fields of every action. `shows`: field of an
-        observation to show; None: all of it, as JSON. `ask`: text after every observation."""
+        """Stores the mapping.
+
+        `environment`: unused. `action`: field of an action for the text of a turn (the last <answer> or <action> in it,
+        or else all of it); None if that text is the whole action as a JSON object. `fixed`: fields of every action.
+        `shows`: field of an observation to show; None for the whole observation as JSON. `ask`: text after every
+        observation. `max_text`: maximum length of an observation's text in characters.
+        """
         self._action = action
         self._fixed = dict(fixed or {})
         self._shows = shows
@@ -61,13 +65,14 @@ class Fields:
         self._max_text = max_text
 
     def show(self, observation: Any, info: Json) -> str:
-        """Returns the field, or the whole observation, as text."""
+        """Returns the configured field, or the whole observation, as text for the model."""
         shown = observation if self._shows is None else observation.get(self._shows, "")
         text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
         return "\n".join(filter(None, [text[: self._max_text], self._ask]))
 
     def action(self, text: str) -> Json | None:
-        """Returns the action's fields; None if the text is empty, or not a JSON object where it must be one."""
+        """Returns the action in a turn; None if the turn is empty, or is not a JSON object although the whole action is
+        one."""
         words = answered(text)
         if self._action is not None:
             return {**self._fixed, self._action: words} if words else None
@@ -79,8 +84,11 @@ class Fields:
 
 
 class OpenEnv(StepEnvironment):
-    """One session with an OpenEnv server. All rollouts of a prompt are reset with the same seed, as in
-    `slimx.extras.agents.hubs.gymnasium`; `metadata.reset` of the prompt adds arguments of `reset`."""
+    """One session with an OpenEnv server.
+
+    All rollouts of a prompt are reset with the same seed: the prompt's `metadata.seed`, or else one derived from its
+    id. `metadata.reset` of the prompt contains further arguments of `reset`.
+    """
 
     def __init__(
         self,
@@ -91,9 +99,12 @@ class OpenEnv(StepEnvironment):
         invalid_reward: float = 0.0,
         max_invalid: int = 3,
     ) -> None:
-        """Creates the view. `url`: of the server. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`,
-        called with None and `text_options`. `invalid_reward`: reward of a turn without an action, or with one that the
-        server refuses. `max_invalid`: number of such turns in a row that ends the rollout."""
+        """Creates the view without connecting.
+
+        `url`: base URL of the server. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`, called with None
+        and `text_options`. `invalid_reward`: reward of a turn without an action, or with an action that the server
+        refuses. `max_invalid`: number of such consecutive turns that ends the rollout.
+        """
         check_url(url, f"{KEY}.url", code="openenv.url")
         parts = urlsplit(url)
         self._url = urlunsplit(parts._replace(path=parts.path.rstrip("/") + "/ws"))
@@ -103,8 +114,10 @@ class OpenEnv(StepEnvironment):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, prompt: Prompt, seed: int) -> Begin:
-        """Opens the session and resets the environment. Raises SlimxError for a server that is unreachable or
-        refuses."""
+        """Opens the session and resets the environment.
+
+        Raises SlimxError if the server cannot be reached or refuses the reset.
+        """
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), middlewares=[unredirected])
         try:
             self._socket = await self._http.ws_connect(self._url, max_msg_size=MAX_MESSAGE)
@@ -113,12 +126,13 @@ class OpenEnv(StepEnvironment):
         options = {"seed": seed_of_prompt(prompt), **prompt.metadata.get("reset", {})}
         data = await self._request({"type": "reset", "data": options})
         if isinstance(data, str):
-            raise self._lost(f"refused to reset with {options}: {data}")
+            raise self._lost(f"refused to reset the environment with {options}: {data}")
         self._look(data["observation"], data)
         return self._beginning()
 
     async def step(self, text: str) -> Step:
-        """Executes the action of a turn. A turn without one changes nothing and returns a notice."""
+        """Executes the action of the model's turn `text`. Without a valid action, nothing changes and a notice is
+        returned."""
         action = self._view.action(text)
         if action is None:
             return self._refused()
@@ -128,26 +142,28 @@ class OpenEnv(StepEnvironment):
         reward = data.get("reward")
         gained = finite(0.0 if reward is None else reward)
         if gained is None:
-            raise self._lost(f"returned the reward {reward!r}, which is not a finite number")
+            raise self._lost(f"returned reward {reward!r}, which is not a finite number")
         self._look(data["observation"], data)
         return self._carried_out(gained, done=bool(data.get("done")))
 
     async def close(self) -> None:
-        """Ends the session."""
+        """Closes the session."""
         try:
             if self._socket is not None and not self._socket.closed:
                 await self._socket.send_json({"type": "close"})
                 await self._socket.close()
         except (aiohttp.ClientError, OSError):
-            pass  # it has ended already
+            pass  # the session is already closed
         finally:
             if self._http is not None:
                 await self._http.close()
 
     async def _request(self, message: Json) -> Json | str:
-        """Sends a message and returns the data of the response, or the reason why the server refuses the message. The
-        rollout's `turn_deadline` bounds its time. Raises SlimxError if the session has ended or the environment
-        failed."""
+        """Sends a message and returns the data of the response, or the reason for which the server refuses the message.
+
+        Has no deadline, because `turn_deadline` bounds the step. Raises SlimxError if the session has ended or the
+        environment failed.
+        """
         assert self._socket is not None
         try:
             await self._socket.send_json(message)
@@ -155,7 +171,7 @@ class OpenEnv(StepEnvironment):
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(f"is gone ({raised(error)})") from error
         if response.type is not aiohttp.WSMsgType.TEXT:
-            raise self._lost(f"ended the session ({response.type.name}: {response.extra or response.data})")
+            raise self._lost(f"closed the session ({response.type.name}: {response.extra or response.data})")
         kind = None
         data = None
         with suppress(ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Environments of verifiers: their tasks as prompts, rollouts through the run's proxy, their rubric as the reward.
+"""Environments of the package verifiers: tasks as prompts, rollouts through the run's proxy, and rubrics as rewards.
 
 rollout:
   prompts: prompts.jsonl                        # written by verifiers_server.py
@@ -30,30 +30,33 @@ KEY = "rollout.options.agent_options"
 TASK = "verifiers"
 """Key of the task in a prompt's metadata."""
 MAX_SHOWN = 300
-"""Maximum length of a quoted response in an error, in characters."""
+"""Maximum length of a response that an error message quotes, in characters."""
 
 
 def check(*, url: str, token_env: str | None = None) -> None:
-    """Raises SlimxError for an invalid URL, and for an environment variable without a token."""
+    """Raises SlimxError for an invalid URL, and for a variable `token_env` that is not set or empty."""
     check_url(url, f"{KEY}.url", code="verifiers.url")
     if token_env is not None and not os.environ.get(token_env):
         raise SlimxError(
-            f"{KEY}.token_env: {token_env} is not set, or empty; export it where the run is started",
+            f"{KEY}.token_env: {token_env} is not set or empty; export it before starting the run",
             code="verifiers.token",
             about=f"{KEY}.token_env",
         )
 
 
 async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None = None) -> Json:
-    """Plays the prompt's task on the server at `url`, sampling at `base_url`. Returns the verdict: `rewards` and
-    `metrics` by name, `turns`, and `stop`, the reason of its end. Cancelling ends the episode. `token_env`: environment
-    variable with the server's token.
+    """Plays the prompt's task on the server at `url`, which samples at `base_url`.
 
-    Raises SlimxError for a prompt without a task, an unreachable server, any other response, and a failed episode."""
+    Returns the outcome of the episode: `rewards` and `metrics` by name, the number of `turns`, and `stop`, the
+    condition that ended it. Cancelling this call ends the episode. `token_env`: environment variable with the server's
+    token.
+
+    Raises SlimxError for a prompt without a task, an unreachable server, an unexpected response, and a failed episode.
+    """
     task = prompt.metadata.get(TASK)
     if not isinstance(task, Mapping):
         raise SlimxError(
-            f"prompt {prompt.id!r} has no task of verifiers in metadata.{TASK}; write the prompts with "
+            f"prompt {prompt.id!r} has no verifiers task in metadata.{TASK}; write the prompts with "
             "verifiers_server.py --prompts",
             code="verifiers.task",
             about=prompt.id,
@@ -70,18 +73,18 @@ async def play(base_url: str, prompt: Prompt, *, url: str, token_env: str | None
     rewards = verdict.get("rewards")
     if not isinstance(rewards, dict) or not rewards or not all(map(_is_finite, rewards.values())):
         raise SlimxError(
-            f"the server of verifiers at {url} answered {status} without rewards: {text[:MAX_SHOWN]}",
+            f"the verifiers server at {url} answered {status} without rewards: {text[:MAX_SHOWN]}",
         )
     return verdict
 
 
-# As slimx.rewards.needs.checked_by does, which this module must not import: runs before the run starts.
+# The check runs before the run starts. Set here as slimx.rewards.needs.checked_by would, which may not be imported.
 play.check = check  # type: ignore[attr-defined]  # mypy does not support attributes of functions
 
 
 async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float]:
-    """Returns the weighted rewards of the episode by name; 0 for a rollout that reached a limit of its session before
-    the verdict."""
+    """Returns the weighted rewards of the episode by name; 0 for a rollout that reached a limit of its session
+    first."""
     verdict = trajectory.metadata.get("result")
     if verdict is None:
         return 0.0
@@ -89,8 +92,10 @@ async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float
 
 
 async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
-    """Returns status and text of a response. The rollout bounds its time. Raises SlimxError for an unreachable
-    server."""
+    """Returns status and text of the response to a POST request.
+
+    Has no deadline, because the rollout has one. Raises SlimxError for an unreachable server.
+    """
     headers = {} if token_env is None else {"Authorization": f"Bearer {os.environ[token_env]}"}
     try:
         async with (
@@ -99,7 +104,7 @@ async def _post(url: str, body: Json, token_env: str | None) -> tuple[int, str]:
         ):
             return response.status, await text_of(response)
     except (aiohttp.ClientError, OSError) as error:
-        raise SlimxError(f"the server of verifiers: {url} {raised(error)}") from error
+        raise SlimxError(f"the verifiers server at {url} cannot be reached: {raised(error)}") from error
 
 
 def _is_finite(value: object) -> bool:

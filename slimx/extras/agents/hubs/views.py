@@ -1,4 +1,4 @@
-"""The text interface of a step environment: observations as text for the model, actions parsed from its turns."""
+"""Views: text interfaces of step environments, which render observations and parse actions from the model's turns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_TEXT = 16_384
 
 
 class View(Protocol):
-    """The text interface of one environment: a class, called as `YourView(environment, **text_options)`.
+    """Interface of a view: a class that is called as `YourView(environment, **text_options)`.
 
-    A method `state(observation, info)`, which returns a text, is optional: `state_digest` of the observation replaces
-    it.
+    An optional method `state(observation, info)` returns a text that identifies the state; without it, `state_digest`
+    of the observation identifies the state.
     """
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
@@ -30,14 +30,15 @@ class View(Protocol):
         ...
 
     def action(self, text: str) -> Any:
-        """Returns the action of a model's turn; None if there is none."""
+        """Returns the action in a turn of the model, or None if there is none."""
         ...
 
 
 class Words:
-    """The view of an environment with named actions, or with text actions.
+    """View of an environment whose actions have names or are texts.
 
-    A turn's action is the text in its last <answer> or <action>, else the whole turn."""
+    The action of a turn is the text in its last <answer> or <action>, or else the whole turn.
+    """
 
     def __init__(
         self,
@@ -47,8 +48,11 @@ class Words:
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
-        """Stores the mapping. `actions`: actions by name, case-insensitive; None: the text is the action. `ask`: text
-        after every observation. `max_text`: maximum length of an observation's text, in characters."""
+        """Stores the mapping.
+
+        `actions`: actions by name, case-insensitive; None if the text is the action. `ask`: text after every
+        observation. `max_text`: maximum length of an observation's text in characters.
+        """
         self._environment = environment
         self._ask = ask
         self._max_text = max_text
@@ -57,14 +61,14 @@ class Words:
             self._actions = {str(name).casefold(): action for name, action in actions.items()}
 
     def show(self, observation: Any, info: Mapping[str, Any]) -> str:
-        """Returns the environment's rendering if its `render_mode` is ansi, else the observation as text."""
+        """Returns the environment's rendering if its `render_mode` is ansi, otherwise the observation, as text."""
         if getattr(self._environment, "render_mode", None) == "ansi":
             observation = self._environment.render()
         text = _without_colors(str(observation))
         return "\n".join(filter(None, [text[: self._max_text].strip("\n"), self._ask]))
 
     def action(self, text: str) -> Any:
-        """Returns the action of a turn; None for an unknown name and for no text."""
+        """Returns the action in a turn; None for an unknown name and for an empty text."""
         words = answered(text)
         if self._actions is None:
             return words or None
@@ -72,7 +76,8 @@ class Words:
 
 
 def answered(text: str) -> str:
-    """Returns the text of a turn that is meant for the environment: that in its last <answer> or <action>, else all."""
+    """Returns the part of a turn that is meant for the environment: its last <answer> or <action>, or else all of
+    it."""
     tags = [(tag[2].casefold(), bool(tag[1]), tag) for tag in TAG.finditer(text)]
     last = {name: tag.start() for name, closes, tag in tags if closes}
     content = text
@@ -89,7 +94,8 @@ def answered(text: str) -> str:
 
 
 def _without_colors(text: str) -> str:
-    """Removes a terminal's color codes and puts highlighted text, in gymnasium's text games the player, in brackets."""
+    """Removes a terminal's color codes. Encloses highlighted text, such as the player in Gymnasium's text games, in
+    brackets."""
     parts = COLOR.split(text)  # text, code, text, code, ..., text
     codes = parts[1::2]
     last = max((index for index, code in enumerate(codes) if code == "0"), default=-1)
@@ -107,15 +113,16 @@ def _without_colors(text: str) -> str:
 
 
 def seed_of_prompt(prompt: Prompt) -> int:
-    """Returns the common seed of all environments of a prompt: its `metadata.seed`, else derived from its id.
+    """Returns the seed of all environments of a prompt: its `metadata.seed`, or else one derived from its id.
 
-    Raises SlimxError for a seed that is not a whole number."""
+    Raises SlimxError for a seed that is not a non-negative integer.
+    """
     seed = prompt.metadata.get("seed")
     if seed is None:
         return int.from_bytes(blake2b(prompt.id.encode(), digest_size=4).digest()) >> 1
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SlimxError(
-            f"prompt {prompt.id!r}: metadata.seed is {seed!r}; give a whole number, at least 0",
+            f"prompt {prompt.id!r}: metadata.seed is {seed!r}; use an integer, at least 0",
             code="environment.seed",
             about=prompt.id,
         )
@@ -123,9 +130,10 @@ def seed_of_prompt(prompt: Prompt) -> int:
 
 
 def state_digest(observation: object) -> str:
-    """Returns a digest that is equal for equal observations: text, numbers, arrays, and lists and maps of these.
+    """Returns a digest that is equal for equal observations: texts, numbers, arrays, and lists and mappings of these.
 
-    Raises SlimxError for anything else, such as objects whose only identity is their address."""
+    Raises SlimxError for other objects, some of which are identified only by their address.
+    """
     digest = blake2b(digest_size=12)
     _update(digest, observation)
     return digest.hexdigest()
@@ -149,8 +157,8 @@ def _update(digest: blake2b, value: object) -> None:
         digest.update(f"{type(plain).__name__} {plain!r}\n".encode())
     else:
         raise SlimxError(
-            f"an observation contains a {type(value).__name__}, which does not identify a state; give the view a "
-            "method state(observation, info) that returns a text",
+            f"an observation contains a {type(value).__name__}, which does not identify a state; add a "
+            "method state(observation, info) to the view that returns a text",
             code="environment.state",
             about=type(value).__name__,
         )

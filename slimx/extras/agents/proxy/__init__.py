@@ -1,1 +1,1 @@
-"""The API server through which agents sample."""
+"""The server with OpenAI's and Anthropic's APIs through which agents sample."""

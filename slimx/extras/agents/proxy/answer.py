@@ -1,4 +1,7 @@
-"""Converts sampled tokens to messages: text, reasoning and tool calls, as a whole or incrementally."""
+"""Converts sampled tokens to assistant messages: text, reasoning and tool calls, as a whole or incrementally.
+
+The *thinking* of a response is its reasoning text, which ends with </think>.
+"""
 
 from __future__ import annotations
 
@@ -14,58 +17,62 @@ from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
 from slimx.extras.agents.proxy.tool_choice import GRAMMARS, grammar
 
 OPEN_TAIL = 16
-"""Number of tokens at the end of a prompt in which a chat template may open the thinking."""
+"""Number of tokens at the end of a prompt among which a chat template may place <think>."""
 WAITING = 8
-"""Maximum number of tokens that wait for the rest of a character, which has up to 4 bytes."""
+"""Maximum number of tokens held back until a character is complete; a character has up to 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Converts sampled tokens to a message."""
+    """Converts sampled tokens to an assistant message."""
 
     tokenizer: Any
     parse_tools: ToolParser
     separates_reasoning: bool = False
-    """True if the text before </think> becomes `reasoning_content`."""
+    """True to move the text before </think> from the content to `reasoning_content`."""
     parser: str = "hermes"
-    """Name of `parse_tools`."""
+    """Configured name of the parser `parse_tools`."""
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Decodes tokens without special ones, up to the first stop string."""
+        """Returns the text of tokens, without special tokens, up to the first stop string."""
         return cut(self.tokenizer.decode(list(token_ids), skip_special_tokens=True), stop)
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
-        """Returns the stop string that ended the response; None if none did."""
+        """Returns the stop string that ended the response, or None."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return min((string for string in stop if string in text), key=text.find, default=None)
 
     def opened(self, after: Sequence[int]) -> bool:
-        """Returns True if the chat template opened the thinking at the end of the prompt `after`."""
+        """Returns True if the prompt with the tokens `after` ends with the <think> of the chat template."""
         tail = self.tokenizer.decode(list(after[-OPEN_TAIL:]), skip_special_tokens=False)
         return tail.rstrip().endswith(THOUGHT_BEGINS)
 
     async def calls(
         self, token_ids: Sequence[int], tools: list[Json], *, after: Sequence[int], stop: Sequence[str] = ()
     ) -> Calls:
-        """Parses the calls after a response's thinking; calls within the thinking do not count. `after`: the tokens
-        before the response."""
+        """Parses the tool calls of a response. Ignores calls within the thinking.
+
+        `after`: tokens before the response. `stop`: stop strings, the first of which ends the text.
+        """
         thought, answer = spoken(self.raw(token_ids, stop), opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
         return Calls(thought, content, calls, ATTEMPT.search(answer) is not None)
 
     def grammar(self, request: ChatRequest) -> str | None:
-        """Returns the grammar that enforces the forced calls of `request`; None if there are none.
+        """Returns the grammar that makes the model call the tools that `request` forces; None if it forces none.
 
-        Raises ApiError if the tool parser has no grammar."""
+        Raises ApiError if the tool parser has no grammar.
+        """
         if request.forced is None:
             return None
         if self.parser not in GRAMMARS:
-            text = f"tools cannot be forced with rollout.options.tool_parser {self.parser}, but with {GRAMMARS}"
+            text = f"tool_choice cannot force tools with tool_parser {self.parser}; use one of {', '.join(GRAMMARS)}"
             raise ApiError(text, code="unsupported_value", param="tool_choice")
         return grammar(request.forced, request.tools or [], thinks=self.separates_reasoning)
 
     def pieces(self, request: ChatRequest) -> Pieces | None:
-        """Returns the incremental text of a response; None if it must be parsed as a whole first."""
+        """Returns a converter of text that can be sent incrementally; None if the whole response must be parsed
+        first."""
         if request.calls_tools or self.separates_reasoning:
             return None
         return Pieces(self, request.stop)
@@ -73,8 +80,10 @@ class AnswerReader:
     async def message(
         self, token_ids: Sequence[int], request: ChatRequest, index: int, *, after: Sequence[int]
     ) -> tuple[Message, bool]:
-        """Returns the assistant's message in the API's form, and whether a tool call begins in it. `index`: index of
-        the request, which makes the ids of calls unique. `after`: the tokens before the response."""
+        """Returns the assistant's message in OpenAI's form, and True if a tool call begins in it.
+
+        `index`: index of the request, which makes the ids of calls unique. `after`: tokens before the response.
+        """
         text = self.text(token_ids, request.stop)
         thought = ""
         if self.separates_reasoning:
@@ -91,7 +100,8 @@ class AnswerReader:
         return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Decodes tokens with special ones, which mark the calls of some models, but without the end token."""
+        """Returns the text of tokens with special tokens, which mark the calls of some models, but without the stop
+        token."""
         ids = list(token_ids)
         if ids and ids[-1] in self.tokenizer.all_special_ids:
             ids.pop()
@@ -100,36 +110,38 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tool calls of a response, and the text around them."""
+    """The tool calls of a response, and the text around them."""
 
     thought: str
-    """The text up to the end of the thinking; "" if there is none."""
+    """Text up to the end of the thinking; "" if there is none."""
     content: str
-    """The rest of the text without its calls."""
+    """Text after the thinking, without the calls."""
     calls: list[ToolCall]
     attempted: bool
-    """True if a call begins, readable or not."""
+    """True if a call begins in the text, even if it cannot be parsed."""
 
     @property
     def text(self) -> str:
-        """The text without its calls, thinking included."""
+        """Text of the response without its calls, including the thinking."""
         return (self.thought + self.content).strip()
 
 
 class Pieces:
-    """The text of a response whose tokens arrive one by one. Sent text never changes: incomplete characters, and a
-    possible beginning of a stop string, are held back."""
+    """Converts tokens that arrive one by one to text that can be sent.
+
+    Sent text never changes: incomplete characters, and a possible start of a stop string, are held back.
+    """
 
     def __init__(self, reading: AnswerReader, stop: Sequence[str]) -> None:
         self._reading = reading
         self._stop = stop
         self._ids: list[int] = []
         self._from = 0
-        """Index of the first token to decode: a token's text may depend on the one before it."""
+        """Index of the first token to decode again, because a token's text may depend on the token before it."""
         self._done = 0
         """Number of tokens whose text is complete."""
         self._pending = ""
-        """Complete text that is not sent yet."""
+        """Complete text that has not been sent."""
         self._shown: list[str] = []
         self._stopped = False
 
@@ -149,22 +161,22 @@ class Pieces:
         return self._show(keep=max((_overlap(self._pending, stop) for stop in self._stop), default=0))
 
     def end(self) -> str:
-        """Returns the rest of the text."""
+        """Returns the remaining text at the end of the response."""
         text = self._reading.text(self._ids, self._stop)
         shown = self.shown
         if text.startswith(shown):
             self._pending = text[len(shown) :]
-        else:  # a tokenizer whose text depends on more than the previous token
+        else:  # the tokenizer's text depends on more than the previous token
             self._pending += self._new(len(self._ids))
         return self._show(keep=0)
 
     def _complete(self) -> int:
-        """Returns the number of tokens whose text is not changed by further tokens."""
+        """Returns the number of tokens whose text further tokens cannot change."""
         count = len(self._ids)
         text = self._decode(self._from, count)
         if not text.endswith("\ufffd"):
             return count
-        if count - self._done > WAITING:  # too many for one character: invalid bytes
+        if count - self._done > WAITING:  # too many tokens for one character, so the bytes are invalid
             for end in range(count - 1, count - 5, -1):
                 earlier = self._decode(self._from, end)
                 if len(earlier) < len(text) and text.startswith(earlier):
@@ -172,11 +184,12 @@ class Pieces:
         return self._done
 
     def _new(self, end: int) -> str:
-        """Returns the text of the tokens from `_done` to `end`."""
+        """Returns the text of the tokens from index `_done` up to `end`."""
         return self._decode(self._from, end)[len(self._decode(self._from, self._done)) :]
 
     def _show(self, keep: int) -> str:
-        """Returns the pending text without its last `keep` characters, up to a stop string."""
+        """Returns the pending text without its last `keep` characters, up to the first stop string, and records it as
+        sent."""
         if self._stopped:
             return ""
         new = cut(self._pending, self._stop)
@@ -192,7 +205,7 @@ class Pieces:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Splits a text into its thinking and its answer."""
+    """Splits a text into its thinking and its answer, both without the tags around the thinking."""
     thought, ends, answer = text.rpartition(THOUGHT_ENDS)
     if not ends:
         return "", text
@@ -200,8 +213,10 @@ def split(text: str) -> tuple[str, str]:
 
 
 def spoken(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Splits a text after its thinking, which may be opened again before a call. `opened`: it was opened in the prompt.
-    Unclosed thinking takes the rest of the text."""
+    """Splits a text after its thinking, and after thinking that the model starts again before a tool call.
+
+    `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
+    """
     start = 0
     if opened or THOUGHT_ENDS in text:
         start = _thought_end(text, 0)
@@ -215,26 +230,28 @@ def spoken(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def _thought_end(text: str, start: int) -> int:
-    """Returns the index after the thinking that is open at `start`; the end of the text if it is unclosed."""
+    """Returns the index after the </think> that follows `start`, or the length of the text if there is none."""
     ends = text.find(THOUGHT_ENDS, start)
     return ends + len(THOUGHT_ENDS) if ends >= 0 else len(text)
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """Returns `text` up to the first stop string."""
+    """Returns `text` up to the first of the stop strings `stop`."""
     starts = [text.find(string) for string in stop if string in text]
     return text[: min(starts)] if starts else text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def written(calls: Sequence[ToolCall], request_index: int) -> list[Json]:
-    """Converts calls to those of an assistant's message. Ids that the model wrote are kept if they are unique; others
-    contain `request_index`."""
+    """Converts tool calls to the form of an assistant's message.
+
+    Keeps the ids that the model wrote if they are unique; otherwise creates ids that contain `request_index`.
+    """
     ids = [call.id for call in calls]
     if None in ids or len(set(ids)) < len(ids):
         ids = [f"call_{request_index}_{index}" for index in range(len(calls))]

@@ -1,11 +1,11 @@
-"""The conversations of one rollout as a tree of sampled answers, in which each path is a trajectory.
+"""The conversations of one rollout as a tree of sampled answers, in which every path from a root is a trajectory.
 
-An agent sends all messages with every request. If they begin with a known conversation, word for word, the request
-continues from that conversation's tokens, and only new messages are tokenized. Otherwise a new branch begins: another
-agent's conversation, a summary instead of the past, an answer that the agent rewrote.
+An agent sends all messages with every request. If they start with an earlier conversation, word for word, the request
+continues from that conversation's tokens, and only the new messages are tokenized. Otherwise a new branch starts:
+another agent's conversation, a summary in place of the past, or an answer that the agent rewrote.
 
     prompt -> answer -> tool's result -> answer      trajectory g/0
-                     -> other question -> answer     trajectory g/0-1: its first answer is context, not trained again
+                     -> other question -> answer     trajectory g/0-1: does not train the first answer again
     summary -> answer                                trajectory g/0-2
 """
 
@@ -33,17 +33,17 @@ class Answer:
 
     parent: Answer | None
     before: array[int]
-    """Token ids after the parent's; for a first answer the whole prompt. An array: thousands of agents may wait for
-    their tools."""
+    """Token ids between the parent answer and this one; for a first answer, the whole prompt. An array, because
+    thousands of agents may wait for their tools."""
     completion: Completion
     continued: bool = False
     """True if another answer continues this one."""
     train: bool = True
-    """False for an answer constrained by a grammar, which is excluded from the loss."""
+    """False for an answer that was constrained by a grammar, which is excluded from the loss."""
     stopped: bool = False
-    """True if the agent tried to continue it after reaching a limit."""
+    """True if the agent tried to continue the conversation after a limit was reached."""
     calls: list[Json] = field(default_factory=list)
-    """Its tool calls, with the ids sent to the agent."""
+    """Tool calls of the answer, with the ids that the agent received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Position:
     parent: Answer | None
     before: array[int]
     token_ids: array[int]
-    """All tokens up to the answer."""
+    """All tokens before the answer."""
     digest: bytes
     """Digest of the request's messages and tools."""
 
 
 class Conversations:
-    """The conversations of one rollout. Errors of the chat template are SlimxErrors."""
+    """The conversations of one rollout. Raises SlimxError for messages that the chat template refuses."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +67,7 @@ class Conversations:
         self._by_digest: dict[bytes, Answer] = {}
 
     def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
-        """Returns the position of the answer to these messages: after the longest known conversation that they begin
+        """Returns the position of the answer to `messages`: after the longest earlier conversation that they start
         with."""
         digests = [_digest(b"", tools)]
         for message in messages:
@@ -84,19 +84,23 @@ class Conversations:
         return Position(None, before, before, digests[-1])
 
     def add(self, position: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
-        """Adds a sampled answer at `position`, with the message that the agent receives. `train=False` excludes its
-        tokens from the loss."""
+        """Adds a sampled answer at `position`.
+
+        `message`: the answer as the agent receives it. `train`: False to exclude the answer's tokens from the loss.
+        """
         calls = message.get("tool_calls", [])
         answer = Answer(position.parent, position.before, completion, train=train, calls=calls)
         if position.parent is not None:
             position.parent.continued = True
         self._answers.append(answer)
-        # If two answers have the same words, maybe with different tokens, the later one is continued.
+        # If two answers have the same text, perhaps with different tokens, requests continue the later one.
         self._by_digest[_digest(position.digest, _content(message))] = answer
 
     def trajectories(self, ctx: RolloutContext, metadata: Json) -> list[Trajectory]:
-        """Returns a trajectory for each answer without continuation, in their order. An answer that several of them
-        share is trained in the first."""
+        """Returns one trajectory for each answer that no other answer continues, in the order of sampling.
+
+        An answer that several trajectories share is trained on in the first one only.
+        """
         out: list[Trajectory] = []
         trained: set[int] = set()
         for leaf in self._answers:
@@ -116,7 +120,7 @@ class Conversations:
 
 
 def _path(leaf: Answer) -> list[Answer]:
-    """Returns the answers from the first one of the conversation to `leaf`."""
+    """Returns the answers from the first one of the conversation up to `leaf`."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -132,8 +136,10 @@ def _tokens(leaf: Answer) -> array[int]:
 
 
 def _with_ids(answer: Answer, sent: Message, new: Sequence[Message]) -> list[Message]:
-    """Returns `new`, the messages after `answer`, with the original ids of calls in place of those in `sent`, the
-    agent's version of the answer."""
+    """Returns the messages `new`, which follow `answer`, with the original ids of tool calls.
+
+    `sent`: the answer as the agent sent it back, perhaps with other ids.
+    """
     pairs = zip(sent.get("tool_calls", []), answer.calls, strict=True)
     ids = {theirs["id"]: ours["id"] for theirs, ours in pairs}
     messages = []
@@ -144,8 +150,11 @@ def _with_ids(answer: Answer, sent: Message, new: Sequence[Message]) -> list[Mes
 
 
 def _content(message: Message) -> list[object]:
-    """Returns the content that identifies a message. Excludes white space around an answer, ids of tool calls and the
-    formatting of arguments: agents rewrite these, and the sampled tokens stay the same."""
+    """Returns the parts of a message that identify it.
+
+    Leaves out white space around an answer, ids of tool calls and the formatting of arguments, which agents may change
+    although the sampled tokens stay the same.
+    """
     if message["role"] != "assistant":
         return [message["role"], message["content"], message.get("name"), message.get("tool_call_id")]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]

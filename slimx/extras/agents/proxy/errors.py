@@ -1,13 +1,13 @@
-"""Error responses in the format of OpenAI's API."""
+"""Error responses of the proxy, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
 SHOWN = 1000
-"""Maximum length of a message, in characters: it quotes the request, which may have megabytes."""
+"""Maximum length in characters of an error message, which quotes the request and could have megabytes."""
 
 
 class ApiError(Exception):
-    """An error response in the format of OpenAI's API, whose clients do not retry status 400."""
+    """An error response in the format of OpenAI's API, whose clients do not retry requests after status 400."""
 
     def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
         message = _shortened(message)
@@ -22,12 +22,16 @@ class ApiError(Exception):
 
 
 def invalid(param: str, problem: str) -> ApiError:
-    """Returns the error for an invalid field `param`. `problem`: the predicate of the message."""
+    """Returns the error for a field `param` with an invalid value. `problem`: rest of the message after the field's
+    name."""
     return ApiError(f"{param} {problem}", code="invalid_value", param=param)
 
 
 def unsupported(param: str, problem: str) -> ApiError:
-    """Returns the error for a value of field `param` that the API allows but this server does not support."""
+    """Returns the error for a value of the field `param` that the API allows but this server does not support.
+
+    `problem`: rest of the message after the field's name.
+    """
     return ApiError(f"{param} {problem}", code="unsupported_value", param=param)
 
 

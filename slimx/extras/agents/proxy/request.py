@@ -1,4 +1,4 @@
-"""Validated requests to the proxy: the common part of the three APIs."""
+"""Validated requests to the proxy: the part that all three APIs share."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from slimx.json_types import Json
 Message = Json
 
 RUN = ("temperature", "top_p")
-"""Parameters that the run sets: the trainer must know them, and a trajectory has one temperature."""
+"""Sampling parameters that only the run may set: the trainer must know them, and a trajectory has one temperature."""
 MODEL_CHARACTERS = 1000
-"""Maximum length of a model's name: each chunk of a response repeats it."""
+"""Maximum length of a model's name in characters, because every chunk of a response repeats it."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
-"""JSON's names of Python's types."""
+"""JSON's names of Python types, for error messages."""
 STOP_CHARACTERS = 1000
-"""Maximum length of a stop string: each is searched in every piece of a stream."""
+"""Maximum length of a stop string in characters, because every piece of a stream is searched for it."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One validated request."""
+    """One validated request of any of the APIs."""
 
     messages: list[Message]
-    """In the chat templates' form: content is text, a tool call's arguments are an object."""
+    """Messages in the chat template's form: content is text, and a tool call's arguments are an object."""
     model: str
-    """Name of the model as the agent gave it; only repeated in the response."""
+    """Name of the model in the agent's request, which the response only repeats."""
     tools: list[Json] | None = None
     calls_tools: bool = False
     """True if the response is parsed for tool calls."""
     forced: Forced | None = None
-    """The calls that the response must consist of; None: the model decides."""
+    """Calls that the response must consist of; None if the model decides."""
     max_tokens: int | None = None
-    """Maximum number of sampled tokens; None: the run's."""
+    """Maximum number of sampled tokens; None for the run's maximum."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the response and are not part of it."""
     stream: bool = False
@@ -48,19 +48,22 @@ class ChatRequest:
     """True if a stream ends with the token counts."""
     logprobs: bool = False
     object_arguments: bool = False
-    """True if the API only supports calls whose arguments are a JSON object: a response with others is returned as
-    text."""
+    """True if the API only supports tool calls whose arguments are a JSON object. A response with other calls is then
+    returned as text."""
     overridden: tuple[str, ...] = ()
-    """Parameters of `RUN` that the run overrides, and requested features that are ignored."""
+    """Names of the parameters in `RUN` that the run overrides, and of requested features that are ignored."""
 
     def __post_init__(self) -> None:
         if len(self.model) > MODEL_CHARACTERS:
-            raise invalid("model", f"has {len(self.model)} characters; at most {MODEL_CHARACTERS} are repeated")
+            raise invalid("model", f"has {len(self.model)} characters; at most {MODEL_CHARACTERS} are supported")
 
 
 def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
-    """Returns the fields of a request's body that are not null. Raises ApiError for a field that is not `known`, or
-    that differs from its only supported value in `neutral`."""
+    """Returns the fields of a request's JSON body that are not null.
+
+    Raises ApiError for a field that is neither in `known` nor in `neutral`, or that differs from its only supported
+    value in `neutral`.
+    """
     if not isinstance(body, dict):
         raise ApiError("the body is not a JSON object", code="invalid_json")
     fields = {name: value for name, value in body.items() if value is not None}
@@ -73,24 +76,27 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
 
 
 def read_choice(fields: Json, tools: list[Any]) -> tuple[bool, Forced | None]:
-    """Reads `tool_choice` of OpenAI's APIs: returns True if the response is parsed for calls, and the forced calls."""
+    """Parses `tool_choice` of OpenAI's APIs. Returns True if the response is parsed for calls, and the forced calls or
+    None."""
     choice = fields.get("tool_choice", "auto")
     if choice in ("auto", "none"):
         return choice == "auto", None
     if choice == "required":
         return True, forced_by(tools, None, once=fields.get("parallel_tool_calls") is False)
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # chat completions have the name one level deeper than responses
+        function = choice.get("function", choice)  # the responses API has the name one level higher
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return True, forced_by(tools, function["name"], once=True)
     raise unsupported(
-        "tool_choice", f"{json.dumps(choice)} is not supported; choose auto, none, required or a function's name"
+        "tool_choice", f"{json.dumps(choice)} is not supported; use auto, none, required or a function's name"
     )
 
 
 def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[str, ...]:
-    """Returns the parameters of `RUN` in a request that differ from the run's. With `strict` raises ApiError for the
-    first."""
+    """Returns the names of the parameters in `RUN` whose values in a request differ from the run's.
+
+    `sampling`: the run's sampling parameters. `strict`: True to raise ApiError for the first such parameter.
+    """
     overridden = []
     for name in RUN:
         current = sampling.get(name, 1.0)
@@ -102,8 +108,10 @@ def overridden_by_run(fields: Json, sampling: Json, *, strict: bool) -> tuple[st
 
 
 def read_message(message: object, path: str = "the message") -> Message:
-    """Converts an API message to the chat-template format. `path`: location of the message in the request, for
-    errors."""
+    """Converts a message of chat completions to the chat template's form.
+
+    `path`: location of the message in the request, for error messages.
+    """
     role = message.get("role") if isinstance(message, dict) else None
     if role == "developer":
         role = "system"
@@ -135,7 +143,8 @@ def text_of(content: object, path: str) -> str:
 
 
 def type_of(part: object) -> str:
-    """Returns the field `type` of an object; of other values the name of their Python type."""
+    """Returns the field `type` of a JSON object, or the name of the Python type of another value, for error
+    messages."""
     return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
 
 
@@ -146,17 +155,19 @@ def _tool_call(call: object, path: str) -> Json:
     id = typed(fields, "id", str, "", path)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # the model sees invalid JSON as it wrote it
+        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON stays as the model wrote it
             arguments = json.loads(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def most_tokens(fields: Json, name: str) -> int | None:
-    """Returns the maximum number of sampled tokens in field `name`; None without it. Raises ApiError unless it is a
-    whole number above 0."""
+    """Returns the maximum number of sampled tokens in the field `name`; None if the field is missing.
+
+    Raises ApiError unless the value is an integer above 0.
+    """
     count = as_whole(fields.get(name))
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise invalid(name, f"is {count!r}; give a positive number")
+        raise invalid(name, f"is {count!r}; set it to a positive integer")
     return count
 
 
@@ -174,7 +185,7 @@ def parts(request: ChatRequest) -> int:
 
 
 def characters(request: ChatRequest) -> int:
-    """Returns a lower bound of the characters of the request's messages and tools in a chat template."""
+    """Returns a lower bound of the characters that the request's messages and tools take in a chat template."""
     total = 0
     for message in request.messages:
         for name in ("content", "name", "tool_call_id"):
@@ -187,14 +198,18 @@ def characters(request: ChatRequest) -> int:
 
 
 def typed[T](fields: Json, name: str, kind: type[T], default: T, path: str = "") -> T:
-    """Returns field `name` of the object at `path`, or `default` if it is missing or null. Raises ApiError for a value
-    of another type than `kind`."""
+    """Returns the field `name` of the object at `path`, or `default` if the field is missing or null.
+
+    Raises ApiError for a value of another type than `kind`.
+    """
     return default if fields.get(name) is None else required(fields, name, kind, path)
 
 
 def required[T](fields: Json, name: str, kind: type[T], path: str = "") -> T:
-    """Returns field `name` of the object at `path`. Raises ApiError for a value of another type than `kind`, including
-    null."""
+    """Returns the field `name` of the object at `path`.
+
+    Raises ApiError if the field is missing, null, or of another type than `kind`.
+    """
     value = fields.get(name)
     if not (isinstance(value, kind) or (kind is float and type(value) is int)):
         raise invalid(f"{path}.{name}" if path else name, f"is not a {KINDS[kind]}")
@@ -202,7 +217,7 @@ def required[T](fields: Json, name: str, kind: type[T], path: str = "") -> T:
 
 
 def as_object(value: object, path: str) -> Json:
-    """Returns the object at `path`. Raises ApiError for anything else."""
+    """Returns `value` if it is a JSON object. Raises ApiError, with the location `path`, for other values."""
     if not isinstance(value, dict):
         raise invalid(path, "is not an object")
     return value

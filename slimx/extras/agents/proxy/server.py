@@ -1,12 +1,12 @@
-"""A server with OpenAI's and Anthropic's APIs in front of the engines: what agents sample through it is the rollout.
+"""A server with OpenAI's and Anthropic's APIs in front of the engines; what agents sample through it is the rollout.
 
     agent --POST /SESSION/v1/chat/completions--> ChatProxy --> Session --ctx.engine--> engines
                                                                   |
                                                                   v
                                                             Conversations --> trajectories
 
-One server per run, started with the first session; one session per rollout. A session's name is a secret that only its
-agent receives: no other client on the network can sample, or add to a rollout.
+A run has one server, which starts with the first session, and a rollout has one session. A session's name is a secret
+that only its agent receives, so no other client on the network can sample or add to a rollout.
 """
 
 from __future__ import annotations
@@ -35,37 +35,39 @@ from slimx.runtime.children import bypass_proxies
 from slimx.runtime.ports import address
 
 MAX_BODY = 64 * 2**20
-"""Maximum size of a request, in bytes; less if a trajectory's tokens cannot fill it."""
+"""Maximum size of a request in bytes; less if the tokens of a trajectory cannot fill it."""
 LARGE_BODY = 100_000
-"""Size in bytes above which a request is parsed in a thread, so the loop can serve others."""
+"""Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
-"""Supported charsets of a body. Some of Python's others take quadratic time (punycode)."""
+"""Supported charsets of a body. Some of Python's other charsets, such as punycode, take quadratic time."""
 BODY_DEADLINE = 60.0
-"""Deadline from a request's headers to the end of its body, in seconds."""
+"""Seconds from a request's headers to the end of its body after which the request is refused."""
 IDLE_DEADLINE = 120.0
-"""Seconds until a connection without complete request headers is closed."""
+"""Seconds after which a connection without complete request headers is closed."""
 CONNECTIONS = 16384
-"""Maximum number of open connections; one more closes the one that has been idle longest."""
+"""Maximum number of open connections; a further one closes the connection that has been idle longest."""
 TOKENIZING = 2
 """Number of threads that tokenize messages."""
 
 
 class ChatProxy:
-    """The server of one run."""
+    """The chat completion server of one run."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
-        """Stores the address; `port` 0: any free port. `context`: maximum length of a trainable trajectory, in
-        tokens."""
+        """Stores the settings without starting the server.
+
+        `port`: 0 for any free port. `context`: maximum length of a trainable trajectory in tokens.
+        """
         self.context = context
         self._host = host
         self._port = port
         self._sessions: dict[str, tuple[Session, set[asyncio.Task[Any]]]] = {}
-        """Sessions by name, each with its running requests."""
+        """Sessions by name, each with the tasks of its running requests."""
         self._server: Listening | None = None
         self._starting = asyncio.Lock()
         self._open: Connections
         self._tokenizing: ThreadPoolExecutor
-        # A character takes up to 6 bytes, as \uXXXX; the rest is for names and numbers.
+        # A character takes up to 6 bytes, as \uXXXX. The constant is for names and numbers.
         self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
         self.body_deadline = BODY_DEADLINE
         self.idle_deadline = IDLE_DEADLINE
@@ -73,7 +75,8 @@ class ChatProxy:
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serves `session` inside the block and yields its base URL. Cancels unfinished requests at the end."""
+        """Serves `session` inside the block and yields its base URL. Cancels unfinished requests at the end of the
+        block."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
         running: set[asyncio.Task[Any]] = set()
@@ -110,7 +113,8 @@ class ChatProxy:
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 try:
-                    # A disconnect cancels the request: an answer that was not received is not part of the rollout.
+                    # A disconnect cancels the request, because an answer that the agent did not receive is not part of
+                    # the rollout.
                     server = await self._open.listen(app, self._host, self._port, handler_cancellation=True)
                 except OSError as error:
                     raise SlimxError(
@@ -119,7 +123,7 @@ class ChatProxy:
                         code="proxy.address",
                         about="rollout.proxy",
                     ) from None
-                bypass_proxies(os.environ, [self._host])  # for clients of agents in this process
+                bypass_proxies(os.environ, [self._host])  # for the API clients of agents in this process
                 self._server = server
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
             return f"http://{address(self._host, self._server.port)}"
@@ -137,14 +141,15 @@ class ChatProxy:
         answer: Callable[[Session, ChatApi, web.Request], Awaitable[web.StreamResponse]],
         http: web.Request,
     ) -> web.StreamResponse:
-        """Returns the response of a session; errors have the format of its API."""
+        """Calls `answer` with the session of the request and returns its response, or an error in the format of
+        `api`."""
         session, running = self._sessions.get(http.match_info["session"], (None, set()))
         task = asyncio.current_task()
         assert task is not None
         running.add(task)
         try:
             if session is None:
-                raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
+                raise ApiError("this session does not exist or has ended", code="session_not_found", status=404)
             return await answer(session, api, http)
         except ApiError as error:
             return web.json_response(api.refusal(error), status=error.status)
@@ -152,12 +157,13 @@ class ChatProxy:
             running.discard(task)
 
     async def _body(self, http: web.Request) -> object:
-        """Reads the request's JSON body. Raises ApiError if it is too long, too slow, or not JSON."""
+        """Reads and parses the request's JSON body. Raises ApiError if it is too long, arrives too late, or is not
+        JSON."""
         try:
             async with asyncio.timeout(self.body_deadline):
                 data = await http.read()
         except web.HTTPRequestEntityTooLarge:
-            text = f"the body exceeds {self._most} bytes, the maximum for {self.context} tokens"
+            text = f"the body exceeds {self._most} bytes, the maximum for a context of {self.context} tokens"
             raise ApiError(text, code="body_too_large", status=413, param="messages") from None
         except TimeoutError:
             text = f"the body did not arrive within {self.body_deadline:g} s"
@@ -175,12 +181,12 @@ class ChatProxy:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _unknown(self, http: web.Request) -> web.Response:
-        error = ApiError(f"{http.method} {http.path} is not served here", code="unknown_url", status=404)
+        error = ApiError(f"{http.method} {http.path} is not supported by this server", code="unknown_url", status=404)
         return web.json_response(error.body, status=404)
 
 
 def _json(data: bytes, charset: str) -> object:
-    """Parses a body. Raises ApiError if it is not JSON."""
+    """Parses a JSON body. Raises ApiError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(data.decode(charset))
     except ValueError:

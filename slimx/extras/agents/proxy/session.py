@@ -1,4 +1,4 @@
-"""One agent's session at the proxy: forwards its requests to the engines, records the answers, enforces limits."""
+"""One agent's session at the proxy: forwards its requests to the engines, records the answers, and enforces limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 TOKEN_CHARACTERS = 64
-"""Upper bound of the characters per token, many times the average: longer text is refused without tokenizing it."""
+"""Maximum number of characters per token, many times the average. Longer requests are refused without tokenizing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +35,37 @@ class SessionLimits:
     """Limits of one session."""
 
     context: int
-    """Maximum length of one conversation with its answers, in tokens."""
+    """Maximum length of one conversation including its answers, in tokens."""
     requests: int
     """Maximum number of requests."""
     sampled: int | None = None
-    """Maximum number of sampled tokens in all answers together; None: no limit."""
+    """Maximum number of sampled tokens in all answers together; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request with the state for its answer."""
+    """One request, with the state that is needed to answer it."""
 
     request: ChatRequest
     position: Position
     sampling: Json
     """Sampling parameters that differ from the run's."""
     index: int
-    """Index of the request in its session: the turn that determines its seed."""
+    """Index of the request in its session, which determines its seed like the index of a turn."""
     writer: AnswerWriter
-    """Writes the answer in the format of the API."""
+    """Writer of the response in the format of the API."""
 
 
 class Session:
-    """One rollout's agent at the proxy: its limits, and its conversations."""
+    """The session of one rollout's agent: its limits, conversations and counts."""
 
     def __init__(
         self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
     ) -> None:
-        """Starts without conversations. `strict`: refuses sampling parameters other than the run's, instead of
-        overriding them."""
+        """Starts without conversations.
+
+        `strict`: True to refuse sampling parameters other than the run's instead of overriding them.
+        """
         self._ctx = ctx
         self._reading = reading
         self._limits = limits
@@ -77,14 +79,15 @@ class Session:
         self.tool_calls = 0
         """Number of tool calls in all answers."""
         self.unreadable_calls = 0
-        """Number of answers that attempt a call but have no readable one."""
+        """Number of answers in which a call begins but none can be parsed."""
         self.last_error: ApiError | None = None
-        """The last response to the agent, if that was an error: a possible reason for its failure."""
+        """The last response to the agent if it was an error, which may be the reason for the agent's failure; otherwise
+        None."""
         self.limited = False
-        """True if a limit was reached."""
+        """True once a limit was reached."""
 
     def trajectories(self, metadata: Json) -> list[Trajectory]:
-        """Returns the sampled trajectories; [] if there are none."""
+        """Returns the sampled trajectories with `metadata` and the session's counts; [] if nothing was sampled."""
         counts: Json = {"requests": self._requests, "overridden": sorted(self._overridden)}
         if self._forced:
             counts["forced"] = self._forced
@@ -93,17 +96,23 @@ class Session:
         return self._conversations.trajectories(self._ctx, counts | metadata)
 
     async def count(self, api: ChatApi, body: object, tokenizing: Executor) -> int:
-        """Returns the length of a request's prompt in tokens, without sampling. Raises ApiError."""
+        """Returns the length of a request's prompt in tokens, without sampling.
+
+        `tokenizing`: executor for parsing and tokenizing. Raises ApiError for an invalid request.
+        """
         _, position = await self._read(api, body, tokenizing, strict=False)
         return len(position.token_ids)
 
     async def answer(self, api: ChatApi, body: object, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
-        """Returns the response to one request. Tokenizes its messages in a thread of `tokenizing`, so the loop can
-        serve other agents. Raises ApiError for failures before anything is sent."""
+        """Returns the response to one request.
+
+        `body`: parsed JSON body. `tokenizing`: executor for parsing and tokenizing, so that the event loop can serve
+        other agents. Raises ApiError for failures before anything is sent.
+        """
         try:
             request, position = await self._read(api, body, tokenizing, strict=self._strict)
             grammar = None
-            if request.forced is not None:  # in a thread: the import of xgrammar alone takes seconds
+            if request.forced is not None:  # in a thread, because importing xgrammar takes seconds
                 loop = asyncio.get_running_loop()
                 grammar = await loop.run_in_executor(tokenizing, self._reading.grammar, request)
             self._overridden.update(request.overridden)
@@ -121,7 +130,7 @@ class Session:
             self.limited |= error.code == "context_length_exceeded"
             raise
         except asyncio.CancelledError:
-            # The agent disconnected, or the rollout ended: the sampled tokens are not part of it.
+            # The agent disconnected or the rollout ended, so the sampled tokens are not part of the rollout.
             self._errors["agent_left"] += 1
             raise
 
@@ -157,7 +166,7 @@ class Session:
     async def _read(
         self, api: ChatApi, body: object, tokenizing: Executor, *, strict: bool
     ) -> tuple[ChatRequest, Position]:
-        """Returns the request in a body, and the position of its answer, both computed in a thread."""
+        """Parses a request and finds the position of its answer, in a thread of `tokenizing`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(tokenizing, self._read_here, api, body, strict)
 
@@ -183,7 +192,7 @@ class Session:
             raise ApiError(text, code="invalid_value", param="tools") from None
 
     def _refuse(self, position: Position, code: str, text: str) -> NoReturn:
-        """Raises ApiError for a reached limit, and marks the conversation as stopped."""
+        """Marks the conversation as stopped and raises ApiError for a limit that was reached."""
         self.limited = True
         if position.parent is not None:
             position.parent.stopped = True
@@ -196,10 +205,10 @@ class Session:
         return await self._keep(exchange, completion), completion
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
-        """Sends the answer as server-sent events; a later error becomes an event."""
+        """Sends the answer as server-sent events. An error after the first event is sent as an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            # Closed at once when the agent disconnects, to free the engine.
+            # Closes the events as soon as the agent disconnects, which frees the engine.
             async with contextlib.aclosing(self._events(exchange)) as events:
                 async for event in events:
                     if not response.prepared:
@@ -213,10 +222,12 @@ class Session:
         return response
 
     async def _events(self, exchange: Exchange) -> AsyncGenerator[bytes]:
-        """Yields the events of a streamed answer. An answer that must be parsed as a whole is sent at its end."""
+        """Yields the events of a streamed answer. An answer that must be parsed as a whole is sent at the end."""
         writer = exchange.writer
         pieces = self._reading.pieces(exchange.request)
-        if exchange.request.forced is not None:  # as a whole: an interrupted stream could not be continued
+        if (
+            exchange.request.forced is not None
+        ):  # not streamed, because an interrupted stream with a grammar cannot be continued
             message, completion = await self._complete_answer(exchange)
             yield writer.begin()
             yield writer.end(message, None, completion)
@@ -255,8 +266,10 @@ class Session:
             raise ApiError(text, code="tool_parser_failed", status=500) from error
 
     async def _keep(self, exchange: Exchange, completion: Completion, shown: str | None = None) -> Message:
-        """Returns the message for the agent and makes its answer part of the rollout. `shown`: its text, if that was
-        sent incrementally."""
+        """Makes the completion part of the rollout and returns it as a message for the agent.
+
+        `shown`: text of the message if it was sent incrementally.
+        """
         message: Message = {"role": "assistant", "content": shown}
         attempted = False
         if shown is None:
@@ -267,9 +280,9 @@ class Session:
         calls = len(message.get("tool_calls", []))
         if request.forced is not None and not calls and completion.finish_reason == "stop":
             raise ApiError(
-                "the engine made no call, although its grammar requires one", code="engine_failed", status=502
+                "the engine sampled no tool call, although its grammar requires one", code="engine_failed", status=502
             )
-        # Log-probs under a grammar are renormalized over the tokens it allows: not the policy's distribution.
+        # Log-probs under a grammar are normalized over the tokens that it allows, so they are not the policy's.
         self._conversations.add(exchange.position, completion, read_message(message), train=request.forced is None)
         self._sampled += len(completion.token_ids)
         if request.forced is not None:
@@ -282,7 +295,10 @@ class Session:
 
 @contextlib.contextmanager
 def _engine_errors() -> Iterator[None]:
-    """Converts errors of the engines to ApiError. Clients do not retry requests that an engine refused, but others."""
+    """Converts errors of the engines to ApiError.
+
+    Clients retry requests after these errors, except requests that an engine refused.
+    """
     try:
         yield
     except DeadlineError as error:

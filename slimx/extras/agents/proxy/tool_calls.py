@@ -1,8 +1,8 @@
-"""Tool calls in a model's text.
+"""Parsers of the tool calls in a model's text.
 
-`hermes` is the format of Hermes and Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>; `gpt-oss` that of
-OpenAI's open models (https://cookbook.openai.com/articles/openai-harmony). sglang-router, which is in front of the
-engines, parses the formats of other families.
+`hermes` is the format of Hermes and Qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>; `gpt-oss` is the
+format of OpenAI's open models (https://cookbook.openai.com/articles/openai-harmony). sglang-router, which runs in front
+of the engines, parses the formats of other model families.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ATTEMPT = re.compile(
     r"<[^<>\n]{0,32}tool[^<>\n]{0,32}>|\[TOOL_CALLS\]|<\|(?:start|channel)\|>[^<>\n]{0,32} to=functions\.",
     re.IGNORECASE,
 )
-"""Marks of a call's beginning: a response with one of them but no readable call has attempted a call."""
+"""Pattern of the start of a tool call. A response that matches it but has no readable call has attempted a call."""
 HARMONY_ENDS = re.compile(r"<\|(?:start|end|call|return)\|>")
 HARMONY_CALLS = re.compile(r"to=functions\.([^\s<>]+)")
 WRITTEN_IDS = {"kimik2": re.compile(r"<\|tool_call_begin\|>\s*([^\s<>]+)\s*<\|tool_call_argument_begin\|>")}
-"""Ids of calls in the text of models that write them, by parser: sglang-router does not return them."""
+"""Pattern of the call ids that models write, by parser name, because sglang-router does not return them."""
 ROUTER_S = 30.0
-"""Deadline for the router to parse a response, in seconds."""
+"""Deadline in seconds for the router to parse a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,23 @@ class ToolCall:
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as the text of a JSON object."""
     id: str | None = None
-    """Id that the model wrote, which its chat template repeats with the result; None: the format has none."""
+    """Id that the model wrote, which its chat template repeats with the result; None if the format has no ids."""
 
 
 Parsed = tuple[str, list[ToolCall]]
-"""A response without its calls, and the calls."""
+"""Text of a response without its calls, and the calls."""
 ToolParser = Callable[[str, list[Json]], Awaitable[Parsed]]
-"""A function of a response's text and the tools that it may call."""
+"""Function of a response's text and the tools that it may call."""
 
 
 def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> ToolParser:
-    """Returns the parser of a name: one of PARSERS, one of the router's, or the dotted path of
-    `def parse(text) -> (text, calls)`. `router`: its URL; `headers`: of requests to it. Raises SlimxError for an
-    unknown name."""
+    """Returns the parser called `name`: one of `PARSERS`, one of the router's, or the dotted path of a function
+    `parse(text) -> (text, calls)`.
+
+    `router`: URL of the router. `headers`: headers of requests to it. Raises SlimxError for an unknown name.
+    """
     key = "rollout.options.tool_parser"
     if name in PARSERS or "." in name:
         parse = PARSERS.get(name) or load_function(key, name, ("text",), is_async=False)
@@ -62,12 +64,14 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
             return parse(text)
 
         return parse_here
-    from sglang_router.sglang_router_rs import get_available_tool_call_parsers  # late: it loads the whole router
+    from sglang_router.sglang_router_rs import (
+        get_available_tool_call_parsers,
+    )  # imported here, because it loads the whole router
 
     known = get_available_tool_call_parsers()
     if name not in known:
         raise SlimxError(
-            f"{key} is {name!r}; choose a dotted path, or one of {', '.join(sorted([*PARSERS, *known]))}",
+            f"{key} is {name!r}; use a dotted path or one of {', '.join(sorted([*PARSERS, *known]))}",
             code="proxy.tool_parser",
             about=key,
         )
@@ -79,8 +83,10 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
 
 
 def hermes(text: str) -> Parsed:
-    """Returns the text before the first call, and all calls. A response with a malformed or truncated call has no calls
-    and is returned as text."""
+    """Returns the text before the first call, and all calls.
+
+    If any call is malformed or truncated, returns the whole text and no calls.
+    """
     calls: list[ToolCall] = []
     end = 0
     try:
@@ -98,7 +104,7 @@ def hermes(text: str) -> Parsed:
 
 
 def gpt_oss(text: str) -> Parsed:
-    """Returns the text for the user, and all calls. A response with a malformed call is returned as text."""
+    """Returns the text for the user, and all calls. If any call is malformed, returns the whole text and no calls."""
     content = ""
     calls: list[ToolCall] = []
     for message in HARMONY_ENDS.split(text):
@@ -125,7 +131,7 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _tool_call(call: object) -> ToolCall:
-    """Converts a JSON value to a call. Raises ValueError if a part of it would be ignored."""
+    """Converts a JSON value to a tool call. Raises ValueError if it is none, or has keys that would be ignored."""
     if not isinstance(call, dict) or call.keys() - {"id", "type", "name", "arguments", "parameters"}:
         raise ValueError("not a call")
     name = call.get("name")

@@ -1,7 +1,7 @@
-"""Forced tool calls (`tool_choice`), and the grammar with which an engine enforces them.
+"""Forced tool calls (`tool_choice`), and the grammar that makes an engine sample them.
 
-The grammar is written as a structural tag (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html) and sent as
-EBNF: SGLang accepts both, sglang-router forwards only EBNF and silently drops structural tags.
+The grammar is built as a structural tag (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html) and sent as EBNF.
+SGLang accepts both, but sglang-router forwards only EBNF and silently drops structural tags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slimx.json_types import Json
 GRAMMARS = ("hermes", "qwen")
 """Tool parsers whose format has a grammar: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 DEPTH = 32
-"""Maximum depth of a schema: the engine compiles it while all other requests wait."""
+"""Maximum nesting depth of a schema, which the engine compiles while all other requests wait."""
 LENGTH = 65536
 """Maximum length of a schema as JSON, in characters."""
 Tools = Sequence[Json]
@@ -24,22 +24,23 @@ Tools = Sequence[Json]
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """The calls that a response must consist of."""
+    """The tool calls that a response must consist of."""
 
     names: tuple[str, ...]
-    """Tools that may be called."""
+    """Names of the tools that may be called."""
     once: bool
-    """True for exactly one call, False for one or more."""
+    """True for exactly one call, False for one or more calls."""
 
 
 def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
-    """Returns the forced calls of a request. `name`: the one tool to call; None: any of `tools`. `once`: exactly one
-    call.
+    """Returns the forced calls of a request.
 
-    Raises ApiError if there is no such tool."""
+    `tools`: tools of the request. `name`: the only tool that may be called; None for any of `tools`. `once`: True for
+    exactly one call. Raises ApiError if there is no such tool.
+    """
     known = [_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if not known:
-        raise invalid("tool_choice", "forces a tool, and the request has no tools")
+        raise invalid("tool_choice", "forces a tool, but the request has no tools")
     if name is None:
         return Forced(tuple(known), once)
     if name not in known:
@@ -48,9 +49,12 @@ def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
 
 
 def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
-    """Returns the EBNF grammar of a response that consists of the forced calls, with arguments by their schemas.
-    `thinks`: the response begins with reasoning, up to </think>. Raises ApiError for a schema without a grammar."""
-    from xgrammar import Grammar  # late: the import takes seconds, and few agents force a tool
+    """Returns the EBNF grammar of a response that consists of the forced calls, with arguments by the tools' schemas.
+
+    `thinks`: True if the response starts with reasoning, up to </think>. Raises ApiError for a schema that no grammar
+    can express.
+    """
+    from xgrammar import Grammar  # imported here, because that takes seconds and few agents force a tool
 
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     calls: Json = {
@@ -65,26 +69,26 @@ def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
         calls = {"type": "sequence", "elements": [thought, calls]}
     try:
         return str(Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": calls})))
-    except RuntimeError as error:  # xgrammar's only error
+    except RuntimeError as error:  # the only error that xgrammar raises
         raise invalid("tools", f"have parameters that no grammar can express: {str(error).strip()}") from error
 
 
 def _name(tool: object, path: str) -> str:
-    """Returns the name of a tool. `path`: of the tool in the request. Raises ApiError for one that cannot be forced."""
+    """Returns the name of a tool. Raises ApiError, with the location `path`, for a tool that cannot be forced."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(path, "has no function.name")
     schema = function.get("parameters") or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise invalid(f"{path}.function.parameters", "is not a schema of an object")
+        raise invalid(f"{path}.function.parameters", "is not the schema of an object")
     if _depth(schema) > DEPTH or len(json.dumps(schema)) > LENGTH:
-        problem = f"is a schema of more than {DEPTH} levels or {LENGTH} bytes, which cannot be forced"
+        problem = f"has more than {DEPTH} levels or {LENGTH} characters, so the tool cannot be forced"
         raise invalid(f"{path}.function.parameters", problem)
     return function["name"]
 
 
 def _depth(value: object) -> int:
-    """Returns the nesting depth of lists and objects; counting ends above DEPTH."""
+    """Returns the nesting depth of lists and objects; stops counting above `DEPTH`."""
     depth = 0
     level = [value]
     while depth <= DEPTH:

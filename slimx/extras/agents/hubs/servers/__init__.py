@@ -1,3 +1,4 @@
-"""Programs that run in the Python environment of another project, which does not have slimx.
+"""Programs that run in the Python environment of another project, where slimx is not installed.
 
-Python searches a program's directory for imports first: no file here may have the name of a package."""
+Python searches a program's directory first for imports, so no file here may have the name of a package.
+"""

@@ -1,12 +1,14 @@
-"""Plays episodes of one environment of verifiers for slimx, in the Python environment that has the package:
+"""Plays episodes of one environment of the package verifiers for slimx, in the Python environment that has the package.
 
-    python verifiers_server.py ENV --prompts prompts.jsonl [--tasks 1000]     # its tasks as prompts
+    python verifiers_server.py ENV --prompts prompts.jsonl [--tasks 1000]     # writes its tasks as prompts
     python verifiers_server.py ENV --port 8000 [--episodes 64]                # POST /episode {"task", "base_url"}
     TOKEN=... python verifiers_server.py ENV --host 0.0.0.0 --token-env TOKEN # for other machines
 
-ENV is the table [env] of verifiers' configuration as JSON, or a file with it: {"taskset": {"id": "gsm8k-v1"}, "agent":
-{"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. The client is slimx/extras/agents/hubs/verifiers.py.
-slimx is not installed there: the imports from this checkout only need aiohttp. Written for verifiers 0.4."""
+ENV is the table [env] of a verifiers configuration as JSON, or the path of a file with it: {"taskset": {"id":
+"gsm8k-v1"}, "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. The client is
+slimx/extras/agents/hubs/verifiers.py. slimx is not installed in that environment, so the modules of it that are
+imported from this checkout need only aiohttp. Written for verifiers 0.4.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,17 @@ from slimx.extras.http.access import permitted, token_of  # noqa: E402
 from slimx.extras.http.connections import Connections  # noqa: E402
 
 NO_KEY = "SLIMX_HAS_NO_KEY"
-"""Name of an unset variable: the proxy, whose URL is its secret, must not receive keys of other services."""
+"""Name of a variable that is not set, from which verifiers reads no API key: the proxy, whose URL is secret, must not
+receive keys of other services."""
 MAX_BODY = 64 * 2**20
 CONNECTIONS = 1024
-"""Maximum number of open connections; one more closes the one that has been idle longest."""
+"""Maximum number of open connections; a further one closes the connection that has been idle longest."""
 IDLE_S = 120.0
-"""Seconds until a connection without complete request headers is closed."""
+"""Seconds after which a connection without complete request headers is closed."""
 
 
 class EpisodeServer:
-    """The episodes of one environment, at most `most` at once."""
+    """Plays episodes of one environment, at most `most` at a time."""
 
     def __init__(self, env: vf.Env, most: int, token: str | None = None) -> None:
         self.env = env
@@ -47,14 +50,14 @@ class EpisodeServer:
         self._task_type = type(env.taskset).task_type()
 
     async def episode(self, request: web.Request) -> web.Response:
-        """Plays one episode and responds with its verdict. A disconnect ends the episode."""
+        """Plays one episode and responds with its rewards or its error. A disconnect cancels the episode."""
         if not permitted(request.headers.get("Authorization", ""), self._token):
             return web.json_response({"error": "the token is wrong or missing"}, status=401)
         try:
-            body = json.loads(await request.read())  # as UTF-8: a header could name a codec that takes minutes
+            body = json.loads(await request.read())  # always UTF-8, because a header could name a slow codec
             data = self._task_type.data_type().model_validate(body["task"])
             client = vf.EvalClientConfig(base_url=body["base_url"], api_key_var=NO_KEY)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:  # pydantic's are ValueErrors
+        except (ValueError, LookupError, TypeError, RecursionError) as error:  # ValueError includes pydantic's
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
         task = self._task_type(data, self.env.config.taskset.task)
         async with self._slots:
@@ -63,18 +66,18 @@ class EpisodeServer:
 
 
 def verdict(episode: vf.Episode) -> dict[str, Any]:
-    """Returns the verdict on an episode: its weighted rewards, or its error."""
+    """Returns the response for an episode: its weighted rewards, metrics and number of turns, or its error."""
     if not episode.ok:
         errors = [*episode.errors]
         for trace in episode.traces:
             errors += trace.errors
         return {"error": "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"}
     if len(episode.traces) != 1:
-        return {"error": f"{len(episode.traces)} agents took part, and slimx trains the rollout of one"}
+        return {"error": f"{len(episode.traces)} agents took part, but slimx trains on episodes of one agent"}
     (trace,) = episode.traces
     unjudged = [name for name, reward in trace.rewards.items() if reward is None]
     if unjudged:
-        return {"error": f"its reward {unjudged[0]} was not judged"}
+        return {"error": f"reward {unjudged[0]} was not computed"}
     return {
         "rewards": {name: reward.value for name, reward in trace.rewards.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
@@ -84,18 +87,21 @@ def verdict(episode: vf.Episode) -> dict[str, Any]:
 
 
 def to_prompt(index: int, task: vf.Task) -> dict[str, Any]:
-    """Converts a task to a line of a prompt file. Its messages are informative: the environment sends others."""
+    """Converts a task to a line of a prompt file.
+
+    The prompt's messages are only informative, because the environment sends its own.
+    """
     data = task.data.model_dump(mode="json")
     messages = []
     if data.get("system_prompt"):
         messages.append({"role": "system", "content": data["system_prompt"]})
-    question = task.data.prompt_text or data.get("name") or f"task {index}"  # an environment may have no first message
+    question = task.data.prompt_text or data.get("name") or f"task {index}"  # or the name: a task may have no prompt
     messages.append({"role": "user", "content": question})
     return {"id": f"task-{index}", "messages": messages, "metadata": {"verifiers": data}}
 
 
 async def serve(env: vf.Env, host: str, port: int, most: int, token: str | None) -> None:
-    """Serves until the program is ended."""
+    """Serves episodes until the program is stopped. `most`: maximum number of concurrent episodes."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_post("/episode", EpisodeServer(env, most, token).episode)
     async with env.serving():
@@ -109,14 +115,17 @@ async def serve(env: vf.Env, host: str, port: int, most: int, token: str | None)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="episodes of an environment of verifiers")
-    parser.add_argument("env", help="table [env] of verifiers' configuration: JSON, or a file with it")
-    parser.add_argument("--prompts", type=Path, help="write the tasks to this file as prompts, then exit")
+    parser = argparse.ArgumentParser(description="Plays episodes of an environment of verifiers for slimx.")
+    parser.add_argument("env", help="table [env] of a verifiers configuration, as JSON or as the path of a JSON file")
+    parser.add_argument("--prompts", type=Path, help="file to write the tasks to as prompts; the program then exits")
     parser.add_argument("--tasks", type=int, help="maximum number of tasks; required for an infinite taskset")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--episodes", type=int, default=64, help="maximum number of concurrent episodes")
-    parser.add_argument("--token-env", help="environment variable with the token; required unless --host is loopback")
+    parser.add_argument(
+        "--token-env",
+        help="environment variable with the token that clients must send; required unless --host is a loopback address",
+    )
     arguments = parser.parse_args()
     token = token_of(parser, arguments)
     # verifiers starts programs with uv, which may be in the directory of this Python.
@@ -127,7 +136,7 @@ def main() -> int:
         asyncio.run(serve(env, arguments.host, arguments.port, arguments.episodes, token))
         return 0
     if arguments.tasks is None and not env.taskset.bounded:
-        parser.error(f"{env.config.taskset.id} is infinite: give --tasks")
+        parser.error(f"{env.config.taskset.id} is infinite; set --tasks")
     with arguments.prompts.open("w") as file:
         for index, task in enumerate(islice(env.taskset, arguments.tasks)):
             file.write(json.dumps(to_prompt(index, task)) + "\n")

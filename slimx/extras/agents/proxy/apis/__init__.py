@@ -1,1 +1,1 @@
-"""The APIs for agents: each parses its requests, and writes its responses and errors."""
+"""The APIs that agents use: each module parses requests, and writes responses and errors in the API's format."""

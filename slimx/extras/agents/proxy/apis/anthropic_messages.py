@@ -1,4 +1,4 @@
-"""Anthropic's messages API: requests, and responses of text and tool blocks, as a whole or as events.
+"""Anthropic's messages API: requests, and responses of text, thinking and tool blocks, as a whole or as events.
 
 Names are those of Anthropic's API reference for /v1/messages.
 """
@@ -29,9 +29,9 @@ from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.rollout.client.completion import Completion
 
 STOP_SEQUENCES = 16
-"""Maximum number of stop sequences."""
+"""Maximum number of stop sequences of a request."""
 IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
-"""Parameters without effect: they concern Anthropic's service."""
+"""Parameters that are accepted without effect, because they concern Anthropic's service."""
 SUPPORTED = frozenset(
     {
         "context_management",
@@ -53,10 +53,15 @@ ERRORS = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"
 
 
 def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = False) -> ChatRequest:
-    """Parses a JSON body. `counts`: max_tokens is optional. Raises ApiError for an invalid or unsupported request."""
+    """Parses the JSON body of a request.
+
+    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them.
+    `counts`: True for a request that only counts tokens, where max_tokens is optional. Raises ApiError for an invalid
+    or unsupported request.
+    """
     fields = fields_of(body, IGNORED | SUPPORTED, {})
     if not counts and "max_tokens" not in fields:
-        raise invalid("max_tokens", "is missing; give a positive number")
+        raise invalid("max_tokens", "is missing; set it to a positive integer")
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(typed(fields, "tools", list, []))]
     choice, forced = _choice(fields, tools)
     return ChatRequest(
@@ -74,7 +79,7 @@ def read_messages(body: Any, sampling: Json, *, strict: bool, counts: bool = Fal
 
 
 def refusal(error: ApiError) -> Json:
-    """Returns the body of an error; `code` and `param` are those of chat completions."""
+    """Returns the body of an error response; `code` and `param` are those of OpenAI's API."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code, "param": error.param}}
 
@@ -83,16 +88,17 @@ class MessageWriter(AnswerWriter):
     """Writes one message of Anthropic's API."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the response as a whole."""
+        """Returns the JSON body of a response that is not streamed."""
         return self._frame(_blocks(message), self._usage(completion)) | self._stop(message, completion)
 
     def begin(self) -> bytes:
-        """Returns the event message_start; the number of cached tokens is only known at the end."""
+        """Returns the event message_start. Its usage lacks the number of cached tokens, which is known only at the
+        end."""
         usage = {"input_tokens": self.prompt, "output_tokens": 0}
         return _event("message_start", message=self._frame([], usage))
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns a piece of text; the first one opens a block."""
+        """Returns the events of a piece of text; the first piece also opens a text block."""
         if not shown:
             return b""
         out = b""
@@ -102,7 +108,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the remaining blocks, the stop reason and the usage."""
+        """Returns the events of the remaining text or blocks, the stop reason and the usage."""
         out = b""
         if rest is not None:
             out += self.piece(rest, completion)
@@ -115,7 +121,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("message_delta", delta=delta, usage=self._usage(completion)) + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        """Returns the event error."""
+        """Returns the event of an error after the response has begun."""
         return _event("error", error=refusal(error)["error"])
 
     def _frame(self, content: list[Json], usage: dict[str, int]) -> Json:
@@ -132,7 +138,7 @@ class MessageWriter(AnswerWriter):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, completion: Completion) -> dict[str, int]:
-        """Returns the token counts; cached tokens of the prompt are counted separately, as in the API."""
+        """Returns the token counts; cached tokens of the prompt are counted separately, as in Anthropic's API."""
         cached = min(completion.cached_tokens, self.prompt)
         return {
             "input_tokens": self.prompt - cached,
@@ -186,7 +192,10 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _message(message: object, path: str) -> list[Message]:
-    """Converts an API message to chat-template messages, where tool results are separate messages."""
+    """Converts a message of the API to messages of the chat template, where every tool result is a separate message.
+
+    `path`: location of the message in the request, for error messages.
+    """
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ("user", "assistant"):
         raise invalid(f"{path}.role", "is not one of user, assistant")
@@ -210,7 +219,7 @@ def _message(message: object, path: str) -> list[Message]:
 
 
 def _assistant(blocks: list[Any], path: str) -> Message:
-    """Converts an answer. Omits its thinking: a chat template renders past reasoning differently, or not at all."""
+    """Converts an assistant's message. Omits its thinking, which chat templates render differently or not at all."""
     text = ""
     calls = []
     for index, block in enumerate(blocks):
@@ -230,11 +239,11 @@ def _assistant(blocks: list[Any], path: str) -> Message:
 
 
 def _tool(tool: object, path: str) -> Json:
-    """Converts a tool to the chat templates' form."""
+    """Converts a tool to the chat template's form. `path`: location of the tool in the request, for error messages."""
     declaration = as_object(tool, path)
     kind = declaration.get("type", "custom")
     if kind not in (None, "custom"):
-        raise unsupported(f"{path}.type", f"is {kind}; only tools that the agent itself carries out are supported")
+        raise unsupported(f"{path}.type", f"is {kind}; only tools that the agent itself executes are supported")
     function: Json = {"name": required(declaration, "name", str, path)}
     function["parameters"] = required(declaration, "input_schema", dict, path)
     description = typed(declaration, "description", str, "", path)
@@ -251,7 +260,7 @@ def _only(fields: Json, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _choice(fields: Json, tools: list[Json]) -> tuple[str, Forced | None]:
-    """Returns the type of `tool_choice`, and the calls that it forces."""
+    """Returns the type of `tool_choice`, and the calls that it forces, or None."""
     choice = _only(fields, "tool_choice", ("auto", "none", "any", "tool"))
     if choice in ("auto", "none"):
         return choice, None
@@ -263,17 +272,20 @@ def _choice(fields: Json, tools: list[Json]) -> tuple[str, Forced | None]:
 
 
 def _ignored(fields: Json) -> tuple[str, ...]:
-    """Returns requested features that are ignored (thinking budget, effort), which agents request by default. Raises
-    ApiError for features that an agent depends on."""
+    """Returns the names of requested features that are ignored: a thinking budget and an effort, which agents request
+    by default.
+
+    Raises ApiError for unsupported features that an agent depends on.
+    """
     thinking = _only(fields, "thinking", ("disabled", "enabled", "adaptive"))
     output = fields.get("output_config", {})
     context = fields.get("context_management", {})
     if not isinstance(output, dict) or output.keys() - {"effort"}:
-        raise unsupported("output_config", f"{json.dumps(output)} is not supported; only an effort may be given")
+        raise unsupported("output_config", f"{json.dumps(output)} is not supported; only effort may be set")
     edits = context.get("edits", []) if isinstance(context, dict) else None
-    # The model never sees past thinking, so there is nothing to clear.
+    # Requests to clear past thinking have no effect, because the model never sees past thinking.
     if not isinstance(edits, list) or not all(type_of(edit).startswith("clear_thinking_") for edit in edits):
-        raise unsupported("context_management", "can only clear past thinking; the agent must remove messages itself")
+        raise unsupported("context_management", "may only clear past thinking; remove messages in the agent instead")
     ignored = []
     if thinking != "disabled":
         ignored.append("thinking")

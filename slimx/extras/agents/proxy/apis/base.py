@@ -1,4 +1,4 @@
-"""The interface of an API for agents: parsing requests, and writing responses and errors."""
+"""The interface of an API that agents use: it parses requests, and writes responses and errors."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ class AnswerWriter(ABC):
     reading: AnswerReader
     created: int = field(default_factory=lambda: int(time.time()))
     _open: bool = field(default=False, init=False)
-    """True while a text block is open."""
+    """True while a text block or item of the streamed response is open."""
 
     @abstractmethod
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the response as a whole."""
+        """Returns the JSON body of a response that is not streamed."""
 
     @abstractmethod
     def begin(self) -> bytes:
-        """Returns the events before any text."""
+        """Returns the events that precede the first piece."""
 
     @abstractmethod
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns the events of newly sampled tokens. `shown`: the text that can be sent now; may be empty."""
+        """Returns the events of newly sampled tokens. `shown`: text that can be sent now, possibly ""."""
 
     @abstractmethod
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the remaining events, and the end. `rest`: the text not sent yet; None if none was sent."""
+        """Returns the events of the rest of the response and of its end.
+
+        `rest`: text that has not been sent; None if no text was sent incrementally and all of `message` must be.
+        """
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """Returns the events of a response that fails after its beginning."""
+        """Returns the events of an error after the response has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatApi:
-    """One API."""
+    """The parser, the writer and the error format of one API."""
 
     read: Callable[..., ChatRequest]
-    """(body, the run's sampling, strict=...) -> the request. Raises ApiError for an unsupported request."""
+    """Function that parses a JSON body, given the run's sampling parameters and `strict`. Raises ApiError for an
+    unsupported request."""
     writer: type[AnswerWriter]
     refusal: Callable[[ApiError], Json] = lambda error: error.body
-    """Error -> body of the error response."""
+    """Function that returns the JSON body of an error response."""

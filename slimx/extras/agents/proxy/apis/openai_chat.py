@@ -35,7 +35,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters without effect: they concern OpenAI's service, or (seed) the run sets them."""
+"""Parameters that are accepted without effect, because they concern OpenAI's service or (seed) the run sets them."""
 NEUTRAL = {
     "frequency_penalty": 0,
     "logit_bias": {},
@@ -44,7 +44,7 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""Parameters with their only supported value, apart from null."""
+"""Parameters that may only be null or have this value."""
 SUPPORTED = frozenset(
     {
         "logprobs",
@@ -65,7 +65,11 @@ SUPPORTED = frozenset(
 
 
 def read_chat(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-    """Parses a JSON body. Raises ApiError for an invalid or unsupported request."""
+    """Parses the JSON body of a request.
+
+    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them. Raises
+    ApiError for an invalid or unsupported request.
+    """
     fields = fields_of(body, IGNORED | SUPPORTED, NEUTRAL)
     overridden = overridden_by_run(fields, sampling, strict=strict)
     tools = typed(fields, "tools", list, []) or None
@@ -91,7 +95,7 @@ class ChatWriter(AnswerWriter):
     """Writes one chat completion."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the response as a whole."""
+        """Returns the JSON body of a response that is not streamed."""
         choice = {"message": message, "finish_reason": _finish_reason(message, completion)}
         frame = self._frame("chat.completion", choice, self._logprobs(completion))
         return frame | {"usage": self._usage(completion)}
@@ -101,14 +105,14 @@ class ChatWriter(AnswerWriter):
         return self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns a chunk of text and log-probs."""
+        """Returns a chunk with text and log-probs, or b"" if there is neither."""
         logprobs = self._logprobs(piece)
         if not shown and not logprobs:
             return b""
         return self._chunk({"content": shown}, logprobs=logprobs)
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the rest of the message, the finish reason, and the usage if it was requested."""
+        """Returns the chunks of the rest of the message, the finish reason, and the usage if it was requested."""
         delta: Json = {"content": rest}
         if rest is None:
             delta = {name: value for name, value in message.items() if name != "role"}
@@ -131,7 +135,7 @@ class ChatWriter(AnswerWriter):
         return _event(self._frame("chat.completion.chunk", {"delta": delta, "finish_reason": finish}, logprobs))
 
     def _frame(self, kind: str, choice: Json | None = None, logprobs: list[Any] | None = None) -> Json:
-        """Returns the common fields of a response and its chunks, around a choice."""
+        """Returns the fields that a response and its chunks have in common, with one choice or none."""
         choices = []
         if choice is not None:
             content = None if logprobs is None else {"content": logprobs}
@@ -155,8 +159,7 @@ class ChatWriter(AnswerWriter):
         }
 
     def _logprobs(self, completion: Completion) -> list[Json] | None:
-        """Returns the log-prob of each sampled token in the API's format, without alternatives; None if they were not
-        requested."""
+        """Returns each sampled token's log-prob in the API's format, without alternatives; None if not requested."""
         if not self.request.logprobs:
             return None
         out = []
@@ -192,7 +195,7 @@ def _stop(fields: Json) -> list[str]:
     if isinstance(stop, str):
         stop = [stop]
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
-        raise invalid("stop", "is not a string or a list of up to four")
+        raise invalid("stop", "must be a non-empty string or a list of up to four of them")
     check_stop(stop, "stop")
     return stop
 

@@ -1,6 +1,7 @@
 """OpenAI's responses API: requests, and responses of text, reasoning and call items, as a whole or as events.
 
-Names are those of OpenAI's API reference for /v1/responses. Nothing is stored: every request contains all items.
+Names are those of OpenAI's API reference for /v1/responses. Responses are not stored, so every request must contain all
+items of the conversation.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters without effect: they concern OpenAI's service."""
+"""Parameters that are accepted without effect, because they concern OpenAI's service."""
 NEUTRAL = {"background": False, "top_logprobs": 0, "truncation": "disabled"}
-"""Parameters with their only supported value, apart from null."""
+"""Parameters that may only be null or have this value."""
 SUPPORTED = frozenset(
     {
         "input",
@@ -57,13 +58,17 @@ SUPPORTED = frozenset(
     }
 )
 PARTLY_IGNORED = {"include", "reasoning", "text"}
-"""Parameters that agents send by default. Some of their values are ignored, which the rollout records."""
+"""Parameters that agents send by default. Some of their values are ignored, which the rollout's metadata records."""
 SERVICE_TOOLS = ("web_search", "web_search_preview")
-"""Tools of OpenAI's service that agents offer by default. The model does not see them."""
+"""Tools of OpenAI's service that agents offer by default. They are removed from the prompt."""
 
 
 def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
-    """Parses a JSON body. Raises ApiError for an invalid or unsupported request."""
+    """Parses the JSON body of a request.
+
+    `sampling`: the run's sampling parameters. `strict`: True to refuse other values instead of overriding them. Raises
+    ApiError for an invalid or unsupported request.
+    """
     fields = fields_of(body, IGNORED | SUPPORTED | PARTLY_IGNORED, NEUTRAL)
     all_tools = typed(fields, "tools", list, [])
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(all_tools) if not _of_service(tool)]
@@ -81,13 +86,13 @@ def read_responses(body: Any, sampling: Json, *, strict: bool) -> ChatRequest:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes one response."""
+    """Writes one response of the API."""
 
     _events = 0
-    """Number of events so far: the next sequence number."""
+    """Number of events so far, which is the next sequence number."""
 
     def complete(self, message: Message, completion: Completion) -> Json:
-        """Returns the response as a whole."""
+        """Returns the JSON body of a response that is not streamed."""
         status = "completed"
         details = None
         if completion.finish_reason == "length":
@@ -100,12 +105,12 @@ class ResponseWriter(AnswerWriter):
         }
 
     def begin(self) -> bytes:
-        """Returns the events before any item."""
+        """Returns the events that precede the first item."""
         frame = self._frame("in_progress")
         return self._event("response.created", response=frame) + self._event("response.in_progress", response=frame)
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns a piece of text; the first one opens an item."""
+        """Returns the events of a piece of text; the first piece also opens a text item."""
         if not shown:
             return b""
         out = b""
@@ -115,7 +120,7 @@ class ResponseWriter(AnswerWriter):
         return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the remaining items, and the whole response."""
+        """Returns the events of the remaining items, and the last event with the whole response."""
         response = self.complete(message, completion)
         out = b""
         if rest:
@@ -139,7 +144,7 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.failed", response=response)
 
     def _begin_item(self, index: int, item: Json) -> bytes:
-        """Returns the events of an item other than text, except its end."""
+        """Returns the events of a reasoning or call item, except the one that ends it."""
         if item["type"] == "reasoning":
             return self._event("response.output_item.added", output_index=index, item=item)
         start = {**item, "arguments": "", "status": "in_progress"}
@@ -186,7 +191,7 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _choice(self, has_tools: bool) -> str | Json:
-        """Returns the request's tool_choice."""
+        """Returns the `tool_choice` that the response repeats."""
         forced = self.request.forced
         if forced is None:
             return "auto" if self.request.calls_tools or not has_tools else "none"
@@ -231,15 +236,18 @@ def _of_service(tool: object) -> bool:
 
 
 def _ignored(fields: Json, tools: list[Any]) -> tuple[str, ...]:
-    """Returns requested features that are ignored, which agents request by default: reasoning effort, summary or
-    encrypted reasoning, verbosity, a search by the service. Raises ApiError for features that an agent depends on."""
+    """Returns the names of requested features that are ignored: reasoning effort, summaries and encrypted reasoning,
+    verbosity, and searches by the service, which agents request by default.
+
+    Raises ApiError for unsupported features that an agent depends on.
+    """
     include = fields.get("include", [])
     text = fields.get("text", {})
     reasoning = typed(fields, "reasoning", dict, {})
     if include not in ([], ["reasoning.encrypted_content"]):
         raise unsupported("include", f"{json.dumps(include)} is not supported; leave it out")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
-        raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text is")
+        raise unsupported("text", f"{json.dumps(text)} is not supported; only plain text can be requested")
     ignored = []
     if include:
         ignored.append("include")
@@ -270,8 +278,10 @@ def _messages(fields: Json) -> list[Message]:
 
 
 def _add(out: list[Message], item: Any, path: str) -> None:
-    """Adds an item of the API to the messages of chat templates, calls to the answer before them. Omits past reasoning:
-    a chat template renders it differently, or not at all."""
+    """Converts an item of the API and adds it to the chat template's messages; adds a call to the answer before it.
+
+    Omits past reasoning, which chat templates render differently or not at all.
+    """
     kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
     if kind == "message":
         out.append(_message(item, path))
@@ -279,7 +289,7 @@ def _add(out: list[Message], item: Any, path: str) -> None:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "function": function}
         if not all(isinstance(text, str) for text in (call["id"], *function.values())):
-            raise invalid(path, "lacks one of call_id, name, arguments")
+            raise invalid(path, "must have the strings call_id, name and arguments")
         if not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": ""})
         read = read_message({"role": "assistant", "tool_calls": [call]}, path)["tool_calls"]
@@ -301,17 +311,18 @@ def _message(item: Json, path: str) -> Message:
 
 
 def _part(part: Any) -> Any:
-    """Converts a text part to its chat-completions form. Other parts pass through and are rejected there."""
+    """Converts a text part to the form of chat completions. Returns other parts unchanged; `read_message` refuses
+    them."""
     if type_of(part) in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
     return part
 
 
 def _tool(tool: object, path: str) -> Json:
-    """Converts a tool to the chat templates' form."""
+    """Converts a tool to the chat template's form. `path`: location of the tool in the request, for error messages."""
     declaration = as_object(tool, path)
     if type_of(declaration) != "function":
-        problem = f"is {type_of(declaration)}; only functions, which the agent itself carries out, are supported"
+        problem = f"is {type_of(declaration)}; only functions, which the agent itself executes, are supported"
         raise unsupported(f"{path}.type", problem)
     required(declaration, "name", str, path)
     typed(declaration, "parameters", dict, {}, path)
