@@ -1,1 +1,2 @@
-"""Sandboxes that isolate programs of a model: namespaces, containers, other machines, and a terminal in them."""
+"""Sandboxes that isolate programs of a model, in namespaces, in containers or on other machines, and a terminal in
+them."""

@@ -12,11 +12,13 @@ HEADERS = 2**20
 class Archive(tarfile.TarFile):
     """A tar archive whose headers are read in bounded memory.
 
-    tarfile itself reads a whole extended header and keeps it with its member, loops forever on a negative size, and
-    takes a damaged header for the end of the archive."""
+    tarfile itself reads an extended header of any size and keeps it with its member, loops forever on a negative size,
+    and treats a damaged header as the end of the archive.
+    """
 
     def next(self) -> tarfile.TarInfo | None:
-        """Returns the next member. Raises tarfile.ReadError for headers that are too long or damaged."""
+        """Returns the next member, or None at the end. Raises tarfile.ReadError for headers that are too long or
+        damaged."""
         file = self.fileobj
         headers = _Headers(file)
         self.fileobj: Any = headers
@@ -30,11 +32,11 @@ class Archive(tarfile.TarFile):
             raise _too_long()
         if member is None:
             if headers.last.strip(b"\0"):
-                raise tarfile.ReadError("it goes on with an invalid header")  # tarfile takes it for the end
+                raise tarfile.ReadError("a header is invalid")  # tarfile treats it as the end of the archive
             return None
         if member.size < 0 or _has_negative_part(member):
             raise tarfile.ReadError(f"{member.name} has a negative size")
-        # Unused, but kept with each member.
+        # Unused fields, which tarfile would keep in memory with every member.
         member.pax_headers = {}
         member.uname = ""
         member.gname = ""
@@ -42,7 +44,7 @@ class Archive(tarfile.TarFile):
 
 
 class _Headers:
-    """A file that allows to read up to `HEADERS` bytes."""
+    """Wrapper of a file that permits reading at most `HEADERS` bytes."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -60,8 +62,8 @@ class _Headers:
 
 
 def sparse_parts(member: tarfile.TarInfo) -> list[tuple[int, int]]:
-    """Returns offset and size of each part of a sparse file; none for other members."""
-    parts: Any = member.sparse  # typeshed declares it as bytes
+    """Returns offset and size of each part of a sparse file; [] for other members."""
+    parts: Any = member.sparse  # typeshed declares this as bytes
     return list(parts or ())
 
 

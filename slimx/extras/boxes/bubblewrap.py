@@ -1,4 +1,5 @@
-"""A sandbox on this machine: a root directory in bubblewrap's namespaces, with limits and a system call filter."""
+"""A rollout's sandbox on this machine: a root directory in bubblewrap's namespaces, with limits and a system call
+filter."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from slimx.extras.boxes.programs.watch import Limits
 from slimx.extras.boxes.protocol import Box, BoxRefusal, Either, check_run, names_of, not_plain, too_large
 
 NOT_FOUND = 127
-"""Exit status of a shell for a missing program."""
+"""Exit status by which a shell reports that a program was not found."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class BubblewrapBox(Box):
-    """A `Box` that begins as a copy of `source`, a tar archive or a directory.
+    """A `Box` in bubblewrap's namespaces, whose root starts as a copy of `source`, a tar archive or a directory.
 
-    `Limits.disk_mib` bounds what it adds. /dev, /proc and, with `host_usr`, /usr are mounted, not part of its root."""
+    `Limits.disk_mib` bounds what programs add to the root. /dev, /proc and, with `host_usr`, /usr are mounted and not
+    part of the root.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,12 @@ class BubblewrapBox(Box):
         base: Path | None = None,
         image_mib: int = 4096,
     ):
-        """Creates the root. `host_usr`: mounts this machine's /usr, for roots without programs. `base`: parent
-        directory of the root. Raises SlimxError for a missing program, BoxRefusal for an unusable source."""
+        """Creates the root directory.
+
+        `host_usr`: True to mount this machine's /usr, for roots without programs. `base`: parent directory of the root;
+        None for the temporary directory. `image_mib`: maximum size of the initial root in MiB. Raises SlimxError if a
+        program of the sandbox is not installed, BoxRefusal for an unusable source.
+        """
         super().__init__(limits)
         self._enclosure = Enclosure(self.limits)
         self._host_usr = host_usr
@@ -45,8 +52,10 @@ class BubblewrapBox(Box):
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> ProgramResult:
-        """Runs a program, see `Box.run`. `ended` is "disk" if the sandbox exceeds its disk limit; the status is 127 if
-        the program or `cwd` is missing."""
+        """Runs a program, as `Box.run` describes.
+
+        `ended` is "disk" if the sandbox exceeds its disk limit. The status is 127 if the program or `cwd` is missing.
+        """
         check_run(command, stdin, cwd)
         with self._living():
             root = self._root.path
@@ -111,8 +120,10 @@ class BubblewrapBox(Box):
             self._root.remove()
 
     def _mount_point(self, root: Path, name: str) -> None:
-        """Ensures that a mount point is a directory. Removes anything else a program put there, such as a link that
-        would redirect bubblewrap's mount."""
+        """Ensures that the mount point `name` is a directory.
+
+        Removes anything else that a program put there, such as a link that would redirect bubblewrap's mount.
+        """
         os.chmod(root, 0o755)
         point = root / name
         with contextlib.suppress(FileNotFoundError):
@@ -124,8 +135,10 @@ class BubblewrapBox(Box):
 
     @contextlib.contextmanager
     def _above(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
-        """Yields a descriptor of the parent directory of `path`, reached without following links, and the file's
-        name. `make`: creates missing directories."""
+        """Yields a descriptor of the parent directory of `path`, reached without following links, and the file's name.
+
+        `make`: True to create missing directories.
+        """
         *names, last = names_of(path)
         directory = os.open(self._root.path, _DIRECTORY)
         try:
@@ -151,7 +164,7 @@ class BubblewrapBox(Box):
 
 
 def _plain(path: str, descriptor: int) -> int:
-    """Returns the size of the file. Raises BoxRefusal if it is not a regular file."""
+    """Returns the size of an open file. Raises BoxRefusal, naming `path`, if it is not a regular file."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise _not_plain(path, None)

@@ -1,4 +1,4 @@
-"""Sandboxes as configured: their backend and their limits."""
+"""Configuration of sandboxes: their backend, limits and further options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONLY = {
     "patience": ("remote",),
     "again": ("remote",),
 }
-"""Options that only some backends have."""
+"""Backends that have an option, for options that not all backends have."""
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,32 +45,34 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     backend: Literal["bubblewrap", "container", "remote"] = "bubblewrap"
     limits: Limits = Limits()
-    """A configuration writes them among the other options."""
+    """Limits of one program. In a configuration, they are given among the other options."""
     host_usr: bool = False
-    """Mounts this machine's /usr read-only, for roots without programs."""
+    """True to mount this machine's /usr read-only, for roots without programs."""
     engine: tuple[str, ...] = ()
     """Command that starts the container engine, as a list of arguments; () for the first of podman and docker that
     works."""
     user: str | None = None
     cpus: Above0 = 1.0
     base: Path | None = None
-    """Directory of the roots; None for the temporary directory."""
+    """Parent directory of the sandboxes' root directories; None for the temporary directory."""
     image_mib: Annotated[int, Meta(gt=0)] = 4096
     url: str = ""
     token_env: str | None = None
-    """Environment variable with the server's token."""
+    """Environment variable that contains the server's token; None if the server requires none."""
     patience: Above0 = 30.0
     """Seconds to wait for a sandbox while the server has none free."""
     again: Above0 = 30.0
-    """Seconds for which an unanswered call to the server is retried."""
+    """Seconds during which a call without a response from the server is retried."""
 
     @classmethod
     def read(cls, options: Mapping[str, object], key: str) -> BoxOptions:
-        """Reads options as a configuration writes them, the limits among the others. Raises SlimxError naming `key` and
-        the option."""
+        """Parses options as they are written in a configuration, with the limits among the others.
+
+        `key`: configuration key of the options. Raises SlimxError naming the invalid option.
+        """
         fields: dict[str, object] = {name: as_whole(value) for name, value in options.items()}
         if "limits" in fields:
-            raise _refusal(f"is unknown; write {', '.join(LIMITS)} directly", f"{key}.limits")
+            raise _refusal(f"is unknown; set {', '.join(LIMITS)} next to the other options", f"{key}.limits")
         if isinstance(fields.get("engine"), str):
             fields["engine"] = [fields["engine"]]
         fields["limits"] = {name: fields.pop(name) for name in LIMITS if name in fields}
@@ -81,17 +83,21 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise _refusal(reason, f"{key}.{field.removeprefix('limits.')}") from error
         for name, backends in ONLY.items():
             if name in fields and read.backend not in backends:
-                raise _refusal(f"boxes of {read.backend} have no {name}; leave it out", f"{key}.{name}")
+                raise _refusal(f"the backend {read.backend} has no option {name}; leave it out", f"{key}.{name}")
         if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
-            raise _refusal(f"{read.url!r} is not a URL with http or https", f"{key}.url")
+            raise _refusal(f"{read.url!r} is not an http or https URL", f"{key}.url")
         if read.token_env is not None and not os.environ.get(read.token_env):
-            reason = f"{read.token_env} is not set, or empty; export it where the run is started"
+            reason = f"{read.token_env} is not set or empty; export it before starting the run"
             raise _refusal(reason, f"{key}.token_env")
         return read
 
     def make(self, source: str | Path, *, seconds: float | None = None) -> Box:
-        """Creates a sandbox from an image's name or a path of this machine. `seconds`: time limit of one program,
-        instead of that of `limits`. Raises BoxRefusal, BoxLost, BoxBusy."""
+        """Creates a sandbox.
+
+        `source`: name of an image, or a path on this machine. `seconds`: time limit of one program, instead of
+        `limits.seconds`. Raises BoxRefusal for an unusable source, BoxLost if the engine or server fails, BoxBusy if
+        the server has no free sandbox.
+        """
         limits = self.limits if seconds is None else dataclasses.replace(self.limits, seconds=seconds)
         if self.backend == "remote":
             return RemoteBox(source, limits, server=self.server(), patience=self.patience, image_mib=self.image_mib)
@@ -108,15 +114,15 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if isinstance(source, str):
             raise BoxRefusal(
-                f"boxes of bubblewrap begin from a tar archive or a directory, and {source} is an image; give a "
-                "root, or use the backend container",
+                f"the backend bubblewrap needs a tar archive or a directory, but {source} is an image; use a root, or "
+                "the backend container",
                 code="source",
                 about=source,
             )
         return BubblewrapBox(source, limits, host_usr=self.host_usr, base=self.base, image_mib=self.image_mib)
 
     def check_source(self, source: str | Path) -> None:
-        """Raises BoxRefusal for an image or a root that does not exist, without creating a sandbox."""
+        """Raises BoxRefusal if an image or a root does not exist, without creating a sandbox."""
         if isinstance(source, Path):
             if not source.exists():
                 raise rootfs.no_source(source)
@@ -134,10 +140,11 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return RemoteServer(self.url.rstrip("/"), token, self.again)
 
     def sweep(self) -> int:
-        """Removes roots, containers and images that killed runs left on this machine, and returns their number."""
+        """Removes roots, containers and images that killed runs left on this machine, and returns how many it
+        removed."""
         if self.backend == "remote":
             return 0
-        removed = rootfs.sweep(self.base)  # containers have roots, too, while images are made of them
+        removed = rootfs.sweep(self.base)  # the container backend makes roots too, from which it imports images
         if self.backend == "container":
             removed += ContainerEngine.find(self.engine).sweep()
         return removed
@@ -145,8 +152,11 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @contextlib.contextmanager
 def merged(root: Path | None, files: Path | None, directory: str, most: int) -> Iterator[Path]:
-    """Yields a temporary directory with the content of `root` (an archive, a directory, or None), and that of `files`
-    at `directory`. `most`: maximum size of an archive, in bytes. Raises BoxRefusal."""
+    """Yields a temporary root directory that combines two trees: `root`, with `files` at `directory`.
+
+    `root`: archive or directory; None for an empty root. `most`: maximum size of an unpacked archive, in bytes. Raises
+    BoxRefusal for an unusable root.
+    """
     with tempfile.TemporaryDirectory(prefix="slimx-merged-") as temporary:
         merged_root = Path(temporary) / "root"
         if root is not None and root.is_dir():
@@ -157,7 +167,11 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
                 rootfs.unpack(root, merged_root, most)
         target = merged_root.joinpath(*directory.strip("/").split("/"))
         if not target.parent.resolve().is_relative_to(merged_root.resolve()) or target.is_symlink():
-            raise BoxRefusal(f"{directory} leads out of the root {root}", code="member", about=directory)
+            raise BoxRefusal(
+                f"{directory} contains a link that leads out of the root {root}; use another directory",
+                code="member",
+                about=directory,
+            )
         target.mkdir(parents=True, exist_ok=True)
         if files is not None:
             rootfs.copy(files, target)

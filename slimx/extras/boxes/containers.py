@@ -1,8 +1,8 @@
-"""A sandbox in a container of Podman or Docker, on this machine.
+"""A rollout's sandbox in a container of Podman or Docker on this machine.
 
     create (limits, no network, no capabilities) --> each program: start, exec, stop --> rm
 
-The container is stopped between programs, which ends leftover processes; its files persist.
+The container is stopped between programs, which kills leftover processes; its files persist.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from slimx.extras.boxes.protocol import Box, BoxLost, BoxRefusal, Either, check_
 from slimx.runtime.logs import how_ended
 
 EXTRA_PROCESSES = 16
-"""Processes and threads in the container in addition to those of the program: the initial one, and the runtime's while
-it starts the program."""
+"""Number of processes and threads that a container may have in addition to the program's: its initial process, and
+those of the runtime while it starts the program."""
 NPROC = 16_384
 """Maximum number of processes of a user over all sandboxes, if this process cannot raise limits."""
 STOP_TRIES = 3
-"""Attempts to stop a container: on a busy machine podman gives up before the kernel has ended all processes."""
+"""Number of attempts to stop a container: on a busy machine podman gives up before the kernel has killed all
+processes."""
 COPY_SECONDS = 60.0
-"""Time limit of a program that writes or reads one file."""
+"""Time limit in seconds of a program that writes or reads one file."""
 _LAYER = "{{with .GraphDriver}}{{with .Data}}{{with .UpperDir}}{{.}}{{end}}{{end}}{{end}}"
-"""Template for the directory of the container's upper layer, if the storage driver has one."""
+"""Template by which the engine prints the directory of the container's upper layer; "" if the storage driver has
+none."""
 NO_FILE = 100
 """Exit status of the scripts below if the path contains a link or is not a regular file."""
 _WALK = f"""
@@ -57,8 +59,11 @@ _GET = f"""{_WALK}
 
 
 class ContainerBox(Box):
-    """A `Box` that starts from an image, or from a copy of a tar archive or directory on this machine. The image needs
-    `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds what the box adds."""
+    """A `Box` in a container, which starts from an image, or from a copy of a tar archive or directory on this machine.
+
+    The image needs `sleep` and, for `put` and `get`, `sh`, `mkdir` and `cat`. `Limits.disk_mib` bounds what programs
+    add.
+    """
 
     def __init__(
         self,
@@ -72,17 +77,21 @@ class ContainerBox(Box):
         base: Path | None = None,
         image_mib: int = 4096,
     ):
-        """Creates the container. `source`: name of an image of the engine, or a path. `host_usr`: mounts this machine's
-        /usr. `image_mib`: maximum size of a path, and together with `Limits.disk_mib` of a snapshot. `user`: UID:GID of
-        programs; None for the image's, or 65534 if the source is a path. Raises BoxRefusal for an image that is missing
-        or has volumes, BoxLost if the engine fails."""
+        """Creates the container.
+
+        `source`: name of an image of the engine, or a path. `host_usr`: True to mount this machine's /usr. `user`:
+        UID:GID of programs; None for the image's user, or 65534 if the source is a path. `cpus`: maximum number of
+        processors. `base`: parent directory of temporary roots. `image_mib`: maximum size of a source that is a path,
+        and, together with `Limits.disk_mib`, of a snapshot, in MiB. Raises BoxRefusal for an image that is missing or
+        declares volumes, BoxLost if the engine fails.
+        """
         super().__init__(limits)
         self._engine = engine
         self._largest = (image_mib + self.limits.disk_mib) * MIB
         self._imported = ""
-        """Image made of a path; "" if there is none to remove."""
+        """Id of the image that was made from a path; "" if there is none to remove."""
         self._name = ""
-        """The container; "" before it is created and after it is removed."""
+        """Id of the container; "" before it is created and after it is removed."""
         if isinstance(source, Path):
             user = user or f"{NOBODY}:{NOBODY}"
             self._imported = self._import(source, base, image_mib, host_usr)
@@ -97,14 +106,14 @@ class ContainerBox(Box):
             self._layer = self._engine.call("inspect", "--format", _LAYER, self._name)
             self._began_with = self._used(None)
         except BaseException:
-            with contextlib.suppress(BoxLost):  # the first error says more
+            with contextlib.suppress(BoxLost):  # the first error explains the failure
                 self.end()
             raise
 
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> ProgramResult:
-        """Runs a program, see `Box.run`. The status is 126 or 127 if the program or `cwd` is missing."""
+        """Runs a program, as `Box.run` describes. The status is 126 or 127 if the program or `cwd` is missing."""
         check_run(command, stdin, cwd)
         with self._living():
             return self._run(command, stdin.encode(), cwd, stop, self.limits)[0]
@@ -128,7 +137,7 @@ class ContainerBox(Box):
 
     def snapshot(self, to: Path) -> None:
         with self._living(), rootfs.unpacked(to) as archive:
-            # Engines write the holes of sparse files as zeros.
+            # The limit also counts holes of sparse files, which engines export as zeros.
             if not self._engine.save("export", self._name, to=archive, most=self._largest, seconds=rootfs.COPY_S):
                 raise rootfs.too_large(archive, self._largest)
 
@@ -145,18 +154,21 @@ class ContainerBox(Box):
                 self._engine.call("rmi", "--force", imported)
 
     def _created(self, image: str, host_usr: bool, user: str | None, cpus: float, profile: str) -> list[str]:
-        """Returns the command that creates the container."""
+        """Returns the arguments of the engine command that creates the container.
+
+        `profile`: path of the seccomp profile.
+        """
         limits = self.limits
         bounds = {"nofile": 256, "core": 0, "fsize": limits.disk_mib * MIB}
         if not _may_raise_limits():
-            # podman's default is above what it can set here; the sandbox itself is bounded by --pids-limit.
+            # podman's default exceeds what it may set without the capability; --pids-limit bounds the sandbox itself.
             bounds["nproc"] = min(NPROC, resource.getrlimit(resource.RLIMIT_NPROC)[1])
         words = ["create", "--name", f"{rootfs.PREFIX}{uuid.uuid4().hex}", "--label", f"{OWNER}={owner()}"]
         words += ["--pull", "never", "--no-healthcheck", "--hostname", "box", "--network", "none"]
         words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
-        # podman's own profile allows new namespaces, in which a program has all capabilities.
+        # podman's default profile allows new namespaces, in which a program would have all capabilities.
         words += ["--security-opt", f"seccomp={profile}"]
-        # No swap: the limit of memory and swap together equals that of memory.
+        # The limit of memory plus swap equals that of memory, which excludes swap.
         words += ["--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m"]
         words += ["--pids-limit", str(limits.processes + EXTRA_PROCESSES), "--cpus", f"{cpus:g}", "--shm-size", "1m"]
         for name, most in bounds.items():
@@ -172,14 +184,15 @@ class ContainerBox(Box):
             raise self._engine.no_image(image)
         if self._engine.call("image", "inspect", "--format", "{{len .Config.Volumes}}", image) != "0":
             raise BoxRefusal(
-                f"the image {image} declares volumes, which the disk limit of a box does not cover; make one without "
-                "VOLUME",
+                f"the image {image} declares volumes, which the disk limit of a sandbox does not cover; build it "
+                "without VOLUME",
                 code="volume",
                 about=image,
             )
 
     def _import(self, source: Path, base: Path | None, image_mib: int, host_usr: bool) -> str:
-        """Creates an image from an archive or a directory, after the checks for roots, and returns its id."""
+        """Creates an image from an archive or a directory, checked like the root of a sandbox, and returns the image's
+        id."""
         root = rootfs.make(source, base, image_mib, host_usr=host_usr)
         try:
             with tempfile.TemporaryFile() as archive:
@@ -194,7 +207,7 @@ class ContainerBox(Box):
     def _run(
         self, command: Sequence[str], stdin: bytes, cwd: str, stop: threading.Event | None, limits: Limits
     ) -> tuple[ProgramResult, bytes]:
-        """Runs a program between start and stop of the container. Returns its result and its raw standard output."""
+        """Starts the container, runs a program in it, and stops it. Returns the result and the raw standard output."""
         name = self._name
         try:
             self._engine.call("start", name)
@@ -218,7 +231,7 @@ class ContainerBox(Box):
                 if ended == "exit":
                     ended = self._really_ended(name, process.returncode)
             finally:
-                # The client first: a program blocked on its output would not end.
+                # Kills the client first, because a program that is blocked on its output would not stop.
                 process.kill()
                 process.wait()
                 self._stop(name)
@@ -235,10 +248,12 @@ class ContainerBox(Box):
         return ProgramResult(output.decode(errors="replace"), error, ended, status, seconds), output
 
     def _really_ended(self, name: str, status: int) -> Ended:
-        """Returns how a program ended whose client exited. Raises BoxLost if the engine failed instead.
+        """Returns how a program ended after the engine's client has exited with `status`.
 
-        Status 125 may be the engine's or the program's: the program's if the container still runs. The state is also
-        inspected for other statuses that a signal or the engine may have caused."""
+        Raises BoxLost if the engine failed instead. Status 125 may come from the engine or the program: from the
+        program if the container still runs. The container is also inspected for the statuses 137 and 255, which a
+        signal or the engine may have caused.
+        """
         if status not in (125, 137, 255):
             return "exit"
         running, killed = self._engine.call(
@@ -247,7 +262,7 @@ class ContainerBox(Box):
         if killed == "true":
             return "memory"
         if running != "true":
-            raise BoxLost(f"the container {name[:12]} ended during a program, which {how_ended(status)}", about=name)
+            raise BoxLost(f"the container {name[:12]} stopped during a program, which {how_ended(status)}", about=name)
         return "exit"
 
     def _stop(self, name: str) -> None:
@@ -258,7 +273,9 @@ class ContainerBox(Box):
 
     def _used(self, group: memory_group.MemoryGroup | None, most: float = math.inf) -> int:
         """Returns the bytes that the container has added to its image, including deleted files that are still open.
-        Stops counting above `most`."""
+
+        `group`: memory group whose processes may have deleted files open. Stops counting above `most`.
+        """
         deleted = 0
         if group is not None:
             deleted = rootfs.deleted(group.members())

@@ -1,4 +1,4 @@
-"""Errors of msgspec's conversions, by the field of a configuration or a task."""
+"""Extracts the field and the reason from the errors of msgspec's conversions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def refused_field(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Returns the dotted name of the field that a conversion refused, and the reason."""
+    """Returns the dotted name of the field that msgspec refused to convert, and the reason."""
     reason, _, path = str(error).partition(" - at `$.")
     field = re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", reason)
     if field is None:

@@ -1,4 +1,5 @@
-"""Podman or Docker by its command line: which of them runs here, and the cleanup after killed runs."""
+"""Podman or Docker by its command line: finds the one that works, runs its commands, and cleans up after killed
+runs."""
 
 from __future__ import annotations
 
@@ -18,26 +19,29 @@ from slimx.extras.boxes.protocol import BoxLost, BoxRefusal
 
 KNOWN = ("podman", "docker")
 OWNER = "slimx.owner"
-"""Label of containers and images with the process that owns them."""
+"""Label of containers and images that identifies the process that owns them."""
 PIECE = 2**20
-"""Bytes per read."""
+"""Number of bytes per read."""
 CALL_S = 120.0
-"""Deadline of one engine command, in seconds."""
+"""Default deadline in seconds of one engine command."""
 MAX_QUOTED = 500
-"""Maximum length of engine output in an error message, in characters."""
+"""Maximum length of engine output that an error message quotes, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """A container engine, by the command that starts it."""
+    """A container engine, identified by the command that starts it."""
 
     words: tuple[str, ...]
-    """Program and general options, as ("podman", "--runtime", "runc")."""
+    """Program and global options, such as ("podman", "--runtime", "runc")."""
 
     @classmethod
     def find(cls, words: Sequence[str] = ()) -> ContainerEngine:
-        """Returns the engine that `words` start, else the first of podman and docker that works. Raises SlimxError with
-        the error of each of them."""
+        """Returns the engine that the command `words` starts; without `words`, the first of podman and docker that
+        works.
+
+        Raises SlimxError, with the error of every candidate, if none works.
+        """
         problems = []
         candidates = [tuple(words)] if words else [(name,) for name in KNOWN]
         for candidate in candidates:
@@ -51,8 +55,8 @@ class ContainerEngine:
                 return engine
             problems.append(f"{candidate[0]}: {listing.stderr.strip()[-MAX_QUOTED:]}")
         raise SlimxError(
-            f"no container engine works ({'; '.join(problems)}); install podman, start Docker's service, or name the "
-            "program and its options",
+            f"no container engine works ({'; '.join(problems)}); install podman, start Docker's service, or set the "
+            "option engine to the program and its options",
             code="box.engine",
             about=" ".join(words or KNOWN),
         )
@@ -60,7 +64,10 @@ class ContainerEngine:
     def ask(
         self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S
     ) -> subprocess.CompletedProcess[str]:
-        """Runs one command and returns its status and output. Raises BoxLost if it cannot run or takes too long."""
+        """Runs one engine command and returns its status and output.
+
+        `words`: arguments of the command. Raises BoxLost if it cannot be run or takes longer than `seconds`.
+        """
         try:
             return subprocess.run(
                 [*self.words, *words],
@@ -71,20 +78,23 @@ class ContainerEngine:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            raise self._lost(words, f"not done after {seconds:g} s") from None
+            raise self._lost(words, f"it took longer than {seconds:g} s") from None
         except OSError as error:
             raise self._lost(words, str(error)) from error
 
     def call(self, *words: str, stdin: IO[bytes] | None = None, seconds: float = CALL_S) -> str:
-        """Runs one command and returns its standard output. Raises BoxLost if it fails."""
+        """Runs one engine command and returns its standard output. Raises BoxLost if it fails."""
         done = self.ask(*words, stdin=stdin, seconds=seconds)
         if done.returncode != 0:
             raise self._lost(words, done.stderr.strip()[-MAX_QUOTED:])
         return done.stdout.strip()
 
     def save(self, *words: str, to: Path, most: int, seconds: float) -> bool:
-        """Writes the standard output of one command to the file `to`. Returns False if it exceeds `most` bytes. Raises
-        BoxLost if the command fails, or takes longer than `seconds`."""
+        """Writes the standard output of one engine command to the file `to`.
+
+        Returns False if the output exceeds `most` bytes. Raises BoxLost if the command fails or takes longer than
+        `seconds`.
+        """
         with to.open("wb") as written, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 [*self.words, *words],
@@ -94,7 +104,7 @@ class ContainerEngine:
                 stderr=errors,
             )
             assert process.stdout is not None
-            # The whole process group: children of the client would keep the pipe open.
+            # Kills the whole process group, because children of the client would keep the pipe open.
             timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
             timer.start()
             try:
@@ -116,8 +126,8 @@ class ContainerEngine:
         return True
 
     def has_image(self, name: str) -> bool:
-        """Returns True if the engine has the image; pulls nothing."""
-        if name.startswith("-"):  # would be read as an option
+        """Returns True if the engine has the image `name` on this machine; does not pull it."""
+        if name.startswith("-"):  # the engine would parse the name as an option
             return False
         return self.ask("image", "inspect", "--format", "{{.Id}}", name).returncode == 0
 
@@ -127,8 +137,10 @@ class ContainerEngine:
         )
 
     def sweep(self) -> int:
-        """Removes containers and images whose owners have died, and returns their number. Leaves those of other
-        machines and process namespaces, whose owners are not visible here."""
+        """Removes containers and images whose owners have died, and returns how many it removed.
+
+        Keeps those of other machines and process namespaces, whose owners this process cannot see.
+        """
         removed = 0
         for kind, listing in (("container", ("ps", "--all")), ("image", ("images",))):
             ids = self.call(*listing, "--quiet", "--no-trunc", "--filter", f"label={OWNER}").split()
@@ -144,26 +156,26 @@ class ContainerEngine:
 
 
 def owner() -> str:
-    """Returns the label of this process."""
+    """Returns the label that identifies this process as an owner."""
     return f"{_pid_namespace()}/{os.getpid()}/{_started(os.getpid())}"
 
 
 def has_died(label: str) -> bool:
-    """Returns True if the label is that of a process of this machine that has ended."""
+    """Returns True if `label` identifies a process of this machine that has ended."""
     namespace, _, process = label.partition("/")
     pid, _, started = process.partition("/")
     return namespace == _pid_namespace() and pid.isdecimal() and _started(int(pid)) != started
 
 
 def _pid_namespace() -> str:
-    """Returns host name and process namespace, within which process ids are unique."""
+    """Returns the host name and the process namespace, which together make process ids unique."""
     return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of a process, in clock ticks after boot; None if there is no such process."""
+    """Returns the start time of a process in clock ticks after boot; None if there is no such process."""
     try:
-        # proc(5), stat: field 22; the name in field 2 may contain anything up to the last parenthesis.
+        # Field 22 of stat, see proc(5); the name in field 2 may contain anything up to the last parenthesis.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None

@@ -1,4 +1,4 @@
-"""The sandboxes that a server has leased to clients, the programs that run in them, and the images of new ones."""
+"""The sandboxes that a server has leased to clients, the programs that run in them, and the images of new sandboxes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(slots=True)
 class Lease:
-    """One sandbox that is leased to a client, or being created for it."""
+    """The lease of one sandbox, which exists or is being created for a client."""
 
     made: asyncio.Future[Box]
     until: float
-    """Time at which the lease expires, by the monotonic clock."""
+    """Time at which the lease expires, by `time.monotonic`."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Serializes the calls of a sandbox, so a client occupies at most one thread per sandbox."""
+    """Lock that serializes the calls of a sandbox, so that a client occupies at most one thread per sandbox."""
     runs: dict[str, LeasedRun] = field(default_factory=dict)
-    """The newest program, by the name that the client chose."""
+    """The last program that was started, by the name that the client chose."""
     ending: asyncio.Task[None] | None = None
 
 
@@ -46,11 +46,14 @@ class LeasedRun:
 
 
 class Boxes:
-    """All sandboxes of a server. Its methods run on the event loop; calls of sandboxes that block run in threads."""
+    """All sandboxes of a server. Its methods run on the event loop; blocking calls of sandboxes run in threads."""
 
     def __init__(self, make: Callable[[str | Path, Limits], Box], *, most: int, lease_s: float):
-        """Starts without sandboxes. `make`: creates one from a source and limits, may block. `most`: maximum number of
-        sandboxes at once. `lease_s`: seconds until an unused lease expires."""
+        """Starts without sandboxes.
+
+        `make`: function that creates a sandbox from a source and limits; it may block. `most`: maximum number of
+        sandboxes that exist at once. `lease_s`: seconds after which an unused lease expires.
+        """
         self._make = make
         self.most = most
         self.lease_s = lease_s
@@ -58,7 +61,7 @@ class Boxes:
         self.expired = 0
         """Number of sandboxes whose lease expired."""
         self.left = 0
-        """Number of sandboxes that could not be ended and may have left something behind."""
+        """Number of sandboxes that could not be removed and may have left files or processes behind."""
         self._tasks = set[asyncio.Task[None]]()
         self._threads = ThreadPoolExecutor(2 * most + 4, thread_name_prefix="slimx-boxes")
 
@@ -67,11 +70,13 @@ class Boxes:
         return len(self.leases) >= self.most
 
     async def begin(self, name: str, source: str | Path, limits: Limits) -> Lease:
-        """Returns the lease of this name, creating its sandbox if it is new. Raises the creation's error, and BoxLost
-        if the sandbox is being ended."""
+        """Returns the lease called `name`, and creates its sandbox if the lease is new.
+
+        Raises the error of the sandbox's creation, and BoxLost if the sandbox is being removed.
+        """
         lease = self.leases.get(name)
         if lease is not None and lease.ending is not None:
-            raise BoxLost("the box is being ended", about=name)
+            raise BoxLost("the sandbox is being removed; create another one", about=name)
         if lease is None:
             lease = Lease(asyncio.get_running_loop().create_future(), time.monotonic() + self.lease_s)
             self.leases[name] = lease
@@ -81,7 +86,7 @@ class Boxes:
         return lease
 
     async def call[T](self, lease: Lease, work: Callable[[Box], T]) -> T:
-        """Runs `work` on the sandbox in a thread, after earlier calls."""
+        """Runs `work` with the sandbox in a thread, after earlier calls of the same sandbox, and returns its result."""
         box = await asyncio.shield(lease.made)
         async with lease.turn:
             self.renew(lease)
@@ -91,7 +96,7 @@ class Boxes:
                 self.renew(lease)
 
     def start(self, lease: Lease, name: str, program: Callable[[Box, threading.Event], ProgramResult]) -> None:
-        """Starts a program, unless one of this name was started before."""
+        """Starts `program` under `name`, unless a program of this name has been started before."""
         if name in lease.runs:
             return
         run = LeasedRun(asyncio.get_running_loop().create_future())
@@ -110,19 +115,22 @@ class Boxes:
         lease.until = time.monotonic() + self.lease_s
 
     async def end(self, name: str) -> None:
-        """Ends a sandbox and its programs, if it exists. It counts until it has ended."""
+        """Stops a sandbox's programs and removes it, if it exists. It counts as a sandbox until it has been removed."""
         lease = self.leases.get(name)
         if lease is not None:
             await asyncio.shield(self._ending(name, lease))
 
     async def watch(self) -> None:
-        """Ends sandboxes whose lease has expired; runs until it is cancelled."""
+        """Removes sandboxes whose lease has expired; runs until it is cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
             for name, lease in self.leases.items():
                 if lease.made.done() and lease.ending is None and time.monotonic() > lease.until:
                     self.expired += 1
-                    print(f"box {name[:8]}: its client has sent nothing for {self.lease_s:g} s; ended", flush=True)
+                    print(
+                        f"sandbox {name[:8]}: removed, because its client sent nothing for {self.lease_s:g} s",
+                        flush=True,
+                    )
                     self._ending(name, lease)
 
     async def close(self) -> None:
@@ -140,7 +148,7 @@ class Boxes:
         lease.made.set_result(box)
 
     def _ending(self, name: str, lease: Lease) -> asyncio.Task[None]:
-        """Starts ending a sandbox, once, and returns the task."""
+        """Starts to remove a sandbox, unless that was started before, and returns the task that does it."""
         if lease.ending is None:
             lease.ending = self._task(self._end(name, lease))
         return lease.ending
@@ -150,16 +158,16 @@ class Boxes:
             run.stop.set()
         try:
             await asyncio.wait({lease.made})
-            if lease.made.exception() is None:  # otherwise there is no sandbox
+            if lease.made.exception() is None:  # otherwise no sandbox was created
                 await self._in_thread(lambda box: box.end(), lease.made.result())
         except Exception as error:
             self.left += 1
-            print(f"box {name[:8]}: it could not be ended ({raised(error)})", flush=True)
+            print(f"sandbox {name[:8]}: could not be removed ({raised(error)})", flush=True)
         finally:
             self.leases.pop(name, None)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a task and keeps a reference to it, which asyncio does not."""
+        """Starts a task and keeps a reference to it, which asyncio does not do."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -170,23 +178,24 @@ class Boxes:
 
 
 def _fail[T](future: asyncio.Future[T], error: BaseException) -> None:
-    """Sets the exception of a future, and reads it once: asyncio would report it as never retrieved."""
+    """Sets the exception of a future and retrieves it, because asyncio logs exceptions that are never retrieved."""
     future.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
     future.exception()
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images of a server: those in a directory, and archives uploaded by clients, by their digest."""
+    """Images of a server: those in a directory, and archives that clients uploaded, which are named by their
+    digests."""
 
     named: Path | None
-    """Directory of the archives and root directories that clients may name."""
+    """Directory of the archives and root directories that clients may name; None for none."""
     uploads: Path
     uploads_mib: int
-    """Maximum size of all uploaded archives, in MiB; the least recently used one is removed first."""
+    """Maximum size of all uploaded archives together, in MiB; the least recently used ones are removed first."""
 
     def find(self, name: str) -> Path | None:
-        """Returns the archive or directory of a name; None if there is none."""
+        """Returns the archive or directory called `name`; None if there is none."""
         if UPLOADED.fullmatch(name):
             path = self.uploads / name
         elif self.named is not None and PLAIN.fullmatch(name):
@@ -204,7 +213,7 @@ class Images:
         return size <= self.uploads_mib * MIB
 
     def make_room(self, size: int) -> None:
-        """Removes the least recently used archives until `size` bytes fit."""
+        """Removes the least recently used archives until an archive of `size` bytes fits."""
         most = self.uploads_mib * MIB
         archives = sorted((path.stat().st_mtime, path) for path in self.uploads.glob("sha256-*"))
         sizes = {path: path.stat().st_size for _, path in archives}
@@ -216,11 +225,14 @@ class Images:
 
 
 def limits_within(requested: Mapping[str, Any], maximum: Limits) -> Limits:
-    """Returns the limits that a client requests. Raises ValueError if one is not a limit or exceeds the server's."""
+    """Returns `maximum` with the limits that a client requests.
+
+    Raises ValueError if a name or value is not valid for a limit, or exceeds the server's maximum.
+    """
     names = {limit.name for limit in dataclasses.fields(maximum)}
     for name, value in requested.items():
         if name not in names or isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{name} {value!r} is not a limit")
+            raise ValueError(f"limit {name}={value!r} is unknown or not a number above 0")
         if value > getattr(maximum, name):
-            raise ValueError(f"{name} {value:g} is above the {getattr(maximum, name):g} of the server")
+            raise ValueError(f"limit {name}={value:g} exceeds the server's maximum of {getattr(maximum, name):g}")
     return dataclasses.replace(maximum, **requested)

@@ -1,4 +1,4 @@
-"""The interface of a rollout's sandbox: a private root directory in which programs run one after the other."""
+"""The interface of a rollout's sandbox (`Box`): a private root directory in which programs run one after the other."""
 
 from __future__ import annotations
 
@@ -13,35 +13,42 @@ from slimx.extras.boxes.programs.enclosure import ProgramResult
 from slimx.extras.boxes.programs.watch import Limits
 
 MAX_WORD = 2**17 - 1
-"""Maximum length of one word of a command, in bytes: Linux's limit."""
+"""Maximum length in bytes of one argument of a command, which is Linux's limit."""
 MAX_WORDS = 2**20
-"""Maximum length of a command, in bytes."""
+"""Maximum length of a command with all arguments, in bytes."""
 
 
 class BoxRefusal(SlimxError):
-    """Raised if a path in a sandbox, or its image, is not usable. `about`: the path."""
+    """Raised if an argument of a sandbox's method, a path in a sandbox, or its image cannot be used. `about`: that
+    value."""
 
     def __init__(self, text: str, *, code: str, about: str):
         super().__init__(text, code=f"box.{code}", about=about)
 
 
 class BoxLost(SlimxError):
-    """Raised if a sandbox, or its host, is gone or does not respond. `about`: container, engine or server."""
+    """Raised if a sandbox, its engine or its server has failed or does not respond.
+
+    `about`: container, engine or URL of the server.
+    """
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.lost", about=about)
 
 
 class BoxBusy(SlimxError):
-    """Raised if a sandbox server had none free until the deadline. `about`: the server."""
+    """Raised if a sandbox server had no free sandbox until the deadline. `about`: URL of the server."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.busy", about=about)
 
 
 class Box(ABC):
-    """The sandbox of one rollout. Files persist from one program to the next, processes do not. Calls block and take
-    turns; make them in `slimx.extras.boxes.programs.enclosure.in_thread`. Any call may raise BoxLost."""
+    """Interface of a rollout's sandbox.
+
+    Files persist from one program to the next, processes do not. Calls block and run one at a time, so they belong in
+    `slimx.extras.boxes.programs.enclosure.in_thread`. Every call may raise BoxLost.
+    """
 
     def __init__(self, limits: Limits | None) -> None:
         self.limits = limits or Limits()
@@ -50,65 +57,72 @@ class Box(ABC):
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """Takes a turn. Raises BoxRefusal if the sandbox has ended."""
+        """Waits for earlier calls and excludes others inside the block. Raises BoxRefusal after `end`."""
         with self._turn:
             if self._closing.is_set():
-                raise BoxRefusal("the box has ended; begin another one", code="ended", about="box")
+                raise BoxRefusal("the sandbox has ended; create another one", code="ended", about="box")
             yield
 
     @abstractmethod
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> ProgramResult:
-        """Runs a program within the sandbox's limits. Its processes have ended when this returns. `cwd`: working
-        directory in the sandbox. `stop`: ends the program when set."""
+        """Runs a program within the sandbox's limits. None of its processes is left when this returns.
+
+        `cwd`: working directory in the sandbox. `stop`: event that stops the program when set.
+        """
 
     @abstractmethod
     def put(self, path: str, content: bytes) -> None:
-        """Writes a file and creates missing parent directories. Raises BoxRefusal if the path contains a link or is not
-        a regular file."""
+        """Writes `content` to a file, and creates missing parent directories.
+
+        Raises BoxRefusal if the path contains a link or is not a regular file.
+        """
 
     @abstractmethod
     def get(self, path: str, most: int) -> bytes:
-        """Reads a regular file of up to `most` bytes. Raises BoxRefusal for anything else."""
+        """Returns the content of a regular file of up to `most` bytes. Raises BoxRefusal for anything else."""
 
     @abstractmethod
     def snapshot(self, to: Path) -> None:
-        """Copies the root to the directory `to`, which must not exist. Another sandbox can begin from it."""
+        """Copies the root to the directory `to`, which must not exist. Another sandbox can start from the copy."""
 
     def end(self) -> None:
-        """Ends the running program and removes the root. A second call does nothing."""
+        """Stops the running program and removes the root. A second call does nothing."""
         self._closing.set()
         with self._turn:
             self._end()
 
     @abstractmethod
     def _end(self) -> None:
-        """Removes the root, in turn. May be called again."""
+        """Removes the root while no other call runs. May be called again."""
 
 
 def names_of(path: str) -> list[str]:
-    """Returns the components of a file's absolute path in a sandbox. Raises BoxRefusal for any other path."""
+    """Returns the components of the absolute path of a file in a sandbox. Raises BoxRefusal for any other path."""
     names = [name for name in path.split("/") if name]
     if not path.startswith("/") or not names or {".", ".."} & {*names} or "\0" in path:
-        raise BoxRefusal(f"{path!r} is not an absolute path of a file in a box", code="path", about=path)
+        raise BoxRefusal(f"{path!r} is not an absolute path of a file in the sandbox", code="path", about=path)
     return names
 
 
 def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
-    """Raises BoxRefusal for a command that cannot be executed: a NUL, an unpaired surrogate, or too many bytes."""
+    """Raises BoxRefusal for a command that cannot be executed: it contains NUL or an unpaired surrogate, or is too
+    long."""
     try:
         words = [word.encode() for word in (*command, cwd)]
         stdin.encode()
     except UnicodeEncodeError as error:
         raise BoxRefusal(
-            f"a command has an unpaired surrogate ({error}); send valid text", code="command", about=""
+            f"a command or its input contains an unpaired surrogate ({error}); use valid text", code="command", about=""
         ) from None
     if any(b"\0" in word for word in words):
-        raise BoxRefusal("a command or its directory has a NUL; leave it out", code="command", about=command[0])
+        raise BoxRefusal(
+            "a command or its directory contains a NUL character; leave it out", code="command", about=command[0]
+        )
     if max(map(len, words)) > MAX_WORD or sum(map(len, words)) > MAX_WORDS:
         raise BoxRefusal(
-            f"a command exceeds {MAX_WORD} bytes in one word or {MAX_WORDS} in all; put the data into a file",
+            f"a command exceeds {MAX_WORD} bytes in one argument or {MAX_WORDS} in all; put the data into a file",
             code="command",
             about=command[0][:100],
         )
@@ -117,21 +131,23 @@ def check_run(command: Sequence[str], stdin: str, cwd: str) -> None:
 def not_plain(path: str, reason: str) -> BoxRefusal:
     """Returns the error for a path that is not a regular file or contains a link."""
     return BoxRefusal(
-        f"{path} in the box is not a regular file reached without links ({reason}); name a regular file",
+        f"{path} in the sandbox is not a regular file reached without links ({reason}); use a regular file",
         code="file",
         about=path,
     )
 
 
 def too_large(path: str, size: str, most: int) -> BoxRefusal:
-    """Returns the error for a file of more than `most` bytes. `size`: its size in words."""
+    """Returns the error for a file of more than `most` bytes. `size`: text that describes the file's size."""
     return BoxRefusal(
-        f"{path} in the box has {size} bytes, and {most} are allowed; keep it smaller", code="large", about=path
+        f"{path} in the sandbox has {size} bytes, but at most {most} are allowed; make it smaller",
+        code="large",
+        about=path,
     )
 
 
 class Either(threading.Event):
-    """An event that also counts as set if one of two other events is."""
+    """An event that also counts as set if one of two other events is set."""
 
     def __init__(self, first: threading.Event, second: threading.Event | None):
         super().__init__()

@@ -1,7 +1,7 @@
-"""A sandbox on another machine: the client of the service in `serve`.
+"""A rollout's sandbox on another machine: the client of the server in `serve`.
 
 The client chooses the names of sandboxes, runs and images, which makes calls idempotent: it retries a call whose
-response was lost. The server ends a sandbox whose client sends nothing for the duration of its lease.
+response was lost. The server removes a sandbox whose client sends nothing for the duration of its lease.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from slimx.json_types import Json
 
 PROTOCOL = 1
 CONNECT_S = 10.0
-"""Maximum seconds to connect."""
+"""Maximum seconds to connect to the server."""
 ANSWER_S = 60.0
-"""Maximum seconds without progress of a request or response."""
+"""Maximum seconds without progress of a request or a response."""
 MAKE_S = 600.0
-"""The same of calls that copy a root."""
+"""Maximum seconds without progress of a request that makes the server copy a root."""
 SEND_S = 1800.0
-"""The same of an upload, which waits for other uploads."""
+"""Maximum seconds without progress of an upload, which waits for other uploads."""
 SEND_TRIES = 3
 """Maximum number of uploads of one archive."""
 END_S = 600.0
-"""Seconds that the server may take in addition to a program's limit, to start it and to end its processes."""
+"""Seconds that the server may take in addition to a program's time limit, to start it and to kill its processes."""
 POLL_S = 1.0
-"""Long-poll duration when waiting for the end of a program, in seconds."""
+"""Seconds that one poll for the end of a program waits on the server."""
 MAX_FILE = 64 * MIB
 """Maximum size of a file that is read or written, in bytes."""
 MAX_JSON = 16 * MIB
@@ -56,13 +56,13 @@ MAX_JSON = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class RemoteServer:
-    """A sandbox server."""
+    """Connection settings of a sandbox server."""
 
     url: str
-    """Base URL, without a path."""
+    """Base URL of the server, without a path."""
     token: str | None = None
     again_s: float = 30.0
-    """Seconds for which a call whose response was lost is retried."""
+    """Seconds during which a call whose response was lost is retried."""
 
     def request(
         self,
@@ -76,9 +76,12 @@ class RemoteServer:
         again: bool = True,
         to: IO[bytes] | None = None,
     ) -> HttpResponse:
-        """Sends a request and returns the response, with up to `most` bytes of content. `again`:
-        retries it if the response was lost. `to`: file that receives the content instead. Raises BoxLost without a
-        response, BoxRefusal if the server refuses the request."""
+        """Sends a request and returns the response, with up to `most` bytes of content.
+
+        `path`: path after /v1/. `seconds`: maximum seconds without progress. `again`: True to retry if the response was
+        lost. `to`: file that receives the content instead of the response. Raises BoxLost without a response,
+        BoxRefusal if the server refuses the request.
+        """
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         until = time.monotonic()
         if again:
@@ -102,7 +105,7 @@ class RemoteServer:
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > until:
                     raise BoxLost(
-                        f"the server of boxes at {self.url} does not answer {method} {path} ({type(error).__name__}: "
+                        f"the sandbox server at {self.url} does not answer {method} {path} ({type(error).__name__}: "
                         f"{str(error)[:300]})",
                         about=self.url,
                     ) from error
@@ -112,26 +115,32 @@ class RemoteServer:
             return response
 
     def check(self) -> None:
-        """Raises BoxLost or BoxRefusal for a server that is down, has another protocol version, or refuses the
-        token."""
+        """Raises BoxLost or BoxRefusal if the server is down, has another protocol version, or refuses the token."""
         response = self.request("GET", "", again=False)
         try:
             version = json.loads(response.content)["protocol"]
         except (ValueError, KeyError, TypeError):
             version = None
         if version != PROTOCOL:
-            raise BoxLost(f"{self.url} is not a server of boxes with protocol {PROTOCOL}", about=self.url)
+            raise BoxLost(
+                f"{self.url} is not a sandbox server with protocol version {PROTOCOL}; check its URL and version",
+                about=self.url,
+            )
 
     def check_image(self, name: str) -> None:
-        """Raises BoxRefusal for an image that the server does not have."""
+        """Raises BoxRefusal if the server does not have the image `name`."""
         if not self.has_image(name):
-            raise BoxRefusal(f"the server of boxes at {self.url} has no image {name}", code="source", about=name)
+            raise BoxRefusal(
+                f"the sandbox server at {self.url} has no image {name}; add it to the server's --images",
+                code="source",
+                about=name,
+            )
 
     def has_image(self, name: str) -> bool:
         return self.request("GET", f"images/{quote(name, safe='')}").status == 200
 
     def _check(self, response: HttpResponse, path: str) -> None:
-        """Raises BoxRefusal or BoxLost for an error response."""
+        """Raises BoxRefusal or BoxLost for an error response. `path`: path of the request, for the message."""
         if response.status in (200, 201, 202, 204, 404, 503):
             return
         try:
@@ -143,14 +152,14 @@ class RemoteServer:
             code = "box.lost"
             text = response.content[:300].decode(errors="replace")
             about = ""
-        text = f"the server of boxes at {self.url}: {text}"
+        text = f"the sandbox server at {self.url}: {text}"
         if not code.startswith("box.") or code == "box.lost":
             raise BoxLost(f"{text} (status {response.status} of {path})", about=self.url)
         raise BoxRefusal(text, code=code.removeprefix("box."), about=about)
 
 
 class RemoteBox(Box):
-    """A `Box` on a server that begins as an image of the server, or as a copy of a path of this machine."""
+    """A `Box` on a server, which starts from an image of the server, or from a copy of a path on this machine."""
 
     def __init__(
         self,
@@ -161,8 +170,12 @@ class RemoteBox(Box):
         patience: float = 60.0,
         image_mib: int = 4096,
     ):
-        """Requests the sandbox. `patience`: seconds to wait while the server has none free. `image_mib`: maximum size
-        of a directory. Raises BoxBusy, BoxLost, BoxRefusal."""
+        """Requests the sandbox from the server.
+
+        `source`: name of an image, or a path. `patience`: seconds to wait while the server has no free sandbox.
+        `image_mib`: maximum size of a directory in MiB. Raises BoxBusy if no sandbox becomes free, BoxLost if the
+        server fails, BoxRefusal for an unusable source.
+        """
         super().__init__(limits)
         self._server = server
         self._path = f"boxes/{secrets.token_hex(16)}"
@@ -171,7 +184,7 @@ class RemoteBox(Box):
             with _archive(source, image_mib) as (name, archive):
                 lease_s = self._begin(name, archive, patience)
         except BaseException:
-            with suppress(BoxLost, BoxRefusal):  # the first error says more
+            with suppress(BoxLost, BoxRefusal):  # the first error explains the failure
                 self.end()
             raise
         threading.Thread(target=self._renew, args=(lease_s / 3,), name="slimx-lease", daemon=True).start()
@@ -179,7 +192,7 @@ class RemoteBox(Box):
     def run(
         self, command: Sequence[str], *, stdin: str = "", cwd: str = "/", stop: threading.Event | None = None
     ) -> ProgramResult:
-        """Runs a program, see `Box.run`: starts it once and polls until it has ended."""
+        """Runs a program, as `Box.run` describes: starts it once and polls until it has ended."""
         with self._living():
             run = f"{self._path}/runs/{secrets.token_hex(8)}"
             stopping = Either(self._closing, stop)
@@ -194,7 +207,8 @@ class RemoteBox(Box):
                 if response.status == 200:
                     return ProgramResult(**json.loads(response.content))
             raise BoxLost(
-                f"the server of boxes at {self._server.url} has not ended a program {END_S:g} s after its time limit",
+                f"the sandbox server at {self._server.url} did not end a program within {END_S:g} s after its "
+                "time limit",
                 about=self._server.url,
             )
 
@@ -222,7 +236,10 @@ class RemoteBox(Box):
             self._server.request("DELETE", self._path)
 
     def _begin(self, name: str, archive: IO[bytes] | None, patience: float) -> float:
-        """Requests the sandbox until the server has one, and returns the duration of its lease in seconds."""
+        """Requests the sandbox until the server has a free one, and returns the duration of its lease in seconds.
+
+        `name`: name of the image. `archive`: archive to upload if the server does not have the image.
+        """
         body = {"image": name, "limits": dataclasses.asdict(self.limits)}
         if archive is not None and not self._server.has_image(name):
             self._send(name, archive)
@@ -234,18 +251,20 @@ class RemoteBox(Box):
                 return float(json.loads(response.content)["lease_s"])
             if (
                 response.status == 404 and archive is not None and sent < SEND_TRIES
-            ):  # removed in favor of other uploads
+            ):  # the server removed it for other uploads
                 self._send(name, archive)
                 sent += 1
                 until = time.monotonic() + patience
                 continue
             if response.status == 404:
                 raise BoxRefusal(
-                    f"the server of boxes at {self._server.url} has no image {name}", code="source", about=name
+                    f"the sandbox server at {self._server.url} has no image {name}; add it to the server's --images",
+                    code="source",
+                    about=name,
                 )
             if time.monotonic() > until:
                 raise BoxBusy(
-                    f"the server of boxes at {self._server.url} has no free box; start more of them, or lower "
+                    f"the sandbox server at {self._server.url} has no free sandbox; raise its --boxes, or lower "
                     "schedule.max_staleness or rollout.group_size",
                     about=self._server.url,
                 )
@@ -262,7 +281,7 @@ class RemoteBox(Box):
         response = self._server.request(method, path, **options)
         if response.status in (404, 503):
             raise BoxLost(
-                f"the server of boxes at {self._server.url} no longer has this box: its lease has expired, or the "
+                f"the sandbox server at {self._server.url} no longer has this sandbox: its lease has expired, or the "
                 "server was restarted",
                 about=self._server.url,
             )
@@ -273,7 +292,7 @@ class RemoteBox(Box):
             try:
                 self._server.request("POST", f"{self._path}/lease", again=False)
             except (BoxLost, BoxRefusal):
-                continue  # the rollout's next call raises it
+                continue  # the rollout's next call raises the error
 
 
 @contextmanager
@@ -296,7 +315,7 @@ def _archive(source: str | Path, image_mib: int) -> Iterator[tuple[str, IO[bytes
 
 
 def _undated(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Removes modification times that do not depend on the content, so equal directories have equal archives."""
+    """Removes modification times that do not depend on the content, so that equal directories have equal archives."""
     return member.replace(mtime=0 if member.isdir() else int(member.mtime), deep=False)
 
 
@@ -308,5 +327,7 @@ def _name_of(path: Path, size: int, changed: int) -> str:
 
 def _named(archive: IO[bytes]) -> str:
     archive.seek(0, os.SEEK_SET)
-    digest = hashlib.file_digest(cast(BufferedReader, archive), "sha256")  # temporary files are declared as IO[bytes]
+    digest = hashlib.file_digest(
+        cast(BufferedReader, archive), "sha256"
+    )  # typeshed declares temporary files as IO[bytes]
     return f"sha256-{digest.hexdigest()}"

@@ -1,8 +1,8 @@
 """Root directories of sandboxes on this machine: created from an archive or a directory, locked while their owner
 lives, measured, copied and removed.
 
-    BASE/slimx-box-RANDOM/lock   locked by the owning process: the kernel unlocks it when that process dies
-    BASE/slimx-box-RANDOM/root   the sandbox's files; owned by an unprivileged user (65534) if slimx runs as root
+    BASE/slimx-box-RANDOM/lock    locked by the owning process: the kernel unlocks it when that process dies
+    BASE/slimx-box-RANDOM/root    the sandbox's files; owned by an unprivileged user (65534) if slimx runs as root
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from slimx.extras.boxes.protocol import BoxRefusal
 
 PREFIX = "slimx-box-"
 COPY_S = 600.0
-"""Deadline for copying or removing a root, in seconds."""
+"""Deadline in seconds for copying or removing a root."""
 ENTRY = 4096
 """Bytes counted for a file, directory or link in addition to its content."""
 SPARSE_PART = 256
-"""Bytes counted for a part of a sparse file in addition to its content: its size in memory."""
+"""Bytes counted for each part of a sparse file in addition to its content: the size of the part in memory."""
 UNPACKED = 9
-"""Maximum ratio of unpacked to archive size: an archive has at least 512 bytes per entry."""
+"""Maximum ratio of the counted size to the archive's size, because an archive has at least 512 bytes per entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
     holder: Path
     lock: int
-    """Descriptor of the lock file, locked while the owner lives."""
+    """Descriptor of the lock file, which is locked while the owner lives."""
 
     @property
     def path(self) -> Path:
@@ -58,9 +58,11 @@ class Root:
 
 
 def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = False) -> Root:
-    """Creates a root from `source`, a tar archive (also compressed) or a directory, of up to `image_mib` MiB. `base`:
-    parent directory; None for the temporary directory. `host_usr`: links the programs of /usr into it. Raises
-    BoxRefusal."""
+    """Creates a root directory from `source`, a tar archive (possibly compressed) or a directory.
+
+    `base`: parent directory; None for the temporary directory. `image_mib`: maximum size in MiB. `host_usr`: True to
+    link the programs of /usr into the root. Raises BoxRefusal for an unusable source.
+    """
     if not source.exists():
         raise no_source(source)
     root = allocate(base or Path(tempfile.gettempdir()))
@@ -85,21 +87,21 @@ def make(source: Path, base: Path | None, image_mib: int, *, host_usr: bool = Fa
 
 def no_source(source: Path) -> BoxRefusal:
     return BoxRefusal(
-        f"the image or root directory {source} does not exist; give a tar archive or a directory",
+        f"the image or root directory {source} does not exist; use a tar archive or a directory",
         code="source",
         about=str(source),
     )
 
 
 def add_links(root: Path) -> None:
-    """Adds the links bin, lib and lib64 to /usr, where a root does not have these names itself."""
+    """Adds the links bin, lib and lib64 to /usr where a root does not have these names."""
     for name in ("bin", "lib", "lib64"):
         if os.path.islink(f"/{name}") and not os.path.lexists(root / name):
             os.symlink(f"usr/{name}", root / name)
 
 
 def sweep(base: Path | None = None) -> int:
-    """Removes the roots whose owners have died, and returns their number."""
+    """Removes the roots in `base` whose owners have died, and returns how many it removed."""
     removed = 0
     for holder in (base or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
         if holder.is_symlink() or holder.lstat().st_uid != os.geteuid():
@@ -121,9 +123,11 @@ def copy(source: Path, to: Path) -> None:
 
 
 def used(path: Path, outermost: int | None = None, *, most: float = math.inf) -> int:
-    """Returns the bytes that the tree occupies, including its entries and deleted files that descendants of the process
-    `outermost` have open. Stops counting above `most`, because a program may add entries faster than they are counted.
-    An unreadable tree counts as unbounded."""
+    """Returns the bytes that a tree occupies, including its entries and its deleted files that are still open.
+
+    `outermost`: process whose descendants may have deleted files open. Stops counting above `most`, because a program
+    may add entries faster than they are counted. An unreadable tree counts as unbounded.
+    """
     total = 0
     waiting = [os.fspath(path)]
     while waiting:
@@ -136,9 +140,9 @@ def used(path: Path, outermost: int | None = None, *, most: float = math.inf) ->
                         total += ENTRY + entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append(entry.path)
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # a program has deleted it
             continue
-        except OSError:  # too deep, or no permission: its content is unknown
+        except OSError:  # too deep or not readable, so its content is unknown
             return 2**62
     if outermost is not None:
         total += _deleted(path, outermost)
@@ -154,7 +158,8 @@ def _deleted(path: Path, outermost: int) -> int:
 
 
 def deleted(processes: Iterable[int], device: int | None = None) -> int:
-    """Returns the bytes of deleted files that these processes have open: on `device`, or on any."""
+    """Returns the bytes of deleted files that `processes` have open. `device`: counts only files of this device, if
+    given."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
@@ -167,20 +172,22 @@ def deleted(processes: Iterable[int], device: int | None = None) -> int:
 
 
 def allocate(base: Path, *, private: bool = False) -> Root:
-    """Creates the directory for a root, which `sweep` removes if its owner dies. `private`: accessible to this user
-    only, which is not enough for the programs of a sandbox."""
+    """Creates the directory that contains a root, and which `sweep` removes if its owner dies.
+
+    `private`: True to make it accessible to this user only, which excludes the programs of a sandbox.
+    """
     holder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     if not private:
         holder.chmod(0o711)
     lock = os.open(holder / "locking", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(holder / "locking", holder / "lock")  # a sweep never sees it unlocked
+    os.rename(holder / "locking", holder / "lock")  # locked before `sweep` can find it
     return Root(holder, lock)
 
 
 @contextlib.contextmanager
 def scratch(base: Path) -> Iterator[Root]:
-    """Yields a private directory for files of a sandbox, and removes it at the end, however deeply nested."""
+    """Yields a private directory for files of a sandbox, and removes it after the block, however deeply nested."""
     root = allocate(base, private=True)
     try:
         yield root
@@ -190,7 +197,7 @@ def scratch(base: Path) -> Iterator[Root]:
 
 @contextlib.contextmanager
 def unpacked(to: Path) -> Iterator[Path]:
-    """Yields a path for a tar archive, which is unpacked to the new directory `to` at the end of the block."""
+    """Yields a path for a tar archive, which is unpacked to the new directory `to` after the block."""
     with scratch(to.parent) as root:
         archive = root.holder / "root.tar"
         yield archive
@@ -200,7 +207,7 @@ def unpacked(to: Path) -> Iterator[Path]:
 
 
 def unpack(archive: Path, to: Path, most: int) -> None:
-    """Unpacks a tar archive, also a compressed one, of up to `most` bytes. Raises BoxRefusal."""
+    """Unpacks a tar archive, possibly compressed, of up to `most` bytes. Raises BoxRefusal for an unusable archive."""
     total = 0
 
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
@@ -210,7 +217,7 @@ def unpack(archive: Path, to: Path, most: int) -> None:
         if total > most:
             raise too_large(archive, most)
         if member.issym() and os.path.isabs(member.linkname):
-            # Absolute links of an image refer to the image's root.
+            # Makes absolute links relative, because they refer to the image's root.
             above = os.path.dirname("/" + member.name.strip("/"))
             member = member.replace(linkname=os.path.relpath(member.linkname, above), deep=False)
         return tarfile.data_filter(member, path)
@@ -221,13 +228,13 @@ def unpack(archive: Path, to: Path, most: int) -> None:
     except tarfile.FilterError as error:
         name = error.tarinfo.name
         raise BoxRefusal(
-            f"the image {archive} has {name}, which leads out of it or is a device; make the image without it",
+            f"the image {archive} contains {name}, which is a device or leads out of it; build it without that file",
             code="member",
             about=name,
         ) from None
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise BoxRefusal(
-            f"the image {archive} cannot be unpacked ({error}); give a complete tar archive",
+            f"the image {archive} cannot be unpacked ({error}); use a complete tar archive",
             code="image",
             about=str(archive),
         ) from error
@@ -236,8 +243,11 @@ def unpack(archive: Path, to: Path, most: int) -> None:
 def pack(
     source: Path, to: IO[bytes], most: int, change: Callable[[tarfile.TarInfo], tarfile.TarInfo] = lambda member: member
 ) -> None:
-    """Writes a directory as a tar archive of up to `most` bytes, counting holes of sparse files, which the archive has
-    as zeros. `change`: edits each member. Raises BoxRefusal before the file that exceeds the limit is written."""
+    """Writes a directory as a tar archive of up to `most` bytes.
+
+    Holes of sparse files count, because the archive stores them as zeros. `change`: function that edits each member.
+    Raises BoxRefusal before it writes the file that exceeds the limit.
+    """
     total = 0
 
     def counted(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -253,14 +263,15 @@ def pack(
 
 def too_large(source: Path, most: int) -> BoxRefusal:
     return BoxRefusal(
-        f"{source} exceeds the {most // MIB} MiB that a box may begin with; raise image_mib",
+        f"{source} exceeds the maximum initial size of a sandbox, {most // MIB} MiB; raise image_mib",
         code="large",
         about=str(source),
     )
 
 
 def _remove(holder: Path) -> None:
-    """Removes a directory with rm, which walks by descriptors: safe at any depth and against links."""
+    """Removes a directory with the program rm, which walks by descriptors and so is safe at any depth and against
+    links."""
     if os.geteuid() != 0:
         _call("chmod", "-R", "u+rwX", "--", str(holder))
     _call("rm", "-rf", "--one-file-system", "--", str(holder))
@@ -272,13 +283,13 @@ def _call(*line: str) -> None:
     try:
         done = subprocess.run([program, *line[1:]], capture_output=True, text=True, timeout=COPY_S)
     except subprocess.TimeoutExpired:
-        problem = f"not done after {COPY_S:g} s"
+        problem = f"it took longer than {COPY_S:g} s"
     else:
         if done.returncode == 0:
             return
         problem = done.stderr.strip()[-300:]
     raise SlimxError(
-        f"{line[0]} failed on the root of a box, {line[-1]}: {problem}; check that its disk has space",
+        f"{line[0]} failed on the root {line[-1]} of a sandbox: {problem}; check that its disk has space",
         code="box.files",
         about=line[-1],
     )

@@ -1,4 +1,4 @@
-"""The reference server of remote sandboxes, over HTTP:
+"""The reference server of remote sandboxes, over HTTP.
 
     python -m slimx.extras.boxes.serve --backend bubblewrap --images images/ --host 0.0.0.0 --token-env TOKEN
 
@@ -12,7 +12,7 @@
     DELETE /v1/boxes/ID
 
 Clients name sandboxes and runs by random hexadecimal digits. An error is {"code", "error", "about"} with status 400,
-401 or 413; an ended sandbox is 404.
+401, 408, 413 or 500; the status is 404 for a sandbox that has ended.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ from slimx.runtime.ports import address
 MAX_BODY = 2 * MIB
 """Maximum size of a request body that is not a file or an archive, in bytes."""
 MAX_WAIT = 30.0
-"""Maximum long-poll duration, in seconds."""
+"""Maximum seconds that a poll for the end of a program waits."""
 BODY_S = 60.0
-"""Deadline for receiving a request body, in seconds."""
+"""Deadline in seconds for receiving a request body."""
 UPLOAD_S = 600.0
-"""Deadline for receiving an archive, in seconds."""
+"""Deadline in seconds for receiving an archive."""
 IDLE_S = 20.0
-"""Seconds until a connection without complete request headers is closed."""
+"""Seconds after which a connection without complete request headers is closed."""
 CONNECTIONS = 4096
-"""Maximum number of open connections, and at most half of the process's file descriptors: sandboxes need the rest."""
+"""Maximum number of open connections. At most half of the process's file descriptors are used, because sandboxes need
+the others."""
 NAME = re.compile(r"[0-9a-f]{8,64}")
 RETRY_S = 2
-"""Value of Retry-After, in seconds."""
+"""Value of the header Retry-After, in seconds."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,8 +82,12 @@ class Service:
         token: str | None,
         engine: ContainerEngine | None,
     ):
-        """Serves `boxes`. `limits`: maximum that clients may request. `image_mib`: maximum size of an image. `engine`:
-        container engine with images in addition to those of `images`."""
+        """Serves the sandboxes in `boxes`.
+
+        `limits`: maximum limits that clients may request. `image_mib`: maximum size of an image in MiB. `token`: token
+        that clients must send; None for none. `engine`: container engine, whose images clients may name in addition to
+        `images`.
+        """
         self.boxes = boxes
         self._images = images
         self._limits = limits
@@ -117,7 +122,7 @@ class Service:
         except SlimxError as error:
             return _refused(400, error.code, str(error), error.about)
         except web.HTTPRequestEntityTooLarge:
-            return _refused(413, "box.large", f"a request may have {MAX_BODY} bytes", request.path)
+            return _refused(413, "box.large", f"the request exceeds {MAX_BODY} bytes", request.path)
         except TimeoutError:
             return _refused(408, "box.request", "the request did not arrive in time", request.path)
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
@@ -144,9 +149,9 @@ class Service:
         name = request.match_info["name"]
         size = _size(request)
         if not UPLOADED.fullmatch(name):
-            raise ValueError("the name of an archive is sha256- and its digest")
+            raise ValueError("the name of an uploaded archive must be sha256- followed by its digest")
         if not self._images.fits(size):
-            return _refused(413, "box.large", f"archives may have {self._images.uploads_mib} MiB", name)
+            return _refused(413, "box.large", f"the archive exceeds {self._images.uploads_mib} MiB", name)
         async with self._upload:
             digest = hashlib.sha256()
             left = size
@@ -157,7 +162,7 @@ class Service:
                         digest.update(piece)
                         file.write(piece)
                 if left != 0 or f"sha256-{digest.hexdigest()}" != name:
-                    raise ValueError("the archive does not have the size or digest that was announced")
+                    raise ValueError("the archive's size or digest differs from Content-Length or its name")
                 file.flush()
                 self._images.make_room(size)
                 with contextlib.suppress(FileExistsError):
@@ -169,7 +174,7 @@ class Service:
         if _size(request) > MAX_BODY:
             raise web.HTTPRequestEntityTooLarge(MAX_BODY, _size(request))
         async with asyncio.timeout(BODY_S):
-            return json.loads(await request.read())  # as UTF-8: Content-Type could name a codec that takes minutes
+            return json.loads(await request.read())  # always UTF-8, because Content-Type could name a slow codec
 
     async def _begin(self, request: web.Request) -> web.Response:
         name = _name(request, "box")
@@ -203,7 +208,7 @@ class Service:
             or not command
             or not all(isinstance(word, str) for word in (*command, stdin, cwd))
         ):
-            raise ValueError("a run needs command, a list of strings, and the strings stdin and cwd")
+            raise ValueError("a run needs the fields command, a non-empty list of strings, and stdin and cwd, strings")
         check_run(command, stdin, cwd)
 
         def run(box: Box, stop: threading.Event) -> ProgramResult:
@@ -234,7 +239,7 @@ class Service:
         lease = self._lease(request)
         path = request.query["path"]
         if _size(request) > MAX_FILE:
-            return _refused(413, "box.large", f"a file may have {MAX_FILE} bytes", path)
+            return _refused(413, "box.large", f"a file may have at most {MAX_FILE} bytes", path)
         async with asyncio.timeout(BODY_S):
             content = await request.content.read()  # at most Content-Length bytes
         await self.boxes.call(lease, lambda box: box.put(path, content))
@@ -245,7 +250,7 @@ class Service:
         path = request.query["path"]
         most = int(request.query["most"])
         if not 0 <= most <= MAX_FILE:
-            return _refused(413, "box.large", f"a file may have {MAX_FILE} bytes", path)
+            return _refused(413, "box.large", f"a file may have at most {MAX_FILE} bytes", path)
         content = await self.boxes.call(lease, lambda box: box.get(path, most))
         return web.Response(body=content, content_type="application/octet-stream")
 
@@ -284,13 +289,15 @@ class Service:
 def _name(request: web.Request, kind: str) -> str:
     name = request.match_info[kind]
     if not NAME.fullmatch(name):
-        raise BoxRefusal(f"{name!r} is not a name of a {kind}: give hexadecimal digits", code="name", about=name)
+        raise BoxRefusal(
+            f"{name!r} is not the name of a {kind}; use 8 to 64 hexadecimal digits", code="name", about=name
+        )
     return name
 
 
 def _size(request: web.Request) -> int:
     if request.content_length is None:
-        raise ValueError("give Content-Length")
+        raise ValueError("the request has no Content-Length")
     return request.content_length
 
 
@@ -301,7 +308,7 @@ def _refused(status: int, code: str, error: str, about: str) -> web.Response:
 async def serve(
     arguments: argparse.Namespace, ready: Callable[[str], object] = lambda url: print(url, flush=True)
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then ends all sandboxes."""
+    """Serves until SIGTERM or SIGINT, then removes all sandboxes. `ready`: called with the URL when listening."""
     token = os.environ[arguments.token_env] if arguments.token_env else None
     options = _options(arguments)
     options.sweep()
@@ -324,7 +331,7 @@ async def serve(
             server = await connections.listen(service.app(), arguments.host, arguments.port)
         except OSError as error:
             raise SlimxError(
-                f"--host, --port: cannot listen at {address(arguments.host, arguments.port)} ({error.strerror}); "
+                f"--host, --port: cannot listen on {address(arguments.host, arguments.port)} ({error.strerror}); "
                 "choose another address",
             ) from None
         watch = asyncio.create_task(boxes.watch())
@@ -348,32 +355,38 @@ def _options(arguments: argparse.Namespace) -> BoxOptions:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m slimx.extras.boxes.serve", description="Serve sandboxes.")
+    parser = argparse.ArgumentParser(prog="python -m slimx.extras.boxes.serve", description="Serves sandboxes.")
     parser.add_argument("--backend", choices=("bubblewrap", "container"), default="bubblewrap")
-    parser.add_argument("--engine", help="command that starts the container engine, e.g. 'podman --runtime runc'")
-    parser.add_argument("--images", type=Path, help="directory of archives and roots that clients may name")
-    parser.add_argument("--host-usr", action="store_true", help="mount this machine's /usr in sandboxes")
+    parser.add_argument(
+        "--engine",
+        help="command of the engine, e.g. 'podman --runtime runc'; default: podman or docker",
+    )
+    parser.add_argument("--images", type=Path, help="directory of archives and root directories that clients may name")
+    parser.add_argument("--host-usr", action="store_true", help="mount this machine's /usr read-only in sandboxes")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8600)
-    parser.add_argument("--token-env", help="environment variable with the token; required unless --host is loopback")
+    parser.add_argument(
+        "--token-env",
+        help="variable with the clients' token; required unless --host is a loopback address",
+    )
     parser.add_argument("--boxes", type=int, default=16, help="maximum number of sandboxes at once")
-    parser.add_argument("--lease", type=float, default=120.0, help="seconds until a silent client's sandbox ends")
+    parser.add_argument("--lease", type=float, default=120.0, help="seconds until a silent client's sandbox is removed")
     parser.add_argument("--image-mib", type=int, default=4096, help="maximum size of an image, in MiB")
-    parser.add_argument("--uploads-mib", type=int, default=16384, help="maximum size of all uploads, in MiB")
+    parser.add_argument("--uploads-mib", type=int, default=16384, help="maximum size of all uploads together, in MiB")
     for limit in dataclasses.fields(Limits):
         kind = float if limit.name == "seconds" else int
         parser.add_argument(
             f"--{limit.name.replace('_', '-')}",
             type=kind,
             default=limit.default,
-            help="maximum that clients may request",
+            help=f"maximum of the limit {limit.name} that clients may request",
         )
     arguments = parser.parse_args(words)
     token_of(parser, arguments)
     if arguments.images is not None and not arguments.images.is_dir():
         parser.error(f"--images: the directory {arguments.images} does not exist")
     if arguments.boxes < 1 or not arguments.lease > 0:
-        parser.error("--boxes and --lease must be above 0")
+        parser.error("--boxes and --lease must be greater than 0")
     try:
         asyncio.run(serve(arguments))
     except SlimxError as error:

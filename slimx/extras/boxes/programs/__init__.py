@@ -1,1 +1,1 @@
-"""Programs in a sandbox of namespaces on this machine: one program per call."""
+"""Sandboxes of namespaces on this machine that run one program per call."""

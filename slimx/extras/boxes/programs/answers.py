@@ -11,7 +11,7 @@ _PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py\d?)(?![\w+#-])", re.IGNORECASE)
 
 
 def marked_answer(text: str) -> str | None:
-    """Returns the text between <answer> and </answer>; None if there is none, or more than one."""
+    """Returns the text between <answer> and </answer>; None if there is no such text, or more than one."""
     parts = final_answer(text).split("<answer>")[1:]
     if not parts or any("</answer>" in part for part in parts[1:]):
         return None
@@ -20,8 +20,10 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_program(text: str) -> str | None:
-    """Returns the last fenced Python block, else the last one without a language; None if there is none or it is
-    unclosed."""
+    """Returns the last fenced Python block, or else the last block without a language.
+
+    Returns None if there is none, or if that block is not closed.
+    """
     python: list[str | None] = []
     plain: list[str | None] = []
     blocks = plain
@@ -30,7 +32,7 @@ def last_program(text: str) -> str | None:
     for line in final_answer(text).split("\n"):
         marks = list(_FENCE.finditer(line))
         if block is None:
-            if len(marks) % 2:  # two on a line are inline code
+            if len(marks) % 2:  # two fences on one line are inline code
                 language = line[marks[-1].end() :].strip()
                 fence = marks[-1][0]
                 block = []

@@ -1,4 +1,4 @@
-"""Runs one program in namespaces, with limits and a system call filter, on the file systems that the caller chooses.
+"""Runs one program in namespaces, with limits and a system call filter, on file systems that the caller chooses.
 
     slimx --> unshare (a new user namespace, where processes are counted) --> prlimit --> bubblewrap --> program
 
@@ -26,10 +26,10 @@ from slimx.runtime.logs import how_ended
 
 NOBODY = 65534
 EXTRA_PROCESSES = 4
-"""Processes of the enclosure itself: two of bubblewrap, the program, and one spare."""
+"""Number of processes of the sandbox itself: two of bubblewrap, the program's first process, and one spare."""
 MIB = 2**20
 WAITING = 256
-"""Maximum number of programs in containers and on servers that are awaited at once."""
+"""Maximum number of programs in containers and on servers for which threads wait at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ class ProgramResult:
     stdout: str
     stderr: str
     ended: Ended
-    """Kind of end: "exit" by itself, "stop" on request; else the limit that it was killed at."""
+    """"exit" if the program exited by itself, "stop" if it was stopped on request, otherwise the limit at which it was
+    killed."""
     status: int | None
-    """Exit status, 128 + signal number if a signal ended it; None if it was stopped or killed at a limit."""
+    """Exit status, or 128 + signal number if a signal killed it; None if it was stopped or killed at a limit."""
     seconds: float
 
     @property
@@ -50,14 +51,16 @@ class ProgramResult:
 
     @property
     def ending(self) -> str:
-        """End of the program in words, for a message."""
-        return how_ended(self.status) if self.ended == "exit" else f"was ended by {self.ended}"
+        """Description of how the program ended, for messages."""
+        return how_ended(self.status) if self.ended == "exit" else f"was killed (reason: {self.ended})"
 
 
 async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = False) -> T:
-    """Runs `call` in a thread that only sandboxes use, so slow programs only delay each other. `waits`: the program
-    runs elsewhere and the thread only waits for it. Sets the event that `call` receives when the awaiting task is
-    cancelled."""
+    """Runs `call` in a thread that only sandboxes use, so that slow programs only delay each other.
+
+    `call` receives an event that is set when the awaiting task is cancelled. `waits`: True if the program runs
+    elsewhere and the thread only waits for it.
+    """
     stop = threading.Event()
     executor = _waiting() if waits else _threads()
     try:
@@ -69,14 +72,15 @@ async def in_thread[T](call: Callable[[threading.Event], T], *, waits: bool = Fa
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Returns threads for programs on this machine, one per processor: more programs at once would only slow each other
-    into their time limit. At least 8, because a program that waits for a thread uses up the deadline of its turn."""
+    """Returns the threads for programs on this machine, one per processor, because more programs at once would slow
+    each other down until they reach their time limit. At least 8, because the deadline of a turn includes the wait for
+    a thread."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 
 @cache
 def _waiting() -> ThreadPoolExecutor:
-    """Returns threads that wait for programs elsewhere."""
+    """Returns the threads that wait for programs in containers and on servers."""
     return ThreadPoolExecutor(WAITING, thread_name_prefix="slimx-boxes")
 
 
@@ -87,36 +91,40 @@ def _hierarchy() -> memory_group.Hierarchy | None:
 
 @cache
 def _can_disable_userns(bwrap: str) -> bool:
-    """Returns True if bubblewrap has the option, since 0.8. Before, only the system call filter denies namespaces."""
+    """Returns True if bubblewrap has the option --disable-userns, as it does since 0.8. Without it, only the system
+    call filter denies namespaces."""
     return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
 
 
 class NotStarted(SlimxError):
-    """Raised if the program did not start."""
+    """Raised if the sandbox failed before it started the program."""
 
     def __init__(self, message: str):
         super().__init__(f"the sandbox cannot start on this machine: {message}", code="sandbox.start", about="bwrap")
         self.message = message
-        """bubblewrap's error message; the program cannot have written it."""
+        """Error message of bubblewrap, which the program cannot have written."""
 
 
 PACKAGES = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-linux"}
 
 
 class Enclosure:
-    """Runs programs under `limits`. Any number of runs at once, from any thread."""
+    """Runs programs in namespaces under `limits`, any number at a time, from any thread."""
 
     def __init__(self, limits: Limits, *programs: str):
-        """Locates the programs that it needs. `programs`: additional ones. Raises SlimxError for a missing one."""
+        """Locates the programs that the sandbox needs.
+
+        `programs`: names of further programs to locate. Raises SlimxError if one is not installed.
+        """
         self.limits = limits
         self.paths: dict[str, str] = {}
         for program in ("bwrap", "unshare", "prlimit", *programs):
-            # Not PATH: the unprivileged user may not be able to read the environment that runs slimx.
+            # Ignores PATH, because the unprivileged user may not be able to read slimx's Python environment.
             path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
             if path is None:
                 raise SlimxError(
-                    f"the sandbox needs {program}, which is not in /usr or /bin: "
-                    f"apt-get install {PACKAGES.get(program, program)}",
+                    f"the sandbox needs {program}, which is not in /usr or /bin; "
+                    f"install it with apt-get install {PACKAGES.get(program, program)}",
                     code="sandbox.program",
                     about=program,
                 )
@@ -136,13 +144,16 @@ class Enclosure:
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ) -> ProgramResult:
-        """Runs `command` on the file systems of bubblewrap's options `file_systems`.
+        """Runs `command` and returns its result.
 
-        `group_mib`: memory limit of all processes together, if the machine supports it. `passed`: descriptors that
-        bubblewrap reads. `stdin`: input of the program, or a descriptor. `stdout`: descriptor for its output. `stop`:
-        ends it when set. `disk_used`: returns the bytes on disk, given the outermost process id.
+        `file_systems`: options of bubblewrap that mount the file systems. `group_mib`: memory limit of all processes
+        together, if the machine supports it. `passed`: descriptors that bubblewrap inherits and reads. `stdin`: input
+        of the program, as text or as a descriptor. `stdout`: descriptor for its output; None to return the output.
+        `stop`: event that stops the program when set. `disk_used`: function that returns the bytes on disk, given the
+        id of the outermost process.
 
-        Raises NotStarted."""
+        Raises NotStarted if the program did not start.
+        """
         with contextlib.ExitStack() as resources:
             rules = resources.enter_context(descriptor(self._rules))
             status_pipe = resources.enter_context(_pipe())
@@ -188,7 +199,7 @@ class Enclosure:
     def _limited(self) -> list[str]:
         limits = self.limits
         return [
-            # The kernel counts a user's processes per user namespace; a new one counts only those of this program.
+            # The kernel counts a user's processes per user namespace, so a new namespace counts only this program's.
             *(self.paths["unshare"], "--user", "--map-current-user", "--"),
             self.paths["prlimit"],
             f"--nproc={limits.processes + EXTRA_PROCESSES}",
@@ -203,7 +214,7 @@ class Enclosure:
     def _enclosed(self) -> list[str]:
         words = [self.paths["bwrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-        # In a nested namespace the program would have capabilities, and other limits.
+        # In a nested user namespace the program would have capabilities and separate limits.
         if _can_disable_userns(self.paths["bwrap"]):
             words += ["--unshare-user", "--disable-userns"]
         return words
@@ -212,7 +223,7 @@ class Enclosure:
 def _start(
     line: Sequence[str], stdin: str | int, stdout: int | None, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts a process with an empty environment, as an unprivileged user if this process is root."""
+    """Starts a process with an empty environment, as an unprivileged user if this process runs as root."""
     as_root = os.geteuid() == 0
     return subprocess.Popen(
         line,
@@ -229,7 +240,7 @@ def _start(
 
 @contextlib.contextmanager
 def descriptor(content: bytes) -> Iterator[int]:
-    """Yields the descriptor of an in-memory file with this content."""
+    """Yields the descriptor of an in-memory file with `content`."""
     with os.fdopen(os.memfd_create("sandbox"), "w+b") as file:
         file.write(content)
         file.flush()

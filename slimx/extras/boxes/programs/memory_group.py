@@ -1,12 +1,14 @@
-"""A memory control group (cgroup) for one program in the sandbox. It counts all memory of its processes, including
-unmapped memory: files in memory, shared segments, kernel buffers.
+"""A memory control group (cgroup) for one program in the sandbox.
 
-    Hierarchy: where this process may create groups  -- make -->  MemoryGroup: limit, members, overflow, remove
+It counts all memory of the program's processes, including memory that no process maps: files in memory, shared
+segments, kernel buffers.
 
-Groups of cgroup v1 are created below this process's group, if it may write there (root). Those of v2 are created below
+    Hierarchy: where this process may create groups -- make --> MemoryGroup: limit, members, overflow, remove
+
+Groups of cgroup v1 are created below this process's group, if it may write there (root). Groups of v2 are created below
 that group or as its siblings, if that part of the tree enables the memory controller and is delegated to this user (a
-systemd user session, a unit with Delegate=yes). Nothing is moved, and only groups created here are configured: limits
-set on this process stay in force for its programs.
+systemd user session, a unit with Delegate=yes). This module moves no other process and configures only groups that it
+created, so limits set on this process stay in force for its programs.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ import psutil
 
 PREFIX = "slimx-sandbox-"
 REMOVE_S = 2.0
-"""Seconds to wait until the last process of a group is gone."""
+"""Seconds to wait until the last process of a group has exited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A directory in which groups can be created."""
+    """A directory in which this process can create groups."""
 
     directory: Path
     version: int
 
     def make(self, limit: int) -> MemoryGroup:
-        """Creates a group with a limit of `limit` bytes. Raises OSError."""
+        """Creates a group with a limit of `limit` bytes. Raises OSError if the kernel refuses."""
         directory = self.directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         directory.mkdir()
         group = MemoryGroup(directory, self.version)
@@ -53,7 +55,7 @@ class MemoryGroup:
     def limit(self, size: int) -> None:
         if self.version == 1:
             (self.directory / "memory.limit_in_bytes").write_text(str(size))
-            with contextlib.suppress(OSError):  # without swap, or without swap accounting
+            with contextlib.suppress(OSError):  # raised without swap or swap accounting
                 (self.directory / "memory.memsw.limit_in_bytes").write_text(str(size))
         else:
             (self.directory / "memory.max").write_text(str(size))
@@ -61,24 +63,25 @@ class MemoryGroup:
                 (self.directory / "memory.swap.max").write_text("0")
 
     def take(self, pid: int) -> None:
-        """Moves a process into the group; processes that it starts later belong to it, too."""
+        """Moves a process into the group, together with the processes that it starts later."""
         (self.directory / "cgroup.procs").write_text(str(pid))
 
     def overflowed(self) -> bool:
-        """Returns True once the kernel has killed a process of the group at its limit."""
+        """Returns True once the kernel has killed a process of the group for exceeding the limit."""
         events = "memory.oom_control" if self.version == 1 else "memory.events"
         counts = dict(line.split() for line in (self.directory / events).read_text().splitlines())
         return int(counts.get("oom_kill", 0)) > 0
 
     def members(self) -> list[int]:
-        """Returns the ids of the group's processes; none once the group is removed."""
+        """Returns the ids of the group's processes; [] once the group is removed."""
         try:
             return [int(pid) for pid in (self.directory / "cgroup.procs").read_text().split()]
         except OSError:
             return []
 
     def remove(self) -> None:
-        """Removes the group once its processes have ended. One that stays occupied is left to the next `find`."""
+        """Removes the group once its processes have exited. After `REMOVE_S` seconds, a later call of `find` removes
+        it."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:
@@ -92,8 +95,10 @@ class MemoryGroup:
 
 
 def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
-    """Returns a hierarchy in which this process may create memory groups; None if there is none. Removes groups that
-    killed processes left there."""
+    """Returns a hierarchy in which this process may create memory groups; None if there is none.
+
+    Removes groups that killed processes left there. `proc`: directory of this process in /proc.
+    """
     for hierarchy in _hierarchies(proc):
         if os.access(hierarchy.directory, os.W_OK) and _works(hierarchy):
             _sweep(hierarchy.directory)
@@ -102,7 +107,7 @@ def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
 
 
 def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
-    """Returns the group that counts the memory of a process; None if it is not visible to this process."""
+    """Returns the group that counts the memory of a process; None if this process cannot see it."""
     try:
         paths = _group_paths(proc / str(pid))
     except OSError:
@@ -118,7 +123,7 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> MemoryGroup | None:
 
 
 def _group_paths(process: Path) -> dict[str, str]:
-    """Returns the paths of a process's groups by controller, "" for version 2."""
+    """Returns the paths of a process's groups by controller; the key of version 2 is ""."""
     paths: dict[str, str] = {}
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -127,7 +132,8 @@ def _group_paths(process: Path) -> dict[str, str]:
 
 
 def _mounted(process: Path) -> list[tuple[str, str, int]]:
-    """Returns the hierarchies with memory groups that a process sees: mount point, root within the tree, version."""
+    """Returns the hierarchies with memory groups that a process sees: mount point, root within the hierarchy, and
+    version."""
     found = []
     for line in (process / "mountinfo").read_text().splitlines():
         # ID, parent, device, root, mount point, options, optional fields, "-", type, source, options of the file system
@@ -159,7 +165,7 @@ def _hierarchies(proc: Path) -> list[Hierarchy]:
 
 
 def _below(mounted: str, root: str, path: str) -> Path:
-    """Returns the directory of group `path` if the subtree `root` is mounted at `mounted`."""
+    """Returns the directory of the group `path` if the subtree `root` of its hierarchy is mounted at `mounted`."""
     if path.startswith(root.rstrip("/") + "/"):
         return Path(mounted) / os.path.relpath(path, root)
     return Path(mounted)
@@ -173,7 +179,10 @@ def _enables_memory(directory: Path) -> bool:
 
 
 def _delegated(directory: Path) -> bool:
-    """Returns True if this user may create groups in it. root may write everywhere, so it needs systemd's mark."""
+    """Returns True if this user may create groups in `directory`.
+
+    root can write to every directory, so for root systemd must have marked it as delegated.
+    """
     if os.geteuid() != 0:
         return os.access(directory / "cgroup.procs", os.W_OK)
     for mark in ("trusted.delegate", "user.delegate"):

@@ -1,4 +1,4 @@
-"""The program that `Sandbox.check` runs in the sandbox: tries what the sandbox must prevent, and prints the results.
+"""The program that `Sandbox.check` runs in the sandbox: it tries what the sandbox must prevent, and prints the results.
 
 slimx is not installed in the sandbox, so this file imports only the standard library.
 """
@@ -20,7 +20,7 @@ VISIBLE = {"bin", "code", "dev", "lib", "lib64", "proc", "tmp", "usr"}
 
 
 def source() -> str:
-    """Returns the text of this file."""
+    """Returns the text of this file, which the sandbox runs."""
     return Path(__file__).read_text()
 
 
@@ -46,7 +46,7 @@ def processes(limit: int) -> int:
             child = os.fork()
             if child == 0:
                 os.close(hold)
-                os.read(release, 1)  # ends when the parent closes its side
+                os.read(release, 1)  # returns when the parent closes its end
                 os._exit(0)
             started.append(child)
     except OSError:
@@ -65,17 +65,17 @@ def main() -> None:
     promises = {
         "the code is not root": os.getuid() != 0 and os.geteuid() != 0,
         "the code has no capabilities": int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) == 0,
-        "the code gains no privileges": status["NoNewPrivs"].strip() == "1",
-        "users and host name are its own": not {"user", "uts"} & shared,
+        "the code cannot gain privileges": status["NoNewPrivs"].strip() == "1",
+        "users and host name are isolated": not {"user", "uts"} & shared,
         "other processes are out of sight and reach": not {"pid", "ipc"} & shared,
         "there is no network": "net" not in shared,
         "files outside cannot be written": all(fails(write, path) for path in ("/x", "/usr/x", "/dev/x", "/code/x")),
         "files outside cannot be read": set(os.listdir("/")) <= VISIBLE,
         "the number of processes is limited": processes(outside["processes"]) < outside["processes"],
         "memory is limited": fails(bytearray, outside["memory"]),
-        "memory is not kept outside of processes": fails(os.memfd_create, "x") and libc.shmget(0, 4096, 0o1600) == -1,
-        "no name spaces can be made inside": libc.unshare(CLONE_NEWUSER) == -1,
-        "sockets are local or the Internet's": fails(socket.socket, AF_VSOCK),
+        "memory cannot outlive its process": fails(os.memfd_create, "x") and libc.shmget(0, 4096, 0o1600) == -1,
+        "the code cannot create namespaces": libc.unshare(CLONE_NEWUSER) == -1,
+        "only local and Internet sockets are allowed": fails(socket.socket, AF_VSOCK),
     }
     print(json.dumps(promises))
 

@@ -9,26 +9,32 @@ from slimx.extras.boxes.programs.sandbox import Limits, Sandbox
 
 
 class PythonTool:
-    """An environment that runs the last fenced Python block of a turn and returns its output as the next turn. A turn
-    without a block is the answer."""
+    """An environment that runs the last fenced Python block of a turn and returns its output as the next turn.
+
+    A turn without a Python block is the answer and ends the episode.
+    """
 
     def __init__(self, *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 8, role: str = "user"):
-        """Creates the sandbox with the limits of one program. `role`: role of output turns in the chat template."""
+        """Creates the sandbox with the limits of one program.
+
+        `seconds`: wall-clock time. `memory_mib`: memory in MiB. `processes`: processes and threads. `role`: role of
+        output turns in the chat template.
+        """
         self.sandbox = Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes))
         self.role = role
         self.runs = 0
 
     @classmethod
     def check(cls, **options: object) -> None:
-        """Raises SlimxError on a machine where the sandbox does not isolate programs."""
+        """Raises SlimxError if the sandbox does not isolate programs on this machine."""
         cls(**options).sandbox.check()  # type: ignore[arg-type]  # options are checked against __init__ before
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Returns no observation in addition to the prompt."""
+        """Returns "", because there is no observation in addition to the prompt."""
         return ""
 
     async def step(self, text: str) -> Step:
-        """Runs the program of a turn; ends the episode if there is none."""
+        """Runs the program in a turn; ends the episode if the turn has none."""
         program = last_program(text)
         if program is None:
             return Step(done=True, info={"runs": self.runs})
@@ -40,4 +46,4 @@ class PythonTool:
         return Step(text=f"Output:\n{output}", role=self.role, tool_calls=1)
 
     async def close(self) -> None:
-        """Does nothing: no program outlives its turn."""
+        """Does nothing, because no program outlives its turn."""

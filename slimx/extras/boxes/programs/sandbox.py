@@ -2,8 +2,8 @@
 
     slimx --> unshare (a new user namespace, where processes are counted) --> prlimit --> bubblewrap --> python
 
-bubblewrap (Debian: `bubblewrap`) puts the code into new user, process, network, mount and host name namespaces, without
-capabilities, with /usr read-only and a small writable /tmp. A filter denies system calls that could break out
+bubblewrap (Debian package `bubblewrap`) puts the code into new user, process, network, mount and host name namespaces,
+without capabilities, with /usr read-only and a small writable /tmp. A filter denies system calls that could break out
 (`seccomp`), resource limits bound each process, and if the machine supports it a memory control group bounds all of
 them together (`memory_group`). If slimx runs as root, the code runs as an unprivileged user, because process limits do
 not apply to root. The exit status is read from bubblewrap, over a descriptor that the code does not have.
@@ -24,19 +24,20 @@ from slimx.extras.boxes.programs.enclosure import EXTRA_PROCESSES, MIB, Enclosur
 from slimx.extras.boxes.programs.watch import Limits
 
 TRIAL_S = 60.0
-"""Seconds that the trial may take in addition to a program's limit, because a busy machine is slow to start it."""
+"""Seconds that the trial in `check` may take in addition to a program's limit, because a busy machine starts it
+slowly."""
 
 
 class Sandbox:
-    """Runs code under `limits`, `Limits()` by default. Any number of runs at once, from any thread."""
+    """Runs Python code under `limits`, which default to `Limits()`, any number of calls at a time, from any thread."""
 
     def __init__(self, limits: Limits | None = None):
-        """Locates its programs. Raises SlimxError for a missing one."""
+        """Locates the programs that the sandbox needs. Raises SlimxError if one is not installed."""
         self.limits = limits or Limits()
         self._enclosure = Enclosure(self.limits, "python3")
 
     async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> ProgramResult:
-        """Runs `code`, see `run_blocking`, in a sandbox thread. Cancelling the call ends the code."""
+        """Runs `code` in a sandbox thread, as `run_blocking` describes. Cancelling this call stops the code."""
         return await in_thread(lambda stop: self.run_blocking(code, stdin=stdin, files=files, stop=stop))
 
     def run_blocking(
@@ -48,11 +49,14 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         stop: threading.Event | None = None,
     ) -> ProgramResult:
-        """Runs `code` as a program. `stdin`: its input, or a descriptor. `stdout`: descriptor for its output, instead
-        of `ProgramResult.stdout`. `files`: contents by name, read-only in /code next to the program, importable.
-        `stop`: kills it when set.
+        """Runs `code` as a program and returns its result.
 
-        Raises SlimxError if the sandbox itself cannot start."""
+        `stdin`: input of the program, as text or as a descriptor. `stdout`: descriptor for its output, instead of
+        `ProgramResult.stdout`. `files`: contents by name of read-only files in /code next to the program, which can
+        import them. `stop`: event that kills the program when set.
+
+        Raises SlimxError if the sandbox itself cannot start.
+        """
         with _files({**(files or {}), "main.py": code}) as named:
             return self._enclosure.run(
                 self._enclosed(named),
@@ -66,14 +70,15 @@ class Sandbox:
 
     @property
     def memory_bound(self) -> str:
-        """Limit on the memory of all processes of a program together, in words."""
+        """Description of the limit on the memory of all processes of a program together."""
         hierarchy = self._enclosure.hierarchy
         if hierarchy is not None:
             return f"a control group (version {hierarchy.version}) limits all processes to memory_mib + disk_mib"
-        return "memory_mib limits the address space of each process, and the resident memory of all together"
+        return "memory_mib limits the address space of each process, and the resident memory of all processes together"
 
     def check(self) -> None:
-        """Tries to break out, once. Raises SlimxError naming the guarantees that this machine does not give."""
+        """Runs a program that tries to break out. Raises SlimxError naming the guarantees that this machine does not
+        give."""
         patient = type(self)(replace(self.limits, seconds=self.limits.seconds + TRIAL_S))
         outside = {
             "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sandbox_probe.NAMESPACES},
@@ -83,14 +88,14 @@ class Sandbox:
         result = patient.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not result.ok:
             raise SlimxError(
-                f"the trial of the sandbox failed (it {result.ending}): {result.stderr.strip()[-300:]}",
+                f"the program that tests the sandbox failed (it {result.ending}): {result.stderr.strip()[-300:]}",
                 code="sandbox.probe",
                 about=result.ended,
             )
         missing = [promise for promise, fulfilled in json.loads(result.stdout).items() if not fulfilled]
         if missing:
             raise SlimxError(
-                f"the sandbox does not guarantee on this machine: {'; '.join(missing)}; allow user namespaces (sysctl "
+                f"on this machine the sandbox does not guarantee: {'; '.join(missing)}; allow user namespaces (sysctl "
                 "user.max_user_namespaces, or the container's seccomp profile), or remove hooks that run code",
                 code="sandbox.promise",
                 about=missing[0],
@@ -120,13 +125,13 @@ def host_programs() -> list[str]:
 
 @contextlib.contextmanager
 def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
-    """Yields descriptors of in-memory files by name."""
+    """Yields descriptors of in-memory files with `contents`, by name."""
     with contextlib.ExitStack() as resources:
         named: dict[str, int] = {}
         for name, content in contents.items():
             if "/" in name or name.startswith("."):
                 raise SlimxError(
-                    f"the sandbox puts files next to the code, and {name!r} is not a plain file name",
+                    f"the sandbox cannot put the file {name!r} next to the code; use a plain file name",
                 )
             named[name] = resources.enter_context(descriptor(content.encode()))
         yield named

@@ -4,8 +4,9 @@ It denies calls that reach other namespaces, other processes or kernel facilitie
 process's address space, and sockets other than local and Internet ones (AF_VSOCK reaches a virtual machine's host from
 any network namespace). All other calls are allowed: namespaces and resource limits bound their effect.
 
-Numbers: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; the instruction's form:
-include/uapi/linux/filter.h; its input: struct seccomp_data in include/uapi/linux/seccomp.h.
+Sources of the numbers: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; of the
+instruction format: include/uapi/linux/filter.h; of the filter's input: struct seccomp_data in
+include/uapi/linux/seccomp.h.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import struct
 
 from slimx.errors import SlimxError
 
-# Call: its numbers on x86-64 and on 64-bit Arm. Calls since Linux 5.2 have the same number on both.
+# Denied calls, with their numbers on x86-64 and on 64-bit Arm. Calls since Linux 5.2 have the same number on both.
 _DENIED = {
     # Namespaces and mounts.
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
@@ -44,12 +45,12 @@ _CLONE = (56, 220)
 _CLONE3 = 435
 _SOCKET = (41, 198)
 _NEW_NAMESPACE = 0x7E020000
-"""CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET."""
+"""Mask of CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID and CLONE_NEWNET."""
 _FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6."""
+"""Allowed address families of sockets: AF_UNIX, AF_INET and AF_INET6."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the numbers, and AUDIT_ARCH, by `platform.machine`."""
+"""Index of a machine's numbers in `_DENIED`, and its AUDIT_ARCH, by `platform.machine`."""
 _ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
 _LOAD = 0x20
 _EQUAL = 0x15
@@ -68,10 +69,11 @@ _FAIL = 0x00050000
 
 
 def program() -> bytes:
-    """Returns the filter for this machine in the format of bubblewrap's --seccomp. Denied calls fail with EPERM.
-    clone3, whose flags a filter cannot read, fails with ENOSYS, after which the C library uses clone.
+    """Returns the filter for this machine in the format of bubblewrap's option --seccomp.
 
-    Raises SlimxError on machines other than x86-64 and 64-bit Arm."""
+    Denied calls fail with EPERM. clone3, whose flags a filter cannot read, fails with ENOSYS, after which the C library
+    uses clone. Raises SlimxError on machines other than x86-64 and 64-bit Arm.
+    """
     machine = platform.machine()
     if machine not in _MACHINES:
         raise SlimxError(
@@ -85,7 +87,7 @@ def program() -> bytes:
         _step(_EQUAL, arch, 1, 0),
         _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER),
-        # Higher numbers belong to another ABI on x86-64 (x32), and do not exist on Arm.
+        # On x86-64, higher numbers belong to the x32 ABI; on Arm, they do not exist.
         _step(_AT_LEAST, 0x40000000, 0, 1),
         _step(_RETURN, _KILL),
     ]
@@ -108,8 +110,10 @@ def program() -> bytes:
 
 
 def profile() -> dict[str, object]:
-    """Returns the same filter for container runtimes, `--security-opt seccomp=FILE` (OCI runtime specification,
-    config-linux, seccomp). Raises the same errors as `program`."""
+    """Returns the same filter in the format of container runtimes, for `--security-opt seccomp=FILE`.
+
+    The format is that of the OCI runtime specification, config-linux, seccomp. Raises the errors of `program`.
+    """
     machine = platform.machine()
     if machine not in _MACHINES:
         program()  # raises
@@ -125,7 +129,7 @@ def profile() -> dict[str, object]:
     others = [family for family in range(max(_FAMILIES)) if family not in _FAMILIES]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
-        "architectures": [_ARCHITECTURES[machine]],  # calls of other architectures are denied
+        "architectures": [_ARCHITECTURES[machine]],  # denies calls of other architectures
         "syscalls": [
             denied([name for name, numbers in _DENIED.items() if numbers[column] is not None], errno.EPERM),
             denied(["clone3"], errno.ENOSYS),
@@ -137,5 +141,5 @@ def profile() -> dict[str, object]:
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Encodes one instruction. `if_true`, `if_false`: number of instructions that a jump skips."""
+    """Encodes one BPF instruction. `if_true`, `if_false`: number of following instructions that a jump skips."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)

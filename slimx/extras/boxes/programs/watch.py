@@ -22,9 +22,9 @@ from slimx.extras.boxes.programs.memory_group import MemoryGroup
 
 Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
-"""Interval of checking the memory of all processes together, in seconds."""
+"""Interval in seconds at which the memory of all processes together is checked."""
 STOP_S = 5.0
-"""Seconds for a process to stop, or to end after its child."""
+"""Seconds for a process to be suspended, or to exit after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 
@@ -34,15 +34,16 @@ class Limits:
     """Limits of one program."""
 
     seconds: Annotated[float, Meta(gt=0)] = 10.0
-    """Wall-clock time."""
+    """Wall-clock time in seconds."""
     memory_mib: Whole = 512
-    """Address space of each process, and memory of all processes together."""
+    """Address space of each process, and memory of all processes together, in MiB."""
     processes: Whole = 8
-    """Processes and threads in addition to the first one."""
+    """Number of processes and threads in addition to the first one."""
     disk_mib: Whole = 16
-    """Size of all files it may write: in memory for a sandbox's /tmp, on disk for a box."""
+    """Size of all files that the program may write, in MiB: in memory for the /tmp of a `Sandbox`, on disk for a
+    `Box`."""
     output_kib: Whole = 64
-    """KiB of stdout, and of stderr."""
+    """Size of stdout, and of stderr, in KiB."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):
@@ -50,7 +51,7 @@ class Limits:
                 value = as_whole(getattr(self, limit.name))
                 if not isinstance(value, int):
                     raise SlimxError(
-                        f"{limit.name} of a sandbox or a box is {value!r}; give a whole number",
+                        f"the sandbox limit {limit.name} is {value!r}; use an integer",
                         code="sandbox.limit",
                         about=limit.name,
                     )
@@ -58,8 +59,11 @@ class Limits:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the remaining processes. Killing bubblewrap's child, the first process of the process namespace, makes the
-    kernel kill all others in it. bubblewrap is suspended meanwhile: killed alone, it may leave a child just started."""
+    """Kills the remaining processes of a program.
+
+    Killing bubblewrap's child, the first process of the process namespace, makes the kernel kill all other processes in
+    it. bubblewrap is suspended meanwhile, because killing it alone could leave a child that it has just started.
+    """
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             outer = psutil.Process(process.pid)
@@ -70,7 +74,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             children = outer.children()
             for first in children:
                 first.kill()
-            if children:  # it exits once it has reaped its child
+            if children:  # bubblewrap exits once it has reaped its child
                 outer.resume()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(STOP_S)
@@ -79,7 +83,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SandboxWatch:
-    """Writes to and reads from a process until it ends or reaches a limit."""
+    """Writes to and reads from a process until it exits or reaches a limit."""
 
     def __init__(
         self,
@@ -93,9 +97,13 @@ class SandboxWatch:
         stop: threading.Event | None = None,
         disk_used: Callable[[int], int] | None = None,
     ):
-        """Watches a started process. `status_fd`: descriptor of bubblewrap's status, if the process is bubblewrap.
-        `group`: memory group for the processes; bubblewrap waits for a byte on `go` until they belong to it. `stop`:
-        ends the program when set. `disk_used`: returns the bytes on disk, given the process id."""
+        """Watches a process that was started at the time `started`, by `time.monotonic`.
+
+        `status_fd`: descriptor from which bubblewrap's status is read, if the process is bubblewrap. `group`: memory
+        group for the processes. `go`: descriptor from which bubblewrap awaits a byte, sent once the processes belong to
+        `group`. `stop`: event that stops the program when set. `disk_used`: function that returns the bytes on disk,
+        given the process id.
+        """
         self.process = process
         self.limits = limits
         self.group = group
@@ -110,12 +118,12 @@ class SandboxWatch:
         self._next_disk_look = self._next_look
 
     def exit_status(self) -> int | None:
-        """Returns the exit status, 128 + signal number if a signal ended it; None if it did not run or has not
-        ended."""
+        """Returns the exit status, or 128 + signal number if a signal killed the program; None if it did not run or has
+        not exited."""
         return self._reported("exit-code")
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        """Writes `stdin` to the process and reads its output until it ends or reaches a limit. Returns which of them
+        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns what
         happened."""
         self._unwritten = memoryview(stdin)
         max_output = self.limits.output_kib * 1024
@@ -163,14 +171,16 @@ class SandboxWatch:
         if self._disk_used is not None and now > self._next_disk_look:
             if self._disk_full():
                 return "disk"
-            # A large tree takes long to count: at most a fifth of the time is spent on it.
+            # A large tree takes long to count, so counting may take at most a fifth of the time.
             counted = time.monotonic()
             self._next_disk_look = counted + max(LOOK_S, 4 * (counted - now))
         return None
 
     def _reported(self, key: str) -> int | None:
-        """Returns a value from bubblewrap's status, which is JSON lines; None if it is not reported yet. The program
-        does not have the descriptor."""
+        """Returns the value of `key` in bubblewrap's status, which consists of lines of JSON; None if not reported yet.
+
+        The program cannot write to this status, because it does not have the descriptor.
+        """
         for line in self.read["status"].split(b"\n")[:-1]:
             if line:
                 report = json.loads(line)
@@ -179,7 +189,8 @@ class SandboxWatch:
         return None
 
     def _begin(self) -> None:
-        """Moves the processes into their memory group once the child is known, and lets them continue."""
+        """Moves the processes into their memory group once bubblewrap has reported its child, and lets them
+        continue."""
         child = self._reported("child-pid")
         if self.group is None or self._go is None or child is None:
             return
@@ -189,7 +200,7 @@ class SandboxWatch:
         self._go = None
 
     def _read(self, fd: int, name: str) -> bool:
-        """Reads from a stream; returns True at its end."""
+        """Reads from the stream `name` with the descriptor `fd`; returns True at its end."""
         piece = os.read(fd, 65536)
         self.read[name] += piece
         if piece and name == "status":
@@ -203,7 +214,7 @@ class SandboxWatch:
         return self._disk_used is not None and self._disk_used(self.process.pid) > self.limits.disk_mib * MIB
 
     def _write(self) -> bool:
-        """Writes to stdin; returns True if nothing remains, or if the process does not read it."""
+        """Writes to stdin; returns True if nothing remains, or if the process has closed its end."""
         assert self.process.stdin is not None
         if not self._unwritten:
             return True
@@ -217,7 +228,7 @@ class SandboxWatch:
         return not self._unwritten
 
     def _memory(self) -> int:
-        """Returns the resident bytes of all processes inside."""
+        """Returns the resident memory of all processes in the sandbox, in bytes."""
         total = 0
         try:
             inside = psutil.Process(self.process.pid).children(recursive=True)

@@ -1,1 +1,4 @@
-"""Programs that the code reward runs in its sandboxes. Their source is copied there; nothing here imports them."""
+"""The code reward, and the programs that it runs in its sandboxes.
+
+The source of these programs is copied into the sandboxes; nothing here imports them.
+"""

@@ -5,7 +5,7 @@ Tests are in the prompt's metadata, in one of two forms:
     {"tests": [{"input": "2 3\\n", "output": "5"}, ...]}     the program reads stdin and writes stdout
     {"tests": ["assert add(2, 3) == 5", ...]}                 Python that uses what the program defines
 
-Verdicts are out of the program's reach. Output is compared here; assertions run in a separate sandbox:
+The program cannot influence the comparison. Output is compared here; assertions run in a separate sandbox:
 
     slimx --starts--> judge (`judge.py`) <--values as JSON--> host (`host.py`)
           <--exit status of the judge, reported by bubblewrap--
@@ -28,11 +28,11 @@ from slimx.rewards.context import Context
 from slimx.rewards.needs import checked_by
 
 UNFIT = 3
-"""The judge's exit status for a test that cannot be run this way (`UNFIT` in judge.py)."""
+"""Exit status of the judge for a test that cannot be run in this way (`UNFIT` in judge.py)."""
 
 
 def check(**options: Any) -> None:
-    """Raises SlimxError on a machine where the sandbox does not isolate programs."""
+    """Raises SlimxError if the sandbox does not isolate programs on this machine."""
     _sandbox(**{key: value for key, value in options.items() if key in Limits.__dataclass_fields__}).check()
 
 
@@ -46,15 +46,17 @@ async def reward(
     memory_mib: int = 512,
     processes: int = 8,
 ) -> float:
-    """Returns the fraction of tests that pass; with `all_or_nothing` 1.0 if all do, else 0.0. A final answer without a
-    program gets 0.0. `seconds`, `memory_mib` and `processes` are the limits of each test.
+    """Returns the fraction of the prompt's tests that the program in the final answer passes.
 
-    Raises SlimxError for a prompt without tests or with an invalid one, and if the sandbox cannot start."""
+    `all_or_nothing`: True to return 1.0 if all tests pass and otherwise 0.0. `seconds`, `memory_mib`, `processes`:
+    limits of each test. A final answer without a program gets 0.0. Raises SlimxError for a prompt without tests or with
+    an invalid test, and if the sandbox cannot start.
+    """
     tests = ctx.prompt.metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has no tests for {__name__}; give metadata.tests a list of assertions or of "
-            '{"input", "output"}',
+            f"prompt {ctx.prompt.id!r} has no tests for {__name__}; set metadata.tests to a list of assertions or of "
+            '{"input", "output"} objects',
             code="reward.tests",
             about=ctx.prompt.id,
         )
@@ -90,8 +92,10 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], prompt: str
 
 
 def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> ProgramResult:
-    """Runs one test in the judge's sandbox and the program in another; returns the judge's result. Only the program's
-    responses reach the judge."""
+    """Runs one test in the judge's sandbox and the program in another sandbox. Returns the result of the judge.
+
+    Only the program's responses to requests reach the judge.
+    """
     judge = _source("judge.py")
     host = _source("host.py")
     wire = _source("wire.py")
@@ -103,7 +107,7 @@ def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> Pr
         files = {"program.py": code, "wire.py": wire}
         try:
             return sandbox.run_blocking(host, stdin=requests_read, stdout=responses_write, files=files, stop=over)
-        finally:  # the judge reads end-of-file if the program has ended
+        finally:  # closes the pipe, so that the judge reads end-of-file
             os.close(responses_write)
             os.close(requests_read)
 

@@ -1,9 +1,9 @@
-"""Hosts a program for the judge in another sandbox: imports it and executes the judge's requests on it.
+"""Runs the program under test: imports it and executes the requests of the judge, which is in another sandbox.
 
-    stdin: requests (`wire`)          stdout: responses          /code/program.py: the program
+    stdin: requests (`wire`)      stdout: responses       /code/program.py: the program
 
-The program can reach everything here, and nothing here has the expected answers: a malicious program can only spoil its
-own responses. This file runs as a program inside the sandbox.
+The program can access everything in this process, and nothing in this process contains the expected answers: a
+malicious program can only spoil its own responses. This file runs as a program in the sandbox.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Host:
         self.objects: list[object] = []
         self._requests = os.fdopen(os.dup(0), "rb")
         self._responses = os.fdopen(os.dup(1), "wb")
-        # The program has no input, and its output does not reach the judge.
+        # Gives the program no input, and keeps its output from the judge.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
 
@@ -33,7 +33,7 @@ class Host:
                 return
             try:
                 if program is None:
-                    import program as imported  # exists in the sandbox only
+                    import program as imported  # the module exists only in the sandbox
 
                     program = imported
                 response = {"names": self._names(program)} if "names" in request else self._execute(request)
@@ -90,7 +90,7 @@ class Host:
         return self.objects[index] if kind == "object" else _Function(self, index)
 
     def call(self, index: int, args: tuple[object, ...]) -> Any:
-        """Calls a function of the judge, which may send requests meanwhile."""
+        """Calls a function of the judge, which may send requests before it returns."""
         packed = [wire.pack(arg, self._reference) for arg in args]
         wire.send(self._responses, {"function": index, "given": packed})
         while True:

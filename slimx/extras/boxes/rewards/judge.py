@@ -1,12 +1,13 @@
-"""Runs one test of a program that is in another sandbox, and exits with the verdict. This file runs as a program.
+"""Runs one test of a program that is in another sandbox, and exits with the result. This file runs as a program.
 
     stdin: the program's responses          stdout: requests to it (`wire`)          /code/test: the test
 
-Names that the test does not define are the program's, except for Python's and those of comparing modules (`KNOWN`).
-Plain values are compared here, out of the program's reach. Other objects stay with the program: requests get their
-attributes, items and results, but never compare them.
+Names that the test does not define are taken from the program, except Python's own and those of modules for comparisons
+(`KNOWN`). Plain values are compared here, where the program cannot interfere. Other objects stay with the program:
+requests get their attributes, items and results, but never compare them.
 
-Exit status: 0 the test passed, 1 it failed, 3 the test itself cannot be run this way (the reason is on stderr).
+Exit status: 0 if the test passed, 1 if it failed, 3 if the test itself cannot be run in this way (stderr contains the
+reason).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ FORWARDED = (
     "__call__", "__len__", "__iter__", "__next__", "__getitem__", "__setitem__", "__delitem__", "__str__", "__repr__",
     "__bool__", "__int__", "__float__", "__enter__", "__exit__",
 )  # fmt: skip
-"""Special methods that are forwarded to the program's objects. Operators are not: f(2) - 4 would reveal the 4."""
+"""Special methods that are forwarded to the program's objects. Excludes operators: f(2) - 4 would reveal the 4."""
 NEVER = (eval, exec, compile, __import__, open, getattr, setattr, breakpoint, input)
-"""Functions that would let the program execute code here."""
+"""Functions that may not be passed to the program, because they would let it execute code here."""
 KNOWN = {
     **{name: name for name in ("math", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
     "np": "numpy", "pd": "pandas", "sp": "scipy", "approx": "pytest:approx", "isclose": "math:isclose",
@@ -46,23 +47,23 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """An exception of the program whose type is not one of Python's."""
+    """An exception of the program whose type is none of Python's own."""
 
 
 class RemoteProgram:
-    """The program under test, in the other sandbox."""
+    """The program under test, which runs in the other sandbox."""
 
     def __init__(self) -> None:
         self.objects: dict[int, RemoteObject] = {}
         self.functions: list[Callable[..., object]] = []
         self.exceptions: dict[str, type[Exception]] = {}
-        # Out of the test's reach, which may print.
+        # The test may print, which must not reach these streams.
         self._responses = sys.stdin.buffer
         self._requests = sys.stdout.buffer
         sys.stdout = sys.stderr
 
     def names(self) -> dict[str, Any]:
-        """Returns the program's public names. Modules of the standard library are imported here."""
+        """Returns the program's public names with their values. Imports modules of the standard library here."""
         values: dict[str, Any] = {}
         wire.send(self._requests, {"names": True})
         for name, (kind, content) in self._result().items():
@@ -77,7 +78,8 @@ class RemoteProgram:
         return values
 
     def request(self, method: str, target: RemoteObject, *args: object, **kwargs: object) -> Any:
-        """Calls a method of one of the program's objects. Changes to arguments are applied here as well."""
+        """Calls a method of one of the program's objects, and applies the program's changes to arguments here as
+        well."""
         message = {
             "method": method,
             "on": target._index,
@@ -108,7 +110,7 @@ class RemoteProgram:
         return ProgramError(f"{name}: {text}")
 
     def _call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Calls a function that the test passed to the program, at the program's request."""
+        """Calls a function that the test passed to the program, when the program requests it."""
         try:
             args = [wire.unpack(arg, self._resolve) for arg in message["given"]]
             return {"value": wire.pack(self.functions[message["function"]](*args), self._reference)}
@@ -130,7 +132,7 @@ class RemoteProgram:
 
 
 class RemoteObject:
-    """An object of the program. Two are equal only if they are identical."""
+    """An object of the program. Two such objects are equal only if they are identical."""
 
     def __init__(self, program: RemoteProgram, index: int):
         self._program = program
@@ -151,7 +153,7 @@ for _method in FORWARDED:
 
 
 def _change(local: Any, remote: Any) -> None:
-    """Applies the program's changes to an argument."""
+    """Applies the program's changes to an argument. `remote`: value of the argument after the call."""
     if type(local) is type(remote) and local != remote:
         if isinstance(local, list):
             local[:] = remote
@@ -163,8 +165,10 @@ def _change(local: Any, remote: Any) -> None:
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of names that the test uses but does not define.
 
-    abs is Python's, and `np` in np.isclose(...) is numpy, even if the program defines these names: otherwise the
-    program could decide every comparison. The program's own abs is used only if it is the only name in the test."""
+    abs is Python's, and `np` in np.isclose(...) is NumPy, even if the program defines these names, because otherwise
+    the program could decide every comparison. The program's own abs is used only if no other name of the program is
+    used.
+    """
     nodes = list(ast.walk(test))
     used = {node.id for node in nodes if isinstance(node, ast.Name)} & names.keys()
     owners = set()
@@ -177,7 +181,7 @@ def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     paths |= {name: KNOWN[name] for name in used & KNOWN.keys() - scope.keys()}
     for name, path in paths.items():
         scope.pop(name, None)
-        with contextlib.suppress(ImportError):  # then the program does not have it either
+        with contextlib.suppress(ImportError):  # not installed, so the program cannot use it either
             scope[name] = pkgutil.resolve_name(path)
     return scope
 

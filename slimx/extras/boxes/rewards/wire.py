@@ -1,11 +1,11 @@
-"""Values between the judge of a program and the program: JSON lines, and nothing that is executed on arrival.
+"""Encodes values that the judge and the program under test exchange, as lines of JSON; receiving them executes nothing.
 
     None, bool, str, list                       as in JSON
     int, float                                  as in JSON; large integers as {"int": hexadecimal}
     dict                                        {"dict": [[key, value], ...]}
     tuple, set, frozenset, range                {"tuple": [...]} and so on
     bytes, complex                              {"bytes": hexadecimal}, {"complex": [real, imaginary]}
-    an object of the program                    {"object": index}: the index at which the program's side keeps it
+    an object of the program                    {"object": index}: the index under which the program's side stores it
     a function of the judge                     {"function": index}
 
 This file is copied into the sandbox, where slimx is not installed: it imports only the standard library.
@@ -28,8 +28,11 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 
 
 def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
-    """Converts `value` to JSON. `reference`: returns the entry of an object that stays with its owner. Instances of
-    subclasses become instances of the plain type: a Counter arrives as a dict."""
+    """Converts `value` to JSON.
+
+    `reference`: function that returns the entry of an object that stays with its owner. Instances of subclasses become
+    instances of the plain type: a Counter arrives as a dict.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -56,8 +59,10 @@ def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
 
 
 def unpack(packed: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Returns the value that `pack` converted to `packed`. `resolve(kind, index)`: returns the object of a
-    reference."""
+    """Returns the value that `pack` converted to `packed`.
+
+    `resolve(kind, index)`: function that returns the object of a reference.
+    """
     if isinstance(packed, list):
         return [unpack(item, resolve) for item in packed]
     if not isinstance(packed, dict):

@@ -1,1 +1,2 @@
-"""Terminal tasks: the model works in a sandbox with a shell and edits; tests in a fresh sandbox judge the result."""
+"""Terminal tasks: the model works in a sandbox with a shell and edits files; tests in a fresh sandbox decide the
+reward."""

@@ -1,8 +1,9 @@
-"""The verdict on a task: its tests, run in a fresh sandbox on the files that the model left.
+"""Runs the tests of a task in a fresh sandbox, on the files that the model left.
 
     the model's sandbox -- tar of the directory --> restore kept files, add tests --> fresh sandbox: run the tests
 
-Changes outside of the task's directory, running processes, and files in place of a test are not carried over.
+Changes outside of the task's directory, running processes, and files in place of a test are not copied to the fresh
+sandbox.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ CARRIED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
 
 
 class NoVerdict(Exception):
-    """Raised if the model's files cannot be carried over to the tests, which counts as failed."""
+    """Raised if the model's files cannot be copied to the fresh sandbox, which counts as failed tests."""
 
 
 def packed(box: Box, directory: str, most: int) -> bytes:
-    """Returns a directory of a sandbox as a tar archive of up to `most` bytes. Raises NoVerdict."""
+    """Returns a directory of a sandbox as a tar archive of up to `most` bytes. Raises NoVerdict if that fails."""
     name = f".slimx-{secrets.token_hex(8)}.tar"
     result = box.run(["tar", "-cf", name, f"--exclude=./{name}", "."], cwd=directory)
     if not result.ok:
@@ -47,11 +48,12 @@ def packed(box: Box, directory: str, most: int) -> bytes:
 
 
 def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
-    """Returns the archive that the tests run on: the files of `left`, those of `initial` that match `task.kept`, and
-    the tests.
+    """Returns the archive that the tests run on: the model's files, the task's kept files, and the tests.
 
-    `most`: maximum size without the tests, in bytes. Raises NoVerdict if it is exceeded, or if `left` is not a plain
-    tar archive."""
+    `left`: archive of the files that the model left. `initial`: archive of the initial files, of which those that match
+    `task.kept` are restored. `most`: maximum size without the tests, in bytes. Raises NoVerdict if it is exceeded, or
+    if `left` is not a plain tar archive.
+    """
     output = io.BytesIO()
     tests = _below(task.tests.files)
     with (
@@ -75,7 +77,7 @@ def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
                         _add(archive, member, content, output, most)
         except NoVerdict:
             raise
-        except Exception as error:  # the model may have forged the archive: reading it may raise anything
+        except Exception as error:  # the model may have forged the archive, so reading it may raise any exception
             raise NoVerdict(f"the files are not a tar archive ({raised(error)})") from error
         for member, content in kept:
             _add(archive, member, content, output, most)
@@ -85,15 +87,17 @@ def judged(left: bytes, initial: bytes, task: Task, most: int) -> bytes:
 
 
 def _members(source: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
-    """Yields the members of an archive that may be carried over, with their content. They get new headers, because the
-    program that unpacks them might interpret other fields differently."""
+    """Yields the members of an archive that may be copied, with their content.
+
+    They get new headers, because the program that unpacks them might interpret other header fields differently.
+    """
     leaves = set[str]()
     for member in source:
         path = posixpath.normpath(member.name)
         outside = path in (".", "..") or path.startswith(("../", "/"))
         if member.type not in CARRIED or member.issparse() or outside or "\0" in path + member.linkname:
             continue
-        if not leaves.isdisjoint(_up(path)[1:]):  # would be unpacked through a link
+        if not leaves.isdisjoint(_up(path)[1:]):  # would be unpacked through a link or a file
             continue
         if not member.isdir():
             leaves.add(path)
@@ -113,13 +117,15 @@ def _add(
     archive: tarfile.TarFile, member: tarfile.TarInfo, content: IO[bytes] | None, output: IO[bytes], most: int
 ) -> None:
     if output.tell() + member.size > most:
-        raise NoVerdict(f"the files have more than {most} bytes")
+        raise NoVerdict(f"the files exceed {most} bytes")
     archive.addfile(member, content)
 
 
 def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None = None) -> tuple[bool, ProgramResult]:
-    """Runs the tests on `archive` in a fresh sandbox. Returns True if they passed, and their result. Raises NoVerdict,
-    and BoxRefusal if the sandbox does not accept the archive."""
+    """Runs the tests on `archive` in a fresh sandbox. Returns True if they passed, and their result.
+
+    Raises NoVerdict if the archive cannot be unpacked, BoxRefusal if the sandbox refuses it.
+    """
     name = f".slimx-{secrets.token_hex(8)}.tar"
     box.put(f"{task.directory}/{name}", archive)
     replaced = box.run(["sh", "-c", _REPLACE, "replace", name], cwd=task.directory, stop=stop)
@@ -132,7 +138,7 @@ def verdict(box: Box, archive: bytes, task: Task, stop: threading.Event | None =
 
 
 def _below(directory: Path | None) -> dict[str, Path]:
-    """Returns the files in a directory tree by their relative paths."""
+    """Returns the files in a directory tree by their relative paths; {} without a directory."""
     if directory is None:
         return {}
     return {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
@@ -160,10 +166,12 @@ def _is_kept(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _leads_to_kept(member: tarfile.TarInfo, patterns: tuple[str, ...]) -> bool:
-    """Returns True for a link below which one of the patterns may match: it would match files of the link's target.
+    """Returns True for a link below which one of the patterns may match, because it would match files of the link's
+    target.
 
-    The * of fnmatch also matches /. A * at the beginning of a pattern is skipped: a path that it matches below the link
-    also matches below the target."""
+    The * of fnmatch also matches /. A * at the start of a pattern is skipped: a path that it matches below the link
+    also matches below the target.
+    """
     if not (member.issym() or member.islnk()):
         return False
     for pattern in patterns:
@@ -176,7 +184,7 @@ def _leads_to_kept(member: tarfile.TarInfo, patterns: tuple[str, ...]) -> bool:
 
 
 class _Targets:
-    """Paths of files that are written where the model may have left other files."""
+    """Paths at which tests or kept files are written, and which the model's files must not occupy."""
 
     def __init__(self, paths: Iterable[str]):
         self._paths = {*paths}
@@ -185,7 +193,7 @@ class _Targets:
             self._parents.update(_up(path)[1:])
 
     def bar(self, member: tarfile.TarInfo) -> bool:
-        """Returns True for a member at or below one of the paths, and for a parent that is not a directory."""
+        """Returns True for a member at or below one of the paths, and for a parent of one that is not a directory."""
         if not self._paths.isdisjoint(_up(member.name)):
             return True
         return member.name in self._parents and not member.isdir()

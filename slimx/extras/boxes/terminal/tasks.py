@@ -1,10 +1,11 @@
-"""A terminal task: the initial files of its sandbox, and the tests that judge the result.
+"""A terminal task: the initial files of its sandbox, and the tests that decide the reward.
 
 A row of a prompt file, for `rollout.map: terminal`:
 
-{"prompt": "median() is wrong for lists of even length. Repair it.",
- "files": "median/files", "root": "python.tar", "image": null, "directory": "/repo", "kept": ["tests/*"],
- "tests": {"command": ["python3", "-m", "unittest", "-q"], "files": "median/tests", "seconds": 60, "expect": ["OK"]}}
+    {"prompt": "median() is wrong for lists of even length. Repair it.", "files": "median/files",
+     "root": "python.tar", "image": null, "directory": "/repo", "kept": ["tests/*"],
+     "tests": {"command": ["python3", "-m", "unittest", "-q"], "files": "median/tests", "seconds": 60,
+               "expect": ["OK"]}}
 
 Only `prompt` and `tests.command` are required. Paths are relative to the option `tasks` of the toolbox.
 """
@@ -35,10 +36,11 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Program with its arguments, run in the task's `directory`."""
     files: Path | None = None
-    """Directory whose content is copied into `directory` before they run; the model never sees it."""
+    """Directory whose content is copied into the task's `directory` before the tests run; the model never sees it."""
     seconds: Annotated[float, Meta(gt=0)] = 60.0
     expect: tuple[re.Pattern[str], ...] | None = ()
-    """Regular expressions that their output must match, in addition to status 0; `^` and `$` match at line ends."""
+    """Regular expressions that the tests' output must match, in addition to status 0; `^` and `$` match at line
+    ends."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,11 +48,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     tests: Checks
     directory: Text = "/repo"
-    """The model's working directory in the sandbox; its content is judged."""
+    """The model's working directory in the sandbox, on whose content the tests run."""
     root: Path | None = None
-    """Initial root of the sandbox, an archive or a directory; empty without a root or an image."""
+    """Initial root of the sandbox, an archive or a directory. Without a root and an image, the root is empty."""
     image: Text | None = None
-    """Initial image of the sandbox, instead of a root."""
+    """Image from which the sandbox starts, instead of a root."""
     files: Path | None = None
     """Directory whose content is copied into `directory` at the start."""
     kept: tuple[str, ...] = ()
@@ -58,7 +60,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, prompt: Prompt, base: Path) -> Task:
-        """Returns the task of a prompt, with paths relative to `base`. Raises SlimxError naming the prompt."""
+        """Returns the task of a prompt, with paths relative to `base`. Raises SlimxError, naming the prompt, for an
+        invalid task."""
         row = prompt.metadata.get(KEY)
         if row is None:
             raise SlimxError(
@@ -79,10 +82,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def to_prompt(row: Json) -> Json:
-    """Returns the prompt of a row, with its task in the metadata. For `rollout.map`. Raises SlimxError for an invalid
-    task."""
+    """Converts a row of a prompt file to a prompt with the task in its metadata, for `rollout.map`.
+
+    Raises SlimxError for an invalid task.
+    """
     if not isinstance(row.get("prompt"), str) or not row["prompt"]:
-        raise _refusal("give the text for the model", "prompt")
+        raise _refusal("set it to the text for the model", "prompt")
     task = {name: value for name, value in row.items() if name not in ("id", "prompt", "metadata")}
     _read(task, Path())
     metadata = {**(row.get("metadata") or {}), KEY: task}
@@ -95,7 +100,7 @@ def to_prompt(row: Json) -> Json:
 def _read(row: object, base: Path) -> Task:
     def read(kind: type, text: object) -> Path | re.Pattern[str]:
         if not isinstance(text, str) or not text:
-            raise ValueError("give a text")
+            raise ValueError("use a non-empty string")
         if kind is Path:
             return base / text
         try:
@@ -111,10 +116,10 @@ def _read(row: object, base: Path) -> Task:
         name, reason = refused_field(error)
         raise _refusal(reason, name or KEY) from error
     if task.root is not None and task.image is not None:
-        raise _refusal("give a root or an image, not both", "image")
+        raise _refusal("set root or image, but not both", "image")
     names = task.directory.strip("/").split("/")
     if not task.directory.startswith("/") or not all(names) or {".", ".."} & {*names}:
-        raise _refusal(f"{task.directory!r} is not an absolute path below /", "directory")
+        raise _refusal(f"{task.directory!r} is not an absolute path below / without . and ..", "directory")
     return task
 
 

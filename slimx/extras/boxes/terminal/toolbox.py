@@ -1,4 +1,4 @@
-"""A terminal as tools: a shell and file edits in the rollout's sandbox, and tests as its reward.
+"""A terminal as tools: a shell and file edits in the rollout's sandbox, and the task's tests as the reward.
 
 rollout:
   prompts: tasks.jsonl
@@ -7,7 +7,7 @@ rollout:
   options:
     toolbox: terminal
     toolbox_options: {tasks: ., box: {backend: container, memory_mib: 2048, seconds: 120}}
-    call_deadline: 300    # above the sum of the tests' seconds, the box's, and 10 (and patience, with a server)
+    call_deadline: 300   # above the sum of tests.seconds, box.seconds and 10 (plus box.patience, with a server)
 reward: {function: tools}
 """
 
@@ -33,7 +33,7 @@ from slimx.extras.boxes.terminal.tasks import Task
 from slimx.json_types import Json
 
 _NOTHING = bytes(2 * tarfile.BLOCKSIZE)
-"""An archive without members."""
+"""A tar archive without members."""
 KEY = "rollout.options.toolbox_options"
 MAX_READ = 2**20
 """Maximum size of a file that is read or edited, in bytes."""
@@ -41,28 +41,35 @@ MAX_READ = 2**20
 COPY_S = 10.0
 """Seconds that a deadline must allow for copying files, in addition to waiting for a sandbox and running programs."""
 MOST = {"command": 100_000, "path": 2048}
-"""Maximum length of arguments in bytes: Linux allows 128 KiB per word of a command; a path becomes part of a URL."""
+"""Maximum length of arguments in bytes. Linux allows 128 KiB per argument of a command; a path becomes part of a
+URL."""
 
 
 class Terminal:
-    """A toolbox of one sandbox: shell, read_file, write_file and edit_file. The task's tests judge the result."""
+    """Toolbox of one sandbox with the tools shell, read_file, write_file and edit_file. Tests in a fresh sandbox decide
+    the reward."""
 
     def __init__(self, *, box: Json | None = None, tasks: str = ".", work_mib: float = 48.0) -> None:
-        """Reads the options. `box`: options of the sandboxes (`slimx.extras.boxes.choice`). `tasks`: base directory of
-        the paths in tasks. `work_mib`: maximum size of the model's and kept files for the tests, in MiB; exceeding it
-        counts as failed."""
+        """Reads the options without creating a sandbox.
+
+        `box`: options of the sandboxes (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks.
+        `work_mib`: maximum size in MiB of the model's files and kept files that are copied for the tests; a rollout
+        that exceeds it fails.
+        """
         self._options = BoxOptions.read(box or {}, f"{KEY}.box")
         self._base = Path(tasks)
         self._most = int(work_mib * MIB)
         self._box: Box | None = None
         self._task: Task | None = None
         self.unjudged: str | None = None
-        """Reason why the model's files failed without running the tests."""
+        """Reason for which the rollout failed without running the tests; None if they ran."""
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        """Raises SlimxError for unusable options or a backend that does not respond. Removes sandboxes that killed runs
-        left behind."""
+        """Raises SlimxError for unusable options or a backend that does not respond.
+
+        Removes sandboxes that killed runs left behind.
+        """
         toolbox = cls(**options)
         if not toolbox._base.is_dir():
             raise SlimxError(
@@ -71,7 +78,7 @@ class Terminal:
         if toolbox._options.backend == "remote":
             if toolbox._most > MAX_FILE:
                 raise SlimxError(
-                    f"{KEY}.work_mib: a server of boxes allows {MAX_FILE // MIB} MiB; lower it",
+                    f"{KEY}.work_mib exceeds the {MAX_FILE // MIB} MiB that a sandbox server accepts; lower it",
                     code="box.option",
                     about=f"{KEY}.work_mib",
                 )
@@ -80,7 +87,8 @@ class Terminal:
 
     @classmethod
     def needs_seconds(cls, prompts: Iterable[Prompt], **options: Any) -> tuple[float, float]:
-        """Returns the seconds that `open`, and the longest `judge` of these prompts, may take in normal operation."""
+        """Returns the maximum seconds that `open`, and that the longest `judge` of these prompts, take in normal
+        operation."""
         toolbox = cls(**options)
         patience = toolbox._options.patience if toolbox._options.backend == "remote" else 0.0
         tests = max((Task.of(prompt, toolbox._base).tests.seconds for prompt in prompts), default=0.0)
@@ -88,8 +96,10 @@ class Terminal:
 
     @classmethod
     def check_prompts(cls, prompts: Iterable[Prompt], **options: Any) -> None:
-        """Raises SlimxError naming a prompt whose task cannot begin. Creates, tries and ends the sandbox of the first
-        one."""
+        """Checks the tasks of all prompts; creates, tries and removes the sandbox of the first one.
+
+        Raises SlimxError naming a prompt whose task cannot be started.
+        """
         toolbox = cls(**options)
         checked: set[str | Path] = set()
         for index, prompt in enumerate(prompts):
@@ -106,24 +116,27 @@ class Terminal:
                 raise SlimxError(f"prompt {prompt.id!r}: {error}", code=error.code, about=prompt.id) from error
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:
-        """Creates the task's sandbox. Raises ToolsLost, and SlimxError for a prompt without a task."""
+        """Creates the task's sandbox and returns the tools.
+
+        Raises ToolsLost if the sandbox cannot be created, SlimxError for a prompt without a task.
+        """
         task = Task.of(prompt, self._base)
         self._task = task
 
         def begin(stop: threading.Event) -> None:
             box = self._begin(task)
             self._box = box
-            if stop.is_set():  # cancelled: `close` will not end it
+            if stop.is_set():  # the call was cancelled, and `close` will not remove the sandbox
                 box.end()
 
         await self._in_thread(begin)
         return [_description(name, task.directory) for name in _TOOLS]
 
     async def call(self, name: str, arguments: Json) -> ToolResult:
-        """Runs a command, or reads, writes or edits a file. Raises ToolsLost."""
+        """Runs a command, or reads, writes or edits a file. Raises ToolsLost if the sandbox has failed."""
         expected = _TOOLS[name][1]
         if {*arguments} != {*expected} or not all(isinstance(value, str) for value in arguments.values()):
-            text = f"{name} takes the strings {', '.join(expected)}, and nothing else."
+            text = f"{name} takes exactly these strings: {', '.join(expected)}."
             return ToolResult(text=text, error="bad_arguments")
         for argument, value in arguments.items():
             problem = _unfit(argument, value)
@@ -135,11 +148,14 @@ class Terminal:
             return ToolResult(text=str(error), error=error.code.replace(".", "_"))
 
     async def judge(self, messages: Sequence[Json]) -> dict[str, float]:
-        """Returns {"tests": 1.0} if the task's tests pass in a fresh sandbox, else 0.0. Raises ToolsLost."""
+        """Returns {"tests": 1.0} if the task's tests pass in a fresh sandbox, otherwise {"tests": 0.0}.
+
+        Raises ToolsLost if a sandbox fails.
+        """
         return {"tests": float(await self._in_thread(self._passes))}
 
     async def close(self) -> None:
-        """Ends the sandbox."""
+        """Removes the sandbox."""
         box = self._box
         self._box = None
         if box is not None:
@@ -154,8 +170,8 @@ class Terminal:
             try:
                 archive = judged(left, self._as_it_began(fresh, task), task, self._most)
                 return verdict(fresh, archive, task, stop)[0]
-            except BoxRefusal as error:  # not the model's fault: it cannot reach this sandbox
-                raise ToolsLost(f"a fresh box does not accept the tests: {error}", about=error.about) from error
+            except BoxRefusal as error:  # not caused by the model, which cannot access this sandbox
+                raise ToolsLost(f"a fresh sandbox refused the tests: {error}", about=error.about) from error
             finally:
                 fresh.end()
         except NoVerdict as error:
@@ -168,22 +184,26 @@ class Terminal:
         try:
             return packed(fresh, task.directory, self._most)
         except NoVerdict as error:
-            raise ToolsLost(f"kept files of a fresh box cannot be read: {error}", about=task.directory) from error
+            raise ToolsLost(
+                f"the kept files of a fresh sandbox cannot be read: {error}", about=task.directory
+            ) from error
 
     def _check_size(self, task: Task) -> None:
-        """Raises SlimxError if tests and the model's files together exceed the limit of a sandbox server."""
+        """Raises SlimxError if the tests and the model's files together exceed the limit of a sandbox server."""
         tests = size_of_tests(task)
         if self._options.backend == "remote" and tests > MAX_FILE - self._most:
             raise SlimxError(
-                f"{KEY}.work_mib: the tests have {tests} bytes, and a server of boxes accepts {MAX_FILE // MIB} MiB "
-                "together with the model's files; lower it, or make the tests smaller",
+                f"the tests have {tests} bytes, but a sandbox server accepts {MAX_FILE // MIB} MiB together with the "
+                f"model's files; lower {KEY}.work_mib, or make the tests smaller",
                 code="task.tests",
                 about="tests.files",
             )
 
     def _try(self, task: Task) -> None:
-        """Raises SlimxError if a shell and tar do not run in the task's sandbox. The trial gets at least the time limit
-        of the tests, because a busy machine is slow."""
+        """Raises SlimxError if a shell and tar do not run in the task's sandbox.
+
+        The trial gets at least the time limit of the tests, because a busy machine is slow.
+        """
         box = self._begin(task, seconds=max(task.tests.seconds, self._options.limits.seconds))
         try:
             result = box.run(["sh", "-c", "tar --help"], cwd=task.directory)
@@ -191,7 +211,7 @@ class Terminal:
             box.end()
         if not result.ok:
             raise SlimxError(
-                f"sh and tar do not run in {task.directory} of its box (sh {result.ending}: "
+                f"sh and tar do not run in {task.directory} of the task's sandbox (sh {result.ending}: "
                 f"{result.stderr.strip()[-300:]}); use a root that has both, or host_usr",
                 code="box.trial",
                 about=task.directory,
@@ -224,12 +244,14 @@ class Terminal:
         content = self._box.get(path, MAX_READ)
         if name == "read_file":
             return ToolResult(text=content.decode(errors="replace"))
-        # As bytes: the file may not be UTF-8, and the rest of it must not change.
+        # Edits bytes, because the file may not be UTF-8 and the rest of it must not change.
         old = arguments["old"].encode()
         new = arguments["new"].encode()
         count = content.count(old) if old else 0
         if count != 1:
-            return ToolResult(text=f"{path} has the old text {count} times; give one that it has once.", error="edit")
+            return ToolResult(
+                text=f"The old text occurs {count} times in {path}; use one that occurs exactly once.", error="edit"
+            )
         self._box.put(path, content.replace(old, new))
         return ToolResult(text=f"Edited: {path}")
 
@@ -241,15 +263,15 @@ class Terminal:
 
 
 def _unfit(name: str, value: str) -> str | None:
-    """Returns the reason why an argument cannot be passed to a program; None if it can."""
+    """Returns the reason for which an argument cannot be passed to a program; None if it can."""
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        return f"{name} has an unpaired surrogate, which is not valid text."
+        return f"{name} contains an unpaired surrogate, which is not valid text."
     if name in MOST and "\0" in value:
-        return f"{name} has a NUL character."
+        return f"{name} contains a NUL character."
     if size > MOST.get(name, size):
-        return f"{name} has {size} bytes, and {MOST[name]} are allowed."
+        return f"{name} has {size} bytes, but at most {MOST[name]} are allowed."
     return None
 
 
@@ -266,20 +288,24 @@ def _output(result: ProgramResult) -> str:
 _TOOLS = {
     "shell": (
         "Run a command with sh in {directory}. "
-        "Files stay for the next command; directory, variables and processes do not.",
+        "Files persist for the next command; the working directory, variables and processes do not.",
         {"command": "The command."},
     ),
-    "read_file": ("Read a text file.", {"path": "Path, from {directory} on."}),
+    "read_file": ("Read a text file.", {"path": "Path, absolute or relative to {directory}."}),
     "write_file": (
-        "Write a text file, and make its directories.",
-        {"path": "Path, from {directory} on.", "content": "The whole text."},
+        "Write a text file, and create missing parent directories.",
+        {"path": "Path, absolute or relative to {directory}.", "content": "The whole text of the file."},
     ),
     "edit_file": (
-        "Replace a text that a file has exactly once.",
-        {"path": "Path, from {directory} on.", "old": "The text to replace.", "new": "The text in its place."},
+        "Replace a text that occurs exactly once in a file.",
+        {
+            "path": "Path, absolute or relative to {directory}.",
+            "old": "The text to replace.",
+            "new": "The text that replaces it.",
+        },
     ),
 }
-"""Description of each tool and of its arguments, which are strings and all required."""
+"""Description of each tool, and of its arguments, which are required strings."""
 
 
 def _description(name: str, directory: str) -> Json:
