@@ -1,6 +1,6 @@
-"""Environments and tools of rollouts: their interfaces, and processes for those that compute.
+"""Environments of multi-turn rollouts: their interface, and processes for environments that compute for long.
 
-In: an action of a rollout, such as the arguments of a tool call.
-Out: an observation, a reward and whether the episode has ended.
+In: a turn of the model.
+Out: an observation, a reward, and whether the episode has ended.
 Read first: `base.py`.
 """

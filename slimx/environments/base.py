@@ -10,55 +10,57 @@ from slimx.data.records import Prompt
 from slimx.json_types import Json
 
 ENVIRONMENTS = "slimx.environments"
-"""Group of entry points: environments by their names in a configuration."""
+"""Group of the entry points that register environments under short names for `rollout.options.environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The start of an environment with distinguishable states."""
+    """The start of an episode, returned by `Environment.reset` of an environment that distinguishes states."""
 
     text: str = ""
-    """User turn after the prompt; "" for none."""
+    """User turn that follows the prompt; "" for none."""
     state_key: str | None = None
-    """Key of the state in which the first turn begins; see `Step.state_key`."""
+    """Key of the state in which the model's first turn begins, as described at `Step.state_key`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An environment's response to one turn."""
+    """An environment's response to one turn of the model."""
 
     text: str = ""
-    """The next turn, which the model reads; unused if `done`."""
+    """Next turn of the conversation, which the model reads; unused if `done`."""
     role: str = "user"
-    """Role of that turn in the chat template: user or tool."""
+    """Role of this turn in the chat template: user or tool."""
     reward: float = 0.0
-    """Reward of the model's previous turn."""
+    """Reward of the model's turn to which this step responds."""
     done: bool = False
     tool_calls: int = 0
-    """Number of tool calls in the turn, for the metric `hook/tool_calls`."""
+    """Number of tool calls in the model's turn, for the metric `hook/tool_calls`."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Summed over the rollout: each is a metric `hook/NAME/mean`, averaged over the rollouts that logged it. Include a
-    name in every step, with 0 if there is nothing to count."""
+    """Numbers that are summed over the rollout. Each is logged as the metric `hook/NAME/mean`, averaged over the
+    rollouts that logged it, so every step should contain the name, with 0 if there is nothing to count."""
     state_key: str | None = None
-    """Key of the state after the turn, equal for equal states in all rollouts of a prompt. GiGPO compares turns that
-    began in the same state (`algorithm.advantages: gigpo`). None if states are not distinguished."""
+    """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
+    not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""
     info: Json = field(default_factory=dict)
-    """Stored in the trajectory's metadata; plain JSON values."""
+    """Plain JSON values. Those of the last step are stored in the trajectory's metadata."""
 
 
 class Environment(Protocol):
-    """The environment of one rollout. Methods are awaited sequentially; blocking work belongs in
+    """Interface of the environment of one rollout. Methods are awaited one after the other; blocking work belongs in
     `asyncio.to_thread`."""
 
     async def reset(self, prompt: Prompt, seed: int) -> str | Begin:
-        """Starts the episode. Returns the user turn after the prompt, "" for none, or a `Begin`. `seed` is the
-        rollout's, the same in a resumed run."""
+        """Starts the episode, and returns the user turn that follows the prompt ("" for none), or a `Begin`.
+
+        `seed`: seed of the rollout, the same in a resumed run.
+        """
         ...
 
     async def step(self, text: str) -> Step:
-        """Returns the response to the model's turn."""
+        """Returns the response to `text`, a turn of the model."""
         ...
 
     async def close(self) -> None:
-        """Ends the episode; called once, also after an error or a deadline."""
+        """Ends the episode. Called once, also after an error or a deadline."""
         ...

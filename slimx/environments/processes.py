@@ -1,9 +1,9 @@
-"""Environments of rollouts, in the driver's event loop or in separate processes.
+"""Runs environments of rollouts in the driver's event loop or in separate processes.
 
-An environment that computes would delay every rollout of the driver. In a process it may: a server that has imported
-the environment's module forks one process for each, so that a start takes milliseconds, and failures (hangs, crashes,
-memory) stay in that process. At most `processes` of their calls run at once; other calls wait while their processes
-sleep.
+In the event loop, an environment that computes for long delays every rollout of the driver. In a separate process it
+does not, and its failures (hangs, crashes, memory) stay in that process. A fork server that has imported the
+environment's module forks one process per environment, so that a start takes milliseconds. At most `processes` calls of
+environments run at once; other calls wait while their processes sleep.
 
     driver  -- reset(prompt, seed) | step(text) | close() -->  process of one environment, from first to last call
             <-- the result, or the exception --------------
@@ -36,24 +36,27 @@ from slimx.runtime.tasks import in_thread
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0
-"""Deadline of an environment's `close` before its process is killed, in seconds."""
+"""Deadline in seconds of an environment's `close`, after which its process is killed."""
 
 
 class Environments:
-    """Factory of a run's environments, owned by the maker of groups; `close` ends their processes."""
+    """Factory of a run's environments, owned by the `GroupMaker`; `close` kills their processes."""
 
     def __init__(self) -> None:
         self._pools: dict[int, ThreadPoolExecutor] = {}
         self._living: set[InProcess] = set()
 
     def make(self, path: str, options: Json, *, deadline_s: float, rollout: str, processes: int = 0) -> Environment:
-        """Returns an environment of the class at `path`. Its calls raise DeadlineError, with `rollout` in the message,
-        after `deadline_s` seconds. `processes`: maximum number of concurrent calls in processes; 0: it runs in the
-        driver's event loop."""
+        """Returns an environment of the class at `path`, created with `options`.
+
+        `rollout`: id of the rollout, for error messages. Calls of the environment raise DeadlineError after
+        `deadline_s` seconds. `processes`: maximum number of concurrent calls in separate processes; 0 to run the
+        environment in the driver's event loop.
+        """
         if not processes:
             return InDriver(imported(KEY, path, ENVIRONMENTS)(**options), path, deadline_s, rollout)
         if processes not in self._pools:
-            # A thread waits for each call: the number of threads bounds that of calls.
+            # One thread waits for each call, so the number of threads bounds the number of concurrent calls.
             self._pools[processes] = ThreadPoolExecutor(processes, thread_name_prefix="slimx-environment")
         environment = InProcess(self._pools[processes], self._living, path, options, deadline_s, rollout)
         self._living.add(environment)
@@ -96,7 +99,7 @@ class InDriver:
 
 
 class InProcess:
-    """An environment in a separate process, started by the first call."""
+    """An environment in a separate process, which its first call starts."""
 
     def __init__(
         self,
@@ -116,7 +119,8 @@ class InProcess:
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._lifeline: Connection | None = None
-        """Never written to: the process ends when it is closed, as it is when the driver dies."""
+        """Write end of a pipe to the process. Nothing is written: the process ends when this end is closed, as it is
+        when the driver dies."""
         self._ended = False
 
     async def reset(self, prompt: Prompt, seed: int) -> str | Begin:
@@ -126,7 +130,7 @@ class InProcess:
         return await self._call("step", text)
 
     async def close(self) -> None:
-        """Closes the environment if it is idle, and ends its process."""
+        """Closes the environment if it is idle, and then kills its process."""
         try:
             if self._process is not None and not self._ended and self._process.is_alive():
                 await self._call("close", deadline_s=min(self._deadline_s, CLOSE_S))
@@ -147,15 +151,18 @@ class InProcess:
         try:
             return await loop.run_in_executor(self._pool, self._ask, name, arguments, seconds)
         except asyncio.CancelledError:
-            threading.Thread(target=self.kill, daemon=True).start()  # frees the waiting thread
+            threading.Thread(target=self.kill, daemon=True).start()  # wakes the thread that waits for the call
             raise
 
     def _ask(self, name: str, arguments: tuple[object, ...], seconds: float) -> object:
-        """Returns the result of one call. Blocks: called in a thread of the pool."""
+        """Runs one call in the process and returns its result. Blocks, so it is called in a thread of the pool.
+
+        `name`: method of the environment. `seconds`: deadline of the call.
+        """
         if self._connection is None:
             self._start()
         assert self._connection is not None and self._process is not None
-        if self._ended:  # meanwhile
+        if self._ended:  # killed while the process started
             self.kill()
         try:
             succeeded, result = exchange(self._connection, (name, arguments), seconds, self.kill)
@@ -167,7 +174,7 @@ class InProcess:
             self._process.join(CLOSE_S)
             raise SlimxError(
                 f"the process of the environment {self._path} of rollout {self._rollout} "
-                f"{how_ended(self._process.exitcode)} in {name}; run it separately on this prompt",
+                f"{how_ended(self._process.exitcode)} in {name}; run the environment on this prompt outside slimx",
                 code="environment.crash",
                 about=self._rollout,
             ) from None
@@ -181,7 +188,7 @@ class InProcess:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Imported once by the server, which starts with the run's first environment: its forks inherit the modules.
+        # The fork server, which the run's first environment starts, imports these modules once; its forks inherit them.
         context.set_forkserver_preload(["__main__", __name__, module_of(self._path, ENVIRONMENTS)])
         self._connection, remote = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -219,13 +226,16 @@ def _serve(connection: Connection, lifeline: Connection, path: str, options: Jso
 
 
 def _end_with(lifeline: Connection) -> None:
-    """Has the kernel end this process when the other end of a pipe is closed: by SIGIO, whose default action is to
-    terminate, even while the interpreter computes. The death of its parent is no signal: the parent, the fork server,
-    outlives the driver as long as this process runs."""
+    """Makes the kernel end this process when the other end of the pipe `lifeline` is closed.
+
+    The kernel then sends SIGIO, whose default action terminates the process even while the interpreter computes. The
+    death of the parent would be no signal: the parent is the fork server, which outlives the driver as long as this
+    process runs.
+    """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if lifeline.poll():  # it is already closed
+    if lifeline.poll():  # the other end is already closed
         os._exit(128 + signal.SIGIO)
 
 

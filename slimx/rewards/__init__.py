@@ -1,6 +1,6 @@
-"""Parts that reward hooks share: requirements of a hook, and several hooks as one.
+"""Parts that reward hooks share: their declared requirements, and the combination of several hooks into one.
 
-In: reward hooks by name, and the data sets of the prompts.
-Out: one reward hook that calls the right one for each prompt.
+In: reward hooks, and the metadata of the prompts that select them.
+Out: one reward hook that calls the right hooks for each prompt.
 Read first: `mixture.py`.
 """

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 type Engines = Mapping[str, Any]
-"""Clients of frozen models by the name of their group. An extra defines their class, and hooks call its methods."""
+"""Clients of frozen models by the name of their engine group. An extra defines the clients' class."""
 
 
 class Context(Protocol):
-    """A part of `slimx.rollout.hooks.RewardContext`."""
+    """Interface of the part of `slimx.rollout.hooks.RewardContext` that the reward hooks of slimx read."""
 
     @property
     def prompt(self) -> Prompt: ...
 
     @property
     def text(self) -> str:
-        """The sampled tokens of the trajectory as text, without special tokens, with a line break between turns."""
+        """Text of the trajectory's sampled tokens, without special tokens and with a line break between turns."""
         ...
 
     @property
     def final_answer(self) -> str:
-        """End of the last turn, after its thinking: the text that is graded."""
+        """Text of the last turn after the thinking block, which is graded; "" if the thinking block was not closed."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Context(Protocol):
 
     @property
     def engines(self) -> Engines:
-        """Frozen models by the name of their group."""
+        """Clients of frozen models by the name of their engine group."""
         ...
 
     def log(self, name: str, value: float) -> None:
@@ -46,10 +46,14 @@ class Context(Protocol):
 
 
 def answer_of(ctx: Context, hook: str) -> str:
-    """Returns the prompt's answer. Raises SlimxError for a prompt without one: a reward of 0 would hide that."""
+    """Returns the prompt's answer.
+
+    Raises SlimxError for a prompt without one, because a reward of 0 would hide that. `hook`: name of the reward hook,
+    for the message.
+    """
     if ctx.prompt.answer is None:
         raise SlimxError(
-            f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line or choose "
+            f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line, or set "
             "another reward.function",
             code="reward.answer",
             about=ctx.prompt.id,

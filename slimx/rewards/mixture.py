@@ -12,18 +12,18 @@ from slimx.rewards.context import Context
 
 Value = float | Mapping[str, float]
 type Hook[C: Context] = Callable[[C, Trajectory], Coroutine[None, None, Value | Sequence[Value]]]
-"""Like `slimx.rollout.hooks.Reward`, which is in a higher layer."""
+"""Type of a reward hook. Repeats `slimx.rollout.hooks.Reward`, which is in a higher layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward[C: Context]:
-    """One reward of a mixture."""
+    """One reward of a mixture, with its weight and the prompts that it applies to."""
 
     name: str
     hook: Hook[C]
     weight: float
     where: Mapping[str, object]
-    """Required metadata of a prompt."""
+    """Metadata that a prompt must have for this reward to apply, by key."""
 
     def fits(self, prompt: Prompt) -> bool:
         """Returns True if the prompt has all required metadata."""
@@ -35,15 +35,15 @@ class WeightedReward[C: Context]:
 
 @dataclass(frozen=True, slots=True)
 class Mixture[C: Context]:
-    """A reward hook made of parts."""
+    """A reward hook that combines other reward hooks."""
 
     parts: tuple[WeightedReward[C], ...]
 
     async def __call__(self, ctx: C, trajectory: Trajectory) -> dict[str, float]:
-        """Returns the contribution of each part to the reward, by `name`, or `name/key` for a hook that returns several
-        numbers.
+        """Returns the weighted reward of each part that matches the prompt.
 
-        Raises SlimxError for a prompt that no part matches.
+        Keys are `name`, or `name/key` for a hook that returns several numbers. Raises SlimxError for a prompt that no
+        part matches.
         """
         contributions: dict[str, float] = {}
         for part in self._fitting(ctx.prompt):

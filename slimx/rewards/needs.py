@@ -1,4 +1,4 @@
-"""Marks with which a hook declares its requirements: a separate process, an answer, checks before the run."""
+"""Decorators by which a hook declares its requirements: a separate process, an answer, checks before the run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ Hook = Callable[..., object]
 
 
 def needs_process[H: Hook](hook: H) -> H:
-    """Marks a hook that computes for long without awaiting: in a thread it could not be stopped at its deadline, and
-    would delay all others."""
+    """Marks a hook that computes for long without awaiting.
+
+    In a thread it could not be stopped at its deadline, and would delay all other hooks.
+    """
     hook.needs_process = True  # type: ignore[attr-defined]
     return hook
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that has `check` called with the hook's options before a run starts; a SlimxError ends the
-    start."""
+    """Returns a decorator that makes `check` be called with the hook's options before a run starts.
+
+    If `check` raises SlimxError, the run does not start.
+    """
 
     def mark(hook: Hook) -> Hook:
         hook.check = check  # type: ignore[attr-defined]
@@ -27,8 +31,11 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that has `check` called with the hook's prompts before a run starts; a SlimxError ends the
-    start. The check of a generate hook also receives the hook's options, and `tokenizer` if it has that parameter."""
+    """Returns a decorator that makes `check` be called with the hook's prompts before a run starts.
+
+    If `check` raises SlimxError, the run does not start. The check of a generate hook also receives the hook's options,
+    and `tokenizer` if it has a parameter of that name.
+    """
 
     def mark(hook: Hook) -> Hook:
         hook.check_prompts = check  # type: ignore[attr-defined]
@@ -38,29 +45,29 @@ def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def needs_answer[H: Hook](hook: H) -> H:
-    """Marks a hook that compares with the prompt's answer and raises for a prompt without one."""
+    """Marks a hook that compares with the prompt's answer and raises SlimxError for a prompt without one."""
     hook.needs_answer = True  # type: ignore[attr-defined]
     return hook
 
 
 def asks_for_answer(hook: object) -> bool:
-    """Returns True if the hook, or the function of a partial, is marked by `needs_answer`."""
+    """Returns True if the hook is marked by `needs_answer`; a partial counts as its function."""
     return getattr(_function(hook), "needs_answer", False)
 
 
 def asks_for_process(hook: object) -> bool:
-    """Returns True if the hook, or the function of a partial, is marked by `needs_process`."""
+    """Returns True if the hook is marked by `needs_process`; a partial counts as its function."""
     return getattr(_function(hook), "needs_process", False)
 
 
 def check(hook: object) -> None:
-    """Calls the hook's check, if any, with the options of a partial."""
+    """Calls the check that `checked_by` attached to the hook, if any, with the options that are bound by a partial."""
     options = hook.keywords if isinstance(hook, partial) else {}
     getattr(_function(hook), "check", lambda **_: None)(**options)
 
 
 def prompt_check(hook: object) -> Callable[..., None] | None:
-    """Returns the check of prompts of the hook, or of the function of a partial, by `checks_prompts`, if any."""
+    """Returns the check that `checks_prompts` attached to the hook, or None; a partial counts as its function."""
     return getattr(_function(hook), "check_prompts", None)
 
 
