@@ -1,1 +1,1 @@
-"""Models that engines serve without training: judges, reward models, teachers."""
+"""Frozen models that a run's engines serve without training them: judges, reward models, teachers."""

@@ -1,4 +1,4 @@
-"""Client of a frozen model for hooks: requests to its router, from any event loop."""
+"""Client of a frozen model for hooks: sends requests to the router of its engines, from any event loop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from slimx.rollout.client.sending import Answer, Resending, failed, input_logpro
 
 
 class FrozenEngine:
-    """A group of `rollout.engines` with `frozen: true`; `ctx.engines[NAME]` in hooks.
+    """Client of a group of `rollout.engines` with `frozen: true`; hooks get it as `ctx.engines[NAME]`.
 
-    Created in the run's event loop; its methods can be awaited in any other, such as that of a reward's thread. A copy
-    in another process uses the same router, but does not report lost servers to the run.
+    It is created in the run's event loop, but its methods can be awaited in any other loop, such as that of a reward's
+    thread. A copy in another process uses the same router, but does not report lost servers to the run.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class FrozenEngine:
         outage: Outage | None = None,
         api_key: str | None = None,
     ) -> None:
-        """Stores the configuration of all requests.
+        """Stores the settings of all requests.
 
-        `url`: URL of the group's router, which requires `api_key`. `deadline_s`: deadline of one request, in seconds.
-        `retries`: how often a request that was lost with its server is repeated, after `look` has checked for lost
-        servers. `failure`: returns the error by which the group is permanently lost, if any. While `outage` lasts,
-        requests wait and deadlines are suspended.
+        `name`: name of the group. `url`: URL of the group's router. `deadline_s`: time limit of one request in seconds.
+        `retries`: maximum number of retries of a request that is lost with its server. `look`: awaited before each
+        retry; it checks for lost servers. `failure`: function that returns the error for which the group is permanently
+        lost, or None. `outage`: while it lasts, requests wait and deadlines are suspended. `api_key`: key that the
+        router requires, if any.
         """
         self.name = name
         self.url = url.rstrip("/")
@@ -57,18 +58,22 @@ class FrozenEngine:
         self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
-        """Returns a copy without connection to the run, for pickling."""
+        """Returns the arguments of a copy without connection to the run, for pickling."""
         copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
         return copy, (self.name, self.url)
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers that requests to its servers need."""
+        """HTTP headers that requests to the group's servers need."""
         return bearer(self._key)
 
     async def post(self, path: str, body: Json) -> Json:
-        """Returns the response of one of SGLang's endpoints, such as /v1/chat/completions, /v1/rerank or
-        /v1/embeddings."""
+        """Sends a request to one of SGLang's endpoints, such as /v1/chat/completions, /v1/rerank or /v1/embeddings, and
+        returns the response.
+
+        `path`: path of the endpoint. Raises AnswerError for an error response, DeadlineError after `deadline_s`
+        seconds.
+        """
         url = self.url + path
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as session:
@@ -87,22 +92,25 @@ class FrozenEngine:
             return await send(attempt, url, self.deadline_s, rule)
 
     async def chat(self, messages: Sequence[Json], **parameters: object) -> str:
-        """Returns the model's reply to a conversation. `parameters`: parameters of /v1/chat/completions, such as
-        temperature."""
+        """Returns the model's reply to a conversation.
+
+        `parameters`: further parameters of /v1/chat/completions, such as temperature.
+        """
         body = {"model": "default", "messages": list(messages), **parameters}
         response = await self.post("/v1/chat/completions", body)
         try:
             return response["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise SlimxError(
-                f"frozen engines {self.name} returned no chat message: {message_of(response)}",
+                f"frozen engines {self.name} returned no chat message: {message_of(response)}; use a chat model",
             ) from None
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
-        """Returns the log-probs [L - start] under this model at temperature 1 of the tokens `start` to L - 1 of
-        `token_ids` [L].
+        """Returns the log-probs [L - start] of the tokens `start` to L - 1 of `token_ids` [L] under this model, at
+        temperature 1.
 
-        The KV of tokens before `start` may come from the server's cache, and no logits are computed for them.
+        The KV entries of tokens before `start` may come from the server's cache, and no logits are computed for these
+        tokens.
         """
         ids = as_ids(token_ids)
         response = await self.post("/generate", _scoring(ids, start))
@@ -111,8 +119,10 @@ class FrozenEngine:
     async def top_logprobs(
         self, token_ids: Sequence[int], *, top: int, start: int = 1
     ) -> tuple[list[float], np.ndarray, np.ndarray]:
-        """Returns the log-probs like `logprobs`, the `top` most likely token ids at each of these positions, int32 [L -
-        start, top], and their log-probs, float32."""
+        """Returns the log-probs as `logprobs` does, and the `top` most likely tokens at each of these positions.
+
+        The tokens are returned as their ids, int32 [L - start, top], and their log-probs, float32 [L - start, top].
+        """
         ids = as_ids(token_ids)
         body = {**_scoring(ids, start), "top_logprobs_num": top}
         response = await self.post("/generate", body)
@@ -121,13 +131,13 @@ class FrozenEngine:
         return input_logprobs(meta, ids[start - 1 :], who), *input_top_logprobs(meta, len(ids) - start, top, who)
 
     async def _lost(self) -> None:
-        """Has the run check for lost servers, in the run's event loop."""
+        """Makes the run check for lost servers, in the run's event loop."""
         if self._look is not None and self._loop is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
 
 
 def _scoring(ids: list[int], start: int) -> Json:
-    """Returns the request body for the log-probs of the tokens from `start` on."""
+    """Returns the body of a request for the log-probs of the tokens from index `start` on."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -138,7 +148,7 @@ def _scoring(ids: list[int], start: int) -> Json:
 
 
 def _body(text: str) -> Json:
-    """Parses a JSON object; a list, which some of SGLang's endpoints return, becomes the value of "data"."""
+    """Parses a JSON object. A list, which some of SGLang's endpoints return, becomes the value of "data"."""
     body = parse_body(text)
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError):

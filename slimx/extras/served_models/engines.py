@@ -1,6 +1,7 @@
-"""Engines of frozen models, each group behind a separate router: judges, reward models, teachers.
+"""Engines of frozen models (judges, reward models, teachers), with a separate router for each group.
 
-They join their router when started, without a publication, and rejoin it after a restart.
+Engines join the router of their group when they start, without waiting for a weight publication, and rejoin it after a
+restart.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ServedModels(FrozenEngines):
-    """Frozen groups behind their routers."""
+    """The groups of frozen engines with their routers."""
 
     def __init__(
         self,
@@ -40,8 +41,11 @@ class ServedModels(FrozenEngines):
         note: Callable[[str], None],
         record: Callable[[Restart], None] = lambda restart: None,
     ):
-        """Creates the groups without starting servers. `note` receives a line about every lost or restarted engine,
-        `record` every restart."""
+        """Creates the groups without starting servers.
+
+        `device`: device on which engines run. `log_dir`: directory for the servers' logs. `note`: called with a line of
+        text for every lost or restarted engine. `record`: called with every restart.
+        """
         super().__init__(config)
         self.groups: dict[str, EngineGroup] = {}
         for group in config.rollout.frozen_engines:
@@ -58,7 +62,7 @@ class ServedModels(FrozenEngines):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Starts all servers. They respond when this returns, and are monitored from then on."""
+        """Starts all servers and their routers, waits until they respond, and starts to monitor them."""
         check = partial(check_stored, self.config.model.path, self.config.rollout.frozen_engines)
         await together([check, *(group.start for group in self.groups.values())])
         for name, group in self.groups.items():
@@ -68,8 +72,7 @@ class ServedModels(FrozenEngines):
             self.clients[name] = self._client(name, group.router.url, group.keys, group.members)
 
     async def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compares the vocabulary of teachers on external servers with the policy's. Raises SlimxError if they
-        differ."""
+        """Raises SlimxError if the vocabulary of a teacher on an external server differs from the policy's."""
         for group in self.config.rollout.frozen_engines:
             if group.name not in self.config.algorithm.served_teachers:
                 continue
@@ -80,7 +83,7 @@ class ServedModels(FrozenEngines):
         return make_scorer(self.config, self.clients)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
-        """Returns the client of a router with the engines `members`, or of a server that is not monitored."""
+        """Returns the client of a router with the engines `members`, or of a single server without monitoring."""
         rollout = self.config.rollout
         client = partial(
             FrozenEngine,
@@ -103,6 +106,6 @@ class ServedModels(FrozenEngines):
         return metrics
 
     async def stop(self) -> None:
-        """Stops routers and servers; external servers keep running."""
+        """Stops routers and servers. External servers keep running."""
         await cancelled(*self._tasks)
         await all_tried(*(group.stop() for group in self.groups.values()))

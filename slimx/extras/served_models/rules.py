@@ -1,4 +1,4 @@
-"""Rules about teachers that frozen engines serve."""
+"""Configuration rules about teachers that frozen engines serve."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
         if name not in frozen:
             yield (
                 option,
-                f"rollout.engines has no frozen group {name} ({', '.join(frozen) or 'there is none'}); add one with "
-                "this name, frozen: true and the teacher's model",
+                f"rollout.engines has no frozen group {name} (frozen groups: {', '.join(frozen) or 'none'}); "
+                "add one with this name, frozen: true and the teacher's model",
             )
     if not named:
         return
@@ -48,14 +48,17 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
 @rule("teacher.top_k", "algorithm.teacher_top_k")
 def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
     if algorithm.teacher_top_k > spec.vocab_size:
-        yield f"the vocabulary of {spec.path} has {spec.vocab_size} tokens; set it to that or less"
+        yield f"the vocabulary of {spec.path} has only {spec.vocab_size} tokens; set teacher_top_k to at most that"
 
 
 @rule("teacher.vocabulary", "algorithm.teacher_engine")
 def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Problems:
-    """Refuses a teacher with another vocabulary: it receives the policy's token ids. External servers are compared when
-    the run starts (`slimx.extras.served_models.teacher.check_vocabulary`)."""
-    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which a plan runs without
+    """Refuses a teacher whose vocabulary differs from the policy's, because the teacher receives the policy's token
+    ids.
+
+    External servers are compared when the run starts, by `slimx.extras.served_models.teacher.check_vocabulary`.
+    """
+    from slimx.data.chat.tokens import load_tokenizer  # imports transformers, which slimx plan does not need
 
     for group in rollout.frozen_engines:
         if group.name not in algorithm.served_teachers or group.urls or group.model is None:
@@ -67,16 +70,16 @@ def same_vocabulary(algorithm: Algorithm, rollout: Rollout, tokenizer: PreTraine
             token = min((policy.items() ^ teacher.items()), key=lambda item: (item[1], item[0]))[0]
             yield (
                 f"algorithm.{key}",
-                f"the teacher {group.name}: {group.model} has another vocabulary than the policy: "
-                f"{token!r} has id {teacher.get(token)} there and {policy.get(token)} in the policy; serve a model "
-                "with the policy's tokenizer",
+                f"the vocabulary of teacher {group.name} ({group.model}) differs from the policy's: token {token!r} "
+                f"has id {teacher.get(token)} in the teacher and {policy.get(token)} in the policy; serve a model with "
+                "the policy's tokenizer",
             )
 
 
 @rule("teacher.prompt", "algorithm.teacher_engines")
 def taught(algorithm: Algorithm, prompts: Sequence[Prompt]) -> Problems:
     if algorithm.teacher_engines:
-        from slimx.extras.served_models.teacher import check_taught  # imports clients, which a plan runs without
+        from slimx.extras.served_models.teacher import check_taught  # imports clients, which slimx plan does not need
 
         check_taught(algorithm, prompts)
     yield from ()

@@ -1,7 +1,7 @@
 """Teachers on frozen engines, one of which scores each finished rollout for on-policy distillation.
 
-A teacher's log-probs are at temperature 1 over the whole vocabulary, the only ones that SGLang computes: a rollout must
-have been sampled so. The prompt's metadata selects its teacher.
+SGLang computes a teacher's log-probs only at temperature 1 and over the whole vocabulary, so rollouts must be sampled
+in this way. The prompt's metadata selects the teacher of its rollouts.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 8192
-"""Number of token ids per request for their texts."""
+"""Number of token ids per request for the text of tokens."""
 
 
 class Teacher:
-    """One teacher of a run, a frozen engine group."""
+    """One teacher of a run: a group of frozen engines that scores rollouts."""
 
     def __init__(self, engine: FrozenEngine, concurrency: int, top: int = 0):
-        """Stores the limits. `concurrency`: maximum number of concurrent requests; the deadline of a request begins
-        when it is sent. `top`: number of most likely tokens that it also returns per position."""
+        """Stores the limits.
+
+        `concurrency`: maximum number of concurrent requests; the deadline of a request starts when it is sent. `top`:
+        number of most likely tokens per position whose log-probs are also requested; 0 for none.
+        """
         self.engine = engine
         self._top = top
         self._slots = asyncio.Semaphore(concurrency)
 
     async def score(self, trajectory: Trajectory) -> None:
-        """Sets `teacher_logprobs` of `trajectory`, and the most likely tokens if requested.
+        """Sets `teacher_logprobs` of `trajectory`, and the most likely tokens if `top` is above 0.
 
-        Raises SlimxError if it was sampled with other parameters, no engine responds, or the teacher cannot generate a
-        trained token (log-prob -inf); DeadlineError after `rollout.request_deadline`.
+        Raises SlimxError if the trajectory was sampled with other parameters, if no engine responds, or if a trained
+        token has a log-prob that is not finite under the teacher; DeadlineError after `rollout.request_deadline`.
         """
         temperature = float(trajectory.sampling.get("temperature") or 1.0)
         if temperature != 1.0 or trajectory.support is not None:
             sampling = f"at temperature {temperature:g}" if temperature != 1.0 else "under top-k or top-p"
             raise SlimxError(
                 f"rollout {trajectory.id} was sampled {sampling} by its hook, but teacher {self.engine.name} scores at "
-                "temperature 1 over the whole vocabulary; sample like that, or set algorithm.teacher",
+                "temperature 1 over the whole vocabulary; sample rollouts like that, or use algorithm.teacher",
             )
         began = time.monotonic()
         values = np.full(len(trajectory.token_ids), np.nan, np.float32)
@@ -68,8 +71,8 @@ class Teacher:
             if len(invalid):
                 position = int(invalid[0])
                 raise SlimxError(
-                    f"teacher {self.engine.name} gives token {position} (id {trajectory.token_ids[position]}) of "
-                    f"rollout {trajectory.id} the log-prob {values[position]:g}, which cannot be trained on",
+                    f"teacher {self.engine.name} returned log-prob {values[position]:g} for token {position} (id "
+                    f"{trajectory.token_ids[position]}) of rollout {trajectory.id}, which cannot be trained on",
                     code="teacher.logprob",
                     about=trajectory.id,
                 )
@@ -81,40 +84,43 @@ class Teacher:
 
 
 class Teachers:
-    """The teachers of a run, one of which is selected by a prompt's metadata."""
+    """The teachers of a run, one of which a prompt's metadata selects."""
 
     def __init__(self, algorithm: Algorithm, engines: Mapping[str, FrozenEngine], concurrency: int):
-        """Creates the teachers. `concurrency`: maximum number of concurrent requests to each."""
+        """Creates the teachers. `concurrency`: maximum number of concurrent requests to each teacher."""
         self._algorithm = algorithm
         top = algorithm.teacher_top_k
         self._teachers = {name: Teacher(engines[name], concurrency, top) for name in algorithm.served_teachers}
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Scores a rollout of `prompt` with its teacher. Raises SlimxError if the prompt has none, and like
-        `Teacher.score`."""
+        """Scores a rollout of `prompt` with the teacher of the prompt.
+
+        Raises SlimxError if the prompt has no teacher, and the errors of `Teacher.score`.
+        """
         await self._teachers[teacher_of(self._algorithm, prompt)].score(trajectory)
 
 
 def make_scorer(config: Config, engines: Mapping[str, FrozenEngine]) -> Score | None:
-    """Returns the scorer that asks the teachers among the frozen `engines`; None if there are no teachers, or for a
-    replay, whose rollouts already have scores."""
+    """Returns a function that scores rollouts with the teachers among the frozen `engines`.
+
+    Returns None if there are no teachers, or for a replay, whose rollouts already have scores.
+    """
     if not config.algorithm.served_teachers or config.rollout.replay:
         return None
     return Teachers(config.algorithm, engines, config.rollout.concurrency).score
 
 
 def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
-    """Returns the name of the frozen group that teaches the rollouts of `prompt`. Raises SlimxError if there is
-    none."""
+    """Returns the name of the frozen group that scores the rollouts of `prompt`. Raises SlimxError if there is none."""
     field = algorithm.teacher_field
     value = prompt.metadata.get(field)
     name = algorithm.teacher_engines.get(str(value), algorithm.teacher_engine)
     if name is None:
         selector = f"has no metadata.{field}" if value is None else f"has metadata.{field} {value}"
         raise SlimxError(
-            f"prompt {prompt.id} {selector}, but algorithm.teacher_engines has "
-            f"{', '.join(algorithm.teacher_engines)}; add it there, or set algorithm.teacher_engine for all other "
-            "prompts",
+            f"prompt {prompt.id} {selector}, but algorithm.teacher_engines only has "
+            f"entries for {', '.join(algorithm.teacher_engines)}; add an entry, or set algorithm.teacher_engine for "
+            "all other prompts",
             code="teacher.prompt",
             about=prompt.id,
         )
@@ -122,8 +128,11 @@ def teacher_of(algorithm: Algorithm, prompt: Prompt) -> str:
 
 
 def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
-    """Raises SlimxError for a prompt without a teacher, or for an entry of `algorithm.teacher_engines` without prompts:
-    with `algorithm.teacher_engine` a misspelled one would go unnoticed."""
+    """Raises SlimxError for a prompt without a teacher, and for an entry of `algorithm.teacher_engines` without
+    prompts.
+
+    If `algorithm.teacher_engine` is set, a misspelled entry would otherwise go unnoticed.
+    """
     seen: set[str] = set()
     for prompt in prompts:
         teacher_of(algorithm, prompt)
@@ -132,29 +141,33 @@ def check_taught(algorithm: Algorithm, prompts: Iterable[Prompt]) -> None:
         if value in seen:
             continue
         raise SlimxError(
-            f"algorithm.teacher_engines.{value} teaches prompts whose metadata.{algorithm.teacher_field} is {value}, "
-            "and there are none; correct the name, or leave it out",
+            f"algorithm.teacher_engines.{value} selects prompts whose metadata.{algorithm.teacher_field} is {value}, "
+            "but there are none; correct the value, or remove the entry",
             code="teacher.unused",
             about=f"algorithm.teacher_engines.{value}",
         )
 
 
 async def check_vocabulary(server: FrozenEngine, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares the text of every token id with a server's (not a router's). Raises SlimxError for the first difference.
-    For external servers, whose tokenizer is not on a local disk."""
+    """Raises SlimxError for the first token id whose text on the server differs from that of `tokenizer`.
+
+    `server`: client of one external server, not of a router, because external servers' tokenizers are not on a local
+    disk.
+    """
     for first in range(0, len(tokenizer), PIECE):
         ids = [[token] for token in range(first, min(first + PIECE, len(tokenizer)))]
         response = await server.post("/v1/detokenize", {"tokens": ids, "skip_special_tokens": False})
         texts = response.get("text")
         if not isinstance(texts, list) or len(texts) != len(ids):
             raise SlimxError(
-                f"the teacher at {server.url} does not return the text of its tokens: {str(response)[:200]}",
+                f"the teacher at {server.url} does not return the text of tokens: {str(response)[:200]}; "
+                "check that it is an SGLang server",
             )
         for (token,), text, other in zip(ids, tokenizer.batch_decode(ids), texts, strict=True):
             if text != other:
                 raise SlimxError(
-                    f"the teacher at {server.url} has another vocabulary than the policy: token {token} is {other!r} "
-                    f"there and {text!r} in the policy; a teacher needs a model with the policy's tokenizer",
+                    f"the vocabulary of the teacher at {server.url} differs from the policy's: token {token} is "
+                    f"{other!r} in the teacher and {text!r} in the policy; serve a model with the policy's tokenizer",
                     code="teacher.vocabulary",
                     about=str(token),
                 )
