@@ -1,7 +1,7 @@
 """Imports the configured hooks and checks them before a run starts.
 
 Hooks that were written for another program are named with a prefix. An entry point of the same name provides the
-`Form`, the adapter that loads hooks of this program.
+`Form`, the adapter that loads hooks of the other program.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Form(Protocol):
         ...
 
     def is_form_of(self, path: str) -> bool:
-        """Returns True if the hook at `path`, which has no prefix, was written for this program."""
+        """Returns True if the hook at `path`, which has no prefix, was written for the other program."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The hooks of one run; None for those that are not configured."""
+    """The hooks of one run; optional ones are None if not configured."""
 
     generate: Generate
     reward: Reward | None
@@ -164,7 +164,8 @@ def load_reward(config: RewardConfig, facts: Mapping[str, Json]) -> Reward | Non
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Returns True if `reward` is called in worker processes, by `reward.isolation` and the hook's needs.
+    """Returns True if `reward` is called in worker processes, depending on `reward.isolation` and the
+    hook's requirements.
 
     Raises SlimxError if `reward.isolation` is thread and a hook cannot run in a thread.
     """

@@ -41,7 +41,7 @@ def check(
     metadata: Sequence[str] = (),
     **_: object,
 ) -> None:
-    """Raises SlimxError for options of an agent that cannot be called. Called before the run starts."""
+    """Raises SlimxError if the options name no agent that can be called. Called before the run starts."""
     if (agent is None) == (command is None):
         raise SlimxError(
             "rollout.options must set exactly one of agent, a dotted path, and command, a program and its arguments",

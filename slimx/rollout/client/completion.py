@@ -28,7 +28,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelShape:
-        """Returns the sizes of the model that `spec` describes, of any model family."""
+        """Returns the sizes of the model that `spec` describes."""
         fields = spec.transformer
         return cls(spec.vocab_size, fields["num_layers"], fields.get("moe_router_topk") or 0, spec.experts)
 

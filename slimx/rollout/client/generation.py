@@ -33,7 +33,7 @@ async def _nothing() -> None: ...
 
 
 class GenerationClient:
-    """Sends sampling and scoring requests over one HTTP session, which `async with` opens and closes."""
+    """Client for sampling and scoring requests over one HTTP session, which `async with` opens and closes."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GenerationClient:
         engine. `retries`: maximum number of retries of a request that is lost with its engine. `on_lost`: awaited
         before each of these retries; it should remove the lost engine from the router. `outage`: while it lasts,
         requests wait and deadlines are suspended. `api_key`: key that the router or server requires, if any.
-        `adapters`: name of the policy whose LoRA adapters sample, for servers that hold the adapters of several
+        `adapters`: name of the policy whose LoRA adapters sample, for servers with the adapters of several
         policies.
         """
         self.url = url.rstrip("/")

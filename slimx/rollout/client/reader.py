@@ -25,13 +25,13 @@ ids."""
 
 
 class Reader:
-    """Parses the `meta_info` of the responses of one model."""
+    """Parser of the `meta_info` in responses of one model's engines."""
 
     def __init__(self, url: str, shape: ModelShape, adapters: str | None = None) -> None:
         """Stores the model's sizes.
 
         `url`: URL of the server, for error messages. `adapters`: name of the policy whose weight version is read, for
-        servers that hold the adapters of several policies.
+        servers with the adapters of several policies.
         """
         self.url = url
         self.shape = shape

@@ -63,7 +63,7 @@ class GenerationRequest:
         """True if the request cannot be continued by another request, and one engine must sample the completion from
         the start.
 
-        A stop string may have begun in the tokens so far, and a grammar applies from the first token of a request.
+        The tokens so far may contain the start of a stop string, and a grammar applies from a request's first token.
         """
         return bool(self.sampling.get("stop") or self.sampling.get("ebnf"))
 
@@ -179,7 +179,7 @@ class Pending:
         self._parts = [replace(self.completion, finish_reason=reason, routed_experts=routed_experts)]
 
     def rest(self, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the remainder. Raises SlimxError like `GenerationRequest.rest`."""
+        """Returns the request for the tokens that remain. Raises the errors of `GenerationRequest.rest`."""
         if not self.count:
             return self.request
         return self.request.rest(self.completion, cut=cut)

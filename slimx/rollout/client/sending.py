@@ -40,7 +40,7 @@ Answer = tuple[int, Json]
 
 
 class AnswerError(SlimxError):
-    """Raised for a response with an error status that is not retried, or no longer."""
+    """Raised for an error response to a request that is not retried, or was retried too often."""
 
     def __init__(self, url: str, status: int, message: str):
         outcome = "got no response" if status <= 0 else f"returned status {status}"

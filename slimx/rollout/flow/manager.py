@@ -273,7 +273,7 @@ class RolloutManager:
         self._changed.set()
 
     def _settle(self) -> None:
-        """Drops the groups that failed or were filtered out. Raises an error that a group's task has left."""
+        """Drops the groups that failed or were filtered out. Raises the exception of a group's task, if any."""
         if self._error is not None:
             raise self._error
         for ticket in list(self._tickets):

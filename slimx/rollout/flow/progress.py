@@ -4,7 +4,7 @@ For a complete rollout, the progress contains its trajectories with rewards. For
 completion that the generate hook received from the engines, the last one possibly partial. A resumed run calls the hook
 again from the start: a request that was answered before (same tokens, seed and sampling parameters) gets the recorded
 completion, and later requests go to the engines. Hooks need no code for this; one that sends different requests the
-second time gets new tokens for them, as it must.
+second time gets new tokens for them.
 """
 
 from __future__ import annotations

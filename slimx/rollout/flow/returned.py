@@ -32,7 +32,7 @@ _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_
 
 
 class Returned:
-    """Checks the trajectories of one rollout that a hook returned or may have changed."""
+    """The checks of one rollout's trajectories, which a hook has returned or may have changed."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class _Call:
 
 
 class RewardPool:
-    """Runs calls of a reward hook in daemon threads.
+    """Pool of daemon threads that run calls of a reward hook.
 
         judge -> queue -> a worker runs the hook -> results -> _deliver, once for all results -> judge returns
 

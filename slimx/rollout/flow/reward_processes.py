@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEGIN_S = 120.0
-"""Seconds within which a new process must accept a call; it imports the driver's modules first, on a loaded machine."""
+"""Seconds within which a new process must accept a call. Long, because it first imports the driver's modules, which is
+slow on a loaded machine."""
 TAKE_S = 10.0
 """Seconds within which an idle process must accept a call."""
 TRIES = 3
@@ -62,8 +63,8 @@ _Outcome = tuple[Literal[True], tuple[object, dict[str, float]]] | tuple[Literal
 
 
 class RewardProcesses:
-    """Runs calls of a reward hook in `config.workers` processes. A process starts at its first call, and a thread of
-    the driver waits for each call."""
+    """Pool of `config.workers` processes that run calls of a reward hook. A process starts at its first call, and a
+    thread of the driver waits for each call."""
 
     def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json, take_s: float = TAKE_S):
         """Creates the workers without starting processes.
@@ -237,7 +238,8 @@ def _without_tokenizer(ctx: RewardContext) -> RewardContext:
 def reward_runner(
     config: RewardConfig, reward: Reward, tokenizer_path: str, facts: Json
 ) -> RewardPool | RewardProcesses:
-    """Returns the pool of threads or processes in which `reward` runs, by `reward.isolation` and the hook's needs.
+    """Returns the pool of threads or processes in which `reward` runs, depending on `reward.isolation` and the
+    hook's requirements.
 
     `tokenizer_path`, `facts`: as in `RewardProcesses`.
     """

@@ -79,7 +79,7 @@ class GroupOutcome:
 
 
 def is_failure(reason: str) -> bool:
-    """Returns True if a drop reason is a failure, rather than a filter's refusal or a group that was only slow."""
+    """Returns True if a drop reason is a failure, and neither a filter's decision nor a straggler."""
     return reason != STRAGGLER and not reason.startswith("filter")
 
 
@@ -336,7 +336,7 @@ class GroupMaker:
     async def _judge_all(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, evaluation: bool, greedy: bool
     ) -> None:
-        """Computes the rewards of trajectories and calls `score` with those of training, concurrently."""
+        """Computes the rewards of trajectories, and scores those of training rollouts, concurrently."""
         work: list[Coroutine[None, None, None]] = []
         if self.config.reward.scope == "trajectory":
             work += [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]

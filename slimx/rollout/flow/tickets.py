@@ -196,8 +196,8 @@ class Rules:
         return not ticket.waits and ticket.born + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Returns True if the tickets that remain without `taken` can be trained in time, in order from the next batch
-        on.
+        """Returns True if the tickets of `queue` that are not in `taken` can be trained in time, in order from the next
+        batch on.
 
         Ignores tickets that would be late even if all batches were selected strictly in order.
         """

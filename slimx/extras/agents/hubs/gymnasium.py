@@ -1,5 +1,5 @@
-"""Step environments with the interface of Gymnasium, played as text: its own, those of RAGEN and verl-agent, custom
-ones.
+"""Plays step environments with the interface of Gymnasium as text: Gymnasium's own, those of RAGEN and verl-agent,
+others.
 
 rollout:
   generate: multi_turn

@@ -49,7 +49,7 @@ def bounded_client(headers: dict[str, str], timeout_s: float) -> Any:
 
 
 class Stderr:
-    """Reads a server's standard error, which the server writes to `file`, and keeps its end."""
+    """Buffer for the end of a server's standard error, which the server writes to `file`."""
 
     def __init__(self) -> None:
         self._read_end, write_end = os.pipe()

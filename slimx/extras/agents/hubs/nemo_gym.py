@@ -29,7 +29,7 @@ from slimx.json_types import Json
 
 KEY = "rollout.options.toolbox_options"
 ROW = "nemo_gym"
-"""Key in a prompt's metadata of the row of NeMo Gym's data."""
+"""Key in a prompt's metadata under which the row of NeMo Gym's data is stored."""
 RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics"})
 """Paths of a resources server that are not tools."""
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]+")
@@ -52,7 +52,7 @@ def to_prompt(row: Json) -> Json:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise SlimxError(
-            "responses_create_params.input of a NeMo Gym row is empty or no list; set it to the prompt's messages",
+            "responses_create_params.input of a NeMo Gym row is empty or not a list; set it to the prompt's messages",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

@@ -71,8 +71,7 @@ class Fields:
         return "\n".join(filter(None, [text[: self._max_text], self._ask]))
 
     def action(self, text: str) -> Json | None:
-        """Returns the action in a turn; None if the turn is empty, or is not a JSON object although the whole action is
-        one."""
+        """Returns the action in a turn; None if the turn is empty, or must be a JSON object and is not."""
         words = answered(text)
         if self._action is not None:
             return {**self._fixed, self._action: words} if words else None

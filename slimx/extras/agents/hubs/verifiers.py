@@ -83,8 +83,7 @@ play.check = check  # type: ignore[attr-defined]  # mypy does not support attrib
 
 
 async def reward(ctx: object, trajectory: Trajectory) -> float | dict[str, float]:
-    """Returns the weighted rewards of the episode by name; 0 for a rollout that reached a limit of its session
-    first."""
+    """Returns the weighted rewards of the episode by name; 0 if a limit of the session ended the episode."""
     verdict = trajectory.metadata.get("result")
     if verdict is None:
         return 0.0

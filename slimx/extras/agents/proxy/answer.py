@@ -127,7 +127,7 @@ class Calls:
 
 
 class Pieces:
-    """Converts tokens that arrive one by one to text that can be sent.
+    """Converter of tokens that arrive one by one to text that can be sent.
 
     Sent text never changes: incomplete characters, and a possible start of a stop string, are held back.
     """

@@ -51,7 +51,7 @@ class Exchange:
     sampling: Json
     """Sampling parameters that differ from the run's."""
     index: int
-    """Index of the request in its session, which determines its seed like the index of a turn."""
+    """Index of the request in its session, from which its seed is derived like that of a turn."""
     writer: AnswerWriter
     """Writer of the response in the format of the API."""
 

@@ -6,8 +6,8 @@
 
 ENV is the table [env] of a verifiers configuration as JSON, or the path of a file with it: {"taskset": {"id":
 "gsm8k-v1"}, "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}. The client is
-slimx/extras/agents/hubs/verifiers.py. slimx is not installed in that environment, so the modules of it that are
-imported from this checkout need only aiohttp. Written for verifiers 0.4.
+slimx/extras/agents/hubs/verifiers.py. slimx is not installed in that environment: this program imports modules of this
+checkout that need only aiohttp. Written for verifiers 0.4.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IDLE_S = 120.0
 
 
 class EpisodeServer:
-    """Plays episodes of one environment, at most `most` at a time."""
+    """The HTTP handler that plays episodes of one environment, at most `most` at a time."""
 
     def __init__(self, env: vf.Env, most: int, token: str | None = None) -> None:
         self.env = env

@@ -43,7 +43,8 @@ class AnswerWriter(ABC):
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
         """Returns the events of the rest of the response and of its end.
 
-        `rest`: text that has not been sent; None if no text was sent incrementally and all of `message` must be.
+        `rest`: text that has not been sent; None if nothing was sent incrementally, so that all of `message` must be
+        sent.
         """
 
     @abstractmethod
