@@ -210,7 +210,10 @@ class _Talk:
             if sampling is None:
                 if not turn:
                     used = len(self.draft.token_ids)
-                    text = f"{self.name}: the prompt and its tools take {used} tokens of the context of {self.context}"
+                    text = (
+                        f"{self.name}: the prompt and its tools take {used} tokens of the context of {self.context}; "
+                        "shorten them or raise max_context"
+                    )
                     raise GivenUp("context", text)
                 return "context"
             completion = await self.ctx.engine.generate(self.draft.token_ids, sampling, turn=turn)

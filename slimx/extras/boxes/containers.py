@@ -36,7 +36,7 @@ those of the runtime while it starts the program."""
 NPROC = 16_384
 """Maximum number of processes of a user over all sandboxes, if this process cannot raise limits."""
 STOP_TRIES = 3
-"""Number of attempts to stop a container: on a busy machine podman gives up before the kernel has killed all
+"""Number of attempts to stop a container, because on a busy machine podman gives up before the kernel has killed all
 processes."""
 COPY_SECONDS = 60.0
 """Time limit in seconds of a program that writes or reads one file."""
@@ -262,7 +262,10 @@ class ContainerBox(Box):
         if killed == "true":
             return "memory"
         if running != "true":
-            raise BoxLost(f"the container {name[:12]} stopped during a program, which {how_ended(status)}", about=name)
+            raise BoxLost(
+                f"the container {name[:12]} stopped during a program, which {how_ended(status)}; see the engine's log",
+                about=name,
+            )
         return "exit"
 
     def _stop(self, name: str) -> None:

@@ -208,7 +208,7 @@ class RemoteBox(Box):
                     return ProgramResult(**json.loads(response.content))
             raise BoxLost(
                 f"the sandbox server at {self._server.url} did not end a program within {END_S:g} s after its "
-                "time limit",
+                "time limit; see the server's output",
                 about=self._server.url,
             )
 

@@ -151,7 +151,9 @@ class Service:
         if not UPLOADED.fullmatch(name):
             raise ValueError("the name of an uploaded archive must be sha256- followed by its digest")
         if not self._images.fits(size):
-            return _refused(413, "box.large", f"the archive exceeds {self._images.uploads_mib} MiB", name)
+            return _refused(
+                413, "box.large", f"the archive exceeds {self._images.uploads_mib} MiB of --uploads-mib", name
+            )
         async with self._upload:
             digest = hashlib.sha256()
             left = size

@@ -1,7 +1,7 @@
 """Sends a request through a router within a deadline, and retries it if its engine is lost or no engine is registered.
 
-The deadline is suspended during an outage, while no engine serves: an outage is not a failure of the request, and the
-object that declares the outage bounds its duration.
+The deadline is suspended during an outage, while no engine serves, because an outage is not a failure of the request.
+The engines' option `outage_deadline` bounds its duration.
 """
 
 from __future__ import annotations

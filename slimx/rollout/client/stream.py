@@ -27,8 +27,8 @@ from slimx.rollout.client.sending import REQUEST, AnswerError, RequestSender
 class Lines:
     """Splits a byte stream into lines, in linear time.
 
-    Every byte is searched and copied once however long its line is: the last event of a response contains the experts
-    of all tokens, tens of megabytes in one line.
+    Every byte is searched and copied only once, because lines can be long: the last event of a response contains the
+    experts of all tokens, tens of megabytes in one line.
     """
 
     __slots__ = ("_chunks",)

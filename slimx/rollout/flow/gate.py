@@ -11,7 +11,8 @@ from slimx.errors import SlimxError
 from slimx.runtime.tasks import AnyFuture
 
 ASK_AGAIN_S = 0.2
-"""Interval in seconds at which the abort call is repeated: a request may still have been on its way to an engine."""
+"""Interval in seconds at which the abort call is repeated, because a request may still have been on its way to an
+engine."""
 
 CANCEL_S = 10.0
 """Seconds within which cancelled requests must end; the gate stops waiting for the others."""

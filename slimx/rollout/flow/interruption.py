@@ -147,7 +147,7 @@ class Interruptible:
 
 
 class InterruptibleStream:
-    """A `TokenStream` that is continued after interruptions: each one adds a segment, a stream of its own."""
+    """A `TokenStream` that is continued after interruptions. It consists of segments, one more than interruptions."""
 
     def __init__(self, engines: Interruptible, pending: Pending) -> None:
         self._engines = engines

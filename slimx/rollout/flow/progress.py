@@ -48,7 +48,7 @@ class SavedRollout:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A `Recorded` in memory, which stores only the tokens that are new: a turn repeats all tokens of earlier turns."""
+    """A `Recorded` in memory, which stores only new tokens, because a turn repeats all tokens of earlier turns."""
 
     before: _Entry | None
     """Entry whose prompt and sampled tokens the prompt starts with; None if there is none."""

@@ -108,7 +108,7 @@ async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)
-"""Hooks of a replay, which are never called: rewards and filters were applied before saving."""
+"""Hooks of a replay, which are never called, because rewards and filters were applied before saving."""
 
 
 def _words(steps: Sequence[int]) -> str:

@@ -84,7 +84,7 @@ class RewardPool:
         """
         if self._closed:
             raise SlimxError(
-                f"the reward of {named(judged)} was requested after its workers were stopped",
+                f"the reward of {named(judged)} was requested after the reward workers were stopped",
                 code="reward.ended",
                 about=named(judged),
             )

@@ -4,8 +4,8 @@
             <-- number or numbers ---------
 
 A worker that was killed or has crashed is replaced, and only its call fails. A call that no worker has accepted,
-because the worker is dead or does not respond, goes to a new worker. Hooks get a copy of the trajectory: their changes
-to it are lost.
+because the worker is dead or does not respond, goes to a new worker. Hooks get a copy of the trajectory, so their
+changes to it are lost.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
         self._ending = threading.Lock()
-        """Lock for reaping the process: if two threads reaped it at once, the second one would see it as alive."""
+        """Lock for reaping the process, because the second of two concurrent threads would see it as alive."""
 
     def offer(self, call: _Call) -> None:
         """Sends a call, and starts a process if none is alive.

@@ -123,7 +123,7 @@ class GroupMaker:
         self.versions = dict.fromkeys(policies, 0)
         """Newest published weight version of each policy, updated by the training loop."""
         self.begun: dict[str, int] = {}
-        """Version of each policy whose publication has started: some engines may have these weights already."""
+        """Version of each policy whose publication has started, so that some engines may already have these weights."""
         self.outage = outage or Outage()
         self.gate = Gate()
         """Closed while training rollouts may not send requests to engines; evaluations may always send them."""
@@ -244,7 +244,7 @@ class GroupMaker:
         progress: GroupProgress,
         greedy: bool = False,
     ) -> list[Trajectory]:
-        """Returns one rollout's trajectories, with rewards unless `reward.scope` is group, or a failed trajectory."""
+        """Runs a rollout. Returns its trajectories, with rewards unless `reward.scope` is group, or a failed one."""
         done = progress.done.get(index)
         if done is not None:
             return done

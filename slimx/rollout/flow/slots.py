@@ -14,10 +14,11 @@ from slimx.runtime.clocks import Clock
 
 
 class Slots:
-    """A limit on concurrent requests. Further requests wait in order of arrival, but those of an evaluation are first:
-    trainers wait for an evaluation, while training rollouts are generated ahead.
+    """A limit on concurrent requests. Further requests wait in order of arrival, those of an evaluation before those of
+    training, because trainers wait for an evaluation, while training rollouts are generated ahead.
 
-    Replaces asyncio's semaphore, which scans all waiters at each release (Python 3.11): there may be thousands.
+    Replaces asyncio's semaphore, which scans all waiters at each release (Python 3.11); there may be thousands of
+    waiters.
     """
 
     def __init__(self, limit: int) -> None:

@@ -108,7 +108,7 @@ class McpTools:
         if absent:
             known = ", ".join(self._by_tool) or "none"
             raise SlimxError(
-                f"{KEY}.tools: no server has a tool named {absent[0]}; of the tools listed there, they have {known}",
+                f"{KEY}.tools: no server has a tool named {absent[0]}; remove it (found: {known})",
                 code="mcp.tool",
                 about=absent[0],
             )

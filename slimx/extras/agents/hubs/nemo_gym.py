@@ -201,7 +201,7 @@ def _content(message: Json) -> str:
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
         raise SlimxError(
-            "NeMo Gym: an item of responses_create_params.input has non-text content; only text is supported",
+            "NeMo Gym: an item of responses_create_params.input has non-text content; use rows with text only",
             code="nemo_gym.row",
             about="responses_create_params.input",
         )

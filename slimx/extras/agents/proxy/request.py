@@ -16,7 +16,8 @@ from slimx.json_types import Json
 Message = Json
 
 RUN = ("temperature", "top_p")
-"""Sampling parameters that only the run may set: the trainer must know them, and a trajectory has one temperature."""
+"""Sampling parameters that only the run may set, because the trainer must know them and a trajectory has one
+temperature."""
 MODEL_CHARACTERS = 1000
 """Maximum length of a model's name in characters, because every chunk of a response repeats it."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}

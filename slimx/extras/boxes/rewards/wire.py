@@ -30,8 +30,8 @@ PLAIN: dict[str, Callable[[Any], object]] = {
 def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
     """Converts `value` to JSON.
 
-    `reference`: function that returns the entry of an object that stays with its owner. Instances of subclasses become
-    instances of the plain type: a Counter arrives as a dict.
+    `reference`: function that returns the entry, such as {"object": index}, for a value that is not copied but stays
+    with its owner. Instances of subclasses become instances of the plain type: a Counter arrives as a dict.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -61,7 +61,7 @@ def pack(value: object, reference: Callable[[object], dict[str, int]]) -> Any:
 def unpack(packed: Any, resolve: Callable[[str, Any], Any]) -> Any:
     """Returns the value that `pack` converted to `packed`.
 
-    `resolve(kind, index)`: function that returns the object of a reference.
+    `resolve(kind, index)`: function that returns the object or function to which the entry {kind: index} refers.
     """
     if isinstance(packed, list):
         return [unpack(item, resolve) for item in packed]
