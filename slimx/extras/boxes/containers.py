@@ -293,6 +293,6 @@ class ContainerBox(Box):
 
 
 def _may_raise_limits() -> bool:
-    """Returns True if this process has CAP_SYS_RESOURCE."""
+    """Returns True if this process has CAP_SYS_RESOURCE, and may therefore raise resource limits."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return bool(int(status["CapEff"], 16) >> 24 & 1)

@@ -110,7 +110,7 @@ def program() -> bytes:
 
 
 def profile() -> dict[str, object]:
-    """Returns the same filter in the format of container runtimes, for `--security-opt seccomp=FILE`.
+    """Returns the filter of `program` in the format of container runtimes, for `--security-opt seccomp=FILE`.
 
     The format is that of the OCI runtime specification, config-linux, seccomp. Raises the errors of `program`.
     """
