@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,8 @@ ONLY = {
     "again": ("remote",),
 }
 """Backends that have an option, for options that not all backends have."""
+NOT_IN_HEADERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""Pattern of a character that the value of an HTTP header may not contain: a control character other than tab."""
 
 
 class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,9 +89,8 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise _refusal(f"the backend {read.backend} has no option {name}; leave it out", f"{key}.{name}")
         if read.backend == "remote" and not read.url.startswith(("http://", "https://")):
             raise _refusal(f"{read.url!r} is not an http or https URL", f"{key}.url")
-        if read.token_env is not None and not os.environ.get(read.token_env):
-            reason = f"{read.token_env} is not set or empty; export it before starting the run"
-            raise _refusal(reason, f"{key}.token_env")
+        if read.token_env is not None:
+            _check_token(read.token_env, f"{key}.token_env")
         return read
 
     def make(self, source: str | Path, *, seconds: float | None = None) -> Box:
@@ -176,6 +178,23 @@ def merged(root: Path | None, files: Path | None, directory: str, most: int) -> 
         if files is not None:
             rootfs.copy(files, target)
         yield merged_root
+
+
+def _check_token(variable: str, key: str) -> None:
+    """Raises SlimxError if an environment variable is empty, or if no HTTP header may contain its value.
+
+    `key`: configuration key that names the variable.
+    """
+    token = os.environ.get(variable)
+    if not token:
+        raise _refusal(f"{variable} is not set or empty; export it before starting the run", key)
+    control = NOT_IN_HEADERS.search(token)
+    if control is not None:
+        raise _refusal(
+            f"{variable} contains the control character {control[0]!r}, which no HTTP header may contain; export the "
+            "token without it",
+            key,
+        )
 
 
 def _refusal(reason: str, key: str) -> SlimxError:
