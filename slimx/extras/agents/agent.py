@@ -111,9 +111,8 @@ async def generate(
     `forced` (number of responses constrained by a grammar, which are not trained on; absent if 0), `errors` (error
     responses by code; absent if none), `branch` (index of the trajectory), and `result`, the agent's return value or
     the program's output. An agent that fails after reaching a limit has no result, and the conversations that the limit
-    stopped are truncated. Logs `tool_calls` and `unreadable_calls`.
-
-    Raises GivenUp for an agent that fails otherwise, or that samples nothing.
+    stopped are truncated. Logs `tool_calls` and `unreadable_calls`. Raises GivenUp for an agent that fails otherwise,
+    samples nothing, or in training samples nothing that can be trained on.
     """
     if ctx.proxy is None:
         raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")
@@ -140,6 +139,15 @@ async def generate(
         if not session.limited:
             reason = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
             raise _failure(session, "agent failed", f"{name} failed ({reason})") from error
+    return _trajectories(ctx, session, name, result)
+
+
+def _trajectories(ctx: RolloutContext, session: Session, name: str, result: object) -> list[Trajectory]:
+    """Returns the conversations of a session that has ended as trajectories, and logs the session's counts.
+
+    `name`: name of the agent, for the error message. `result`: value of `result` in the trajectories' metadata. Raises
+    GivenUp if the agent sampled nothing, or if a training rollout has no token that can be trained on.
+    """
     trajectories = session.trajectories({"result": result})
     if not trajectories:
         raise _failure(session, "agent without answers", f"{name} exited without sampling from the policy")

@@ -13,10 +13,11 @@ import asyncio
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
-from slimx.environments.base import ENVIRONMENTS, Begin
+from slimx.environments.base import ENVIRONMENTS, Begin, Environment
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rewards.needs import checked_by
+from slimx.rollout.draft import Draft
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
@@ -86,43 +87,52 @@ async def generate(
         processes=environment_processes,
     )
     draft = ctx.draft(prompt)
-    rewards: list[float] = []
-    info: Json = {}
-    ended = "turns"
-    tool_calls = 0
     try:
         start = await world.reset(prompt, ctx.seed)
         if not isinstance(start, Begin):
             start = Begin(text=start)
-        state = start.state_key
         if start.text:
             draft.add_inserted(ctx.turn(start.text, after=draft.token_ids))
-        for turn in range(max_turns):
-            completion = await ctx.engine.generate(draft.token_ids, turn=turn)
-            draft.add_sampled(completion)
-            if state is not None:
-                draft.describe_turn(state_key=state)
-            if completion.finish_reason != "stop":
-                ended = "length"
-                break
-            text = str(ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
-            step = await world.step(text)
-            rewards.append(float(step.reward))
-            info = step.info
-            tool_calls += step.tool_calls
-            for name, value in step.counts.items():
-                ctx.add(name, value)
-            if state is not None:
-                draft.describe_turn(state_key=state, reward=float(step.reward))
-                state = step.state_key
-            if step.done:
-                ended = "done"
-                break
-            draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
+        metadata = await _play(ctx, world, draft, start.state_key, max_turns)
     finally:
         await asyncio.shield(world.close())
+    return draft.finish(metadata=metadata)
+
+
+async def _play(ctx: RolloutContext, environment: Environment, draft: Draft, state: str | None, max_turns: int) -> Json:
+    """Alternates the model's turns with steps of the environment, and returns the metadata of the trajectory.
+
+    `draft`: trajectory to which the turns are appended. `state`: key of the state in which the first turn begins; None
+    if the environment does not distinguish states.
+    """
+    rewards: list[float] = []
+    info: Json = {}
+    ended = "turns"
+    tool_calls = 0
+    for turn in range(max_turns):
+        completion = await ctx.engine.generate(draft.token_ids, turn=turn)
+        draft.add_sampled(completion)
+        if state is not None:
+            draft.describe_turn(state_key=state)
+        if completion.finish_reason != "stop":
+            ended = "length"
+            break
+        text = str(ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
+        step = await environment.step(text)
+        rewards.append(float(step.reward))
+        info = step.info
+        tool_calls += step.tool_calls
+        for name, value in step.counts.items():
+            ctx.add(name, value)
+        if state is not None:
+            draft.describe_turn(state_key=state, reward=float(step.reward))
+            state = step.state_key
+        if step.done:
+            ended = "done"
+            break
+        draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
     ctx.add("tool_calls", tool_calls)
-    return draft.finish(metadata={"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info})
+    return {"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info}
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
