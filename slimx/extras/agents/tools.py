@@ -22,7 +22,7 @@ from slimx.data.chat.tokens import encode_turns
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
 from slimx.errors import SlimxError, raised
-from slimx.extras.agents.proxy.answer import AnswerReader, written
+from slimx.extras.agents.proxy.answer import AnswerReader, message_calls
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
 from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
 from slimx.json_types import Json
@@ -237,7 +237,7 @@ class _Talk:
                 continue
             in_a_row = 0
             del before, completion, ids  # thousands of rollouts wait for tools, and a list takes 40 bytes per token
-            calls = written(found.calls, turn)
+            calls = message_calls(found.calls, turn)
             self.messages.append({"role": "assistant", "content": found.text, "tool_calls": calls})
             if self.calls + len(calls) > self.max_calls:
                 return "calls"

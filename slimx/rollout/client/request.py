@@ -81,12 +81,12 @@ class GenerationRequest:
         cuts = self.sampling.get("top_k", -1) > 0 or self.sampling.get("top_p", 1.0) < 1.0
         return cuts and self.temperature > 0
 
-    def rest(self, came: Completion, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the tokens that remain after those of `came`.
+    def rest(self, received: Completion, *, cut: str = "a request was interrupted") -> GenerationRequest:
+        """Returns the request for the tokens that remain after those of `received`.
 
         Raises SlimxError if the request is `whole`; the message starts with `cut`, which describes the interruption.
         """
-        count = len(came.token_ids)
+        count = len(received.token_ids)
         if self.sampling.get("stop"):
             raise SlimxError(
                 f"{cut} after {count} tokens and cannot be continued, because these may contain the start of a stop "
@@ -103,7 +103,7 @@ class GenerationRequest:
         for name in ("max_new_tokens", "min_new_tokens"):
             if name in sampling:
                 sampling[name] = max(0, sampling[name] - count)
-        return replace(self, token_ids=[*self.token_ids, *came.token_ids.tolist()], sampling=sampling)
+        return replace(self, token_ids=[*self.token_ids, *received.token_ids.tolist()], sampling=sampling)
 
 
 def compact(token_ids: Sequence[int]) -> array[int]:
@@ -127,15 +127,15 @@ def compact(token_ids: Sequence[int]) -> array[int]:
 class Pending:
     """A request whose completion is incomplete, and the parts of the completion received so far."""
 
-    def __init__(self, request: GenerationRequest, came: Completion | None = None) -> None:
-        """Creates a pending completion that starts with `came`, the tokens that an earlier run received, if any."""
+    def __init__(self, request: GenerationRequest, received: Completion | None = None) -> None:
+        """Creates a pending completion that starts with `received`, the tokens that an earlier run received, if any."""
         self.request = request
-        self.count = 0 if came is None else len(came.token_ids)
+        self.count = 0 if received is None else len(received.token_ids)
         """Number of sampled tokens received so far."""
-        self._parts = [] if came is None else [came]
+        self._parts = [] if received is None else [received]
 
     @property
-    def came(self) -> Completion | None:
+    def received(self) -> Completion | None:
         """The tokens received so far, in one completion; None if there are none."""
         if len(self._parts) > 1:
             self._parts = [joined(self._parts, len(self.request.token_ids))]
@@ -144,13 +144,13 @@ class Pending:
     @property
     def completion(self) -> Completion:
         """The tokens received so far, in one completion. Raises SlimxError if there are none."""
-        came = self.came
-        if came is None:
+        received = self.received
+        if received is None:
             raise SlimxError(
                 "a stream was closed before its first token, so it has no completion; read at least one piece first",
                 code="request.no_token",
             )
-        return came
+        return received
 
     @property
     def done(self) -> bool:

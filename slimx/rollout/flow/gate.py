@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from slimx.errors import SlimxError
 from slimx.runtime.tasks import AnyFuture
 
-ASK_AGAIN_S = 0.2
+ABORT_INTERVAL_S = 0.2
 """Interval in seconds at which the abort call is repeated, because a request may still have been on its way to an
 engine."""
 
@@ -65,7 +65,7 @@ class Gate:
             with suppress(SlimxError, TimeoutError):
                 async with asyncio.timeout_at(end):
                     await abort()
-            await asyncio.wait(waiting, timeout=ASK_AGAIN_S)
+            await asyncio.wait(waiting, timeout=ABORT_INTERVAL_S)
 
     @asynccontextmanager
     async def tracked(self, request: AnyFuture) -> AsyncIterator[None]:

@@ -130,7 +130,7 @@ class Interruptible:
 
     def record(self, pending: Pending) -> None:
         """Records the tokens received so far in the rollout's journal, for a resumed run."""
-        completion = pending.came
+        completion = pending.received
         if completion is None:
             return
         if not pending.done:
@@ -162,7 +162,7 @@ class InterruptibleStream:
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._pieces.aclose()
         await self._segment.__aexit__(kind, error, trace)
-        if error is None and self._pending.came is not None and not self._pending.done:
+        if error is None and self._pending.received is not None and not self._pending.done:
             self._finish("stop")  # the block was left before the last piece
         self._engines.record(self._pending)
 
@@ -176,8 +176,8 @@ class InterruptibleStream:
 
     async def _read(self) -> AsyncGenerator[Completion]:
         pending = self._pending
-        if pending.came is not None:  # received by an earlier run
-            yield replace(pending.came, routed_experts=None)
+        if pending.received is not None:  # received by an earlier run
+            yield replace(pending.received, routed_experts=None)
         while not pending.done:
             out: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stream = await self._segment.enter_async_context(self._engines.segment(pending.rest(), out))

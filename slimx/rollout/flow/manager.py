@@ -172,8 +172,8 @@ class RolloutManager:
             "group": f"g{ticket.number}",
             "prompt": ticket.prompt.id,
             "since": ticket.since,
-            "version": ticket.born,
-            "due": ticket.born + self.rules.staleness + 1,
+            "version": ticket.oldest_version,
+            "due": ticket.oldest_version + self.rules.staleness + 1,
             "done": len(ticket.progress.done),
             "rollouts": self._rollouts_per_group,
         }
@@ -250,7 +250,7 @@ class RolloutManager:
 
     def _start(self, ticket: Ticket) -> None:
         if not ticket.progress.begun:
-            ticket.born = self.maker.version
+            ticket.oldest_version = self.maker.version
         ticket.since = time.time()
         ticket.task = asyncio.create_task(self._run(ticket, ticket.progress))
 

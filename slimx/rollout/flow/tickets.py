@@ -35,7 +35,7 @@ class Ticket:
 
     number: int
     prompt: Prompt
-    born: int = 0
+    oldest_version: int = 0
     """Oldest weight version that may have sampled tokens of its rollouts."""
     outcome: GroupOutcome | None = None
     task: asyncio.Task[None] | None = None
@@ -125,6 +125,7 @@ class SavedTicket:
     prompt: Prompt
     group: Group | None
     born: int = 0
+    """Value of `Ticket.oldest_version`."""
     rollouts: list[SavedRollout] = field(default_factory=list)
     """Rollouts of an incomplete group; empty for a complete one."""
 
@@ -138,7 +139,7 @@ class SavedTicket:
             number=ticket.number,
             prompt=ticket.prompt,
             group=group,
-            born=ticket.born,
+            born=ticket.oldest_version,
             rollouts=ticket.progress.save() if group is None else [],
         )
 
@@ -193,7 +194,7 @@ class Rules:
 
     def late(self, ticket: Ticket, version: int) -> bool:
         """Returns True if `ticket` has been started and is too old to be trained at the trainers' `version`."""
-        return not ticket.waits and ticket.born + self.staleness < version
+        return not ticket.waits and ticket.oldest_version + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
         """Returns True if the tickets of `queue` that are not in `taken` can be trained in time, in order from the next

@@ -17,7 +17,7 @@ import pytest
 
 from slimx.extras.agents.hubs.openenv import Fields
 from slimx.extras.agents.hubs.views import Words, answered
-from slimx.extras.agents.proxy.answer import AnswerReader, Pieces, cut, split, spoken
+from slimx.extras.agents.proxy.answer import AnswerReader, Pieces, cut, split, split_after_thinking
 from slimx.extras.agents.proxy.request import ChatRequest
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, WRITTEN_IDS, find_parser, gpt_oss, hermes
 from slimx.extras.boxes.programs.answers import last_program, marked_answer
@@ -133,7 +133,7 @@ READERS = [
     Reader("gpt-oss", gpt_oss, HARMONY + WORDS),
     Reader("ids of Kimi-K2", WRITTEN_IDS["kimik2"].findall, KIMI),
     Reader("attempts", ATTEMPT.search, [*CALLS, *HARMONY, *KIMI, *WORDS, *plain("<|start|>" + " " * 32)]),
-    Reader("thinking", spoken, THOUGHTS + CALLS),
+    Reader("thinking", split_after_thinking, THOUGHTS + CALLS),
     Reader("reasoning", split, THOUGHTS),
     Reader("stop strings", lambda text: cut(text, ["a" * 999 + "b", "###"]), WORDS),
     Reader("a message", message, CALLS[:6] + THOUGHTS[:3], 64_000),

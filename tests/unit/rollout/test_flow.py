@@ -269,8 +269,8 @@ def test_a_restored_group_is_as_old_as_what_was_sampled_of_it():
         second.publish(4)
         second.manager.restore(state)
         second.manager.admit()
-        born = {ticket.born for ticket in second.manager.tickets if ticket.progress.begun}
-        anew = {ticket.born for ticket in second.manager.tickets if not ticket.progress.begun}
+        born = {ticket.oldest_version for ticket in second.manager.tickets if ticket.progress.begun}
+        anew = {ticket.oldest_version for ticket in second.manager.tickets if not ticket.progress.begun}
         assert born == {3} and anew <= {4}
         await second.manager.stop()
 
@@ -361,17 +361,17 @@ def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
 def test_interrupted_requests_continue_within_their_limits():
     part = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(0, 2, 4)], "abort", None, 0, 0.0)
     pending = Pending(GenerationRequest([5, 6], {"max_new_tokens": 5, "min_new_tokens": 1}, 3, affinity="g0"))
-    assert pending.came is None and pending.rest() is pending.request
+    assert pending.received is None and pending.rest() is pending.request
     pending.add(part)
     limits = {"max_new_tokens": 3, "min_new_tokens": 0}
     assert pending.rest() == GenerationRequest([5, 6, 8, 9], limits, 3, affinity="g0")
     pending.add(replace(part, versions=[(0, 1, 4), (1, 2, 6)]))
-    assert pending.came.versions == [(0, 3, 4), (3, 4, 6)] and not pending.done
+    assert pending.received.versions == [(0, 3, 4), (3, 4, 6)] and not pending.done
     pending.add(replace(part, token_ids=np.array([7], np.int32), logprobs=np.zeros(1), versions=[(0, 1, 6)]))
-    assert pending.done and pending.came.finish_reason == "length", "cut off after the last token that there could be"
+    assert pending.done and pending.received.finish_reason == "length", "cut off after the last possible token"
     stopping = Pending(GenerationRequest([5, 6], {"max_new_tokens": 5, "stop": ["</s>"]}, 3))
     stopping.add(part)
-    assert stopping.came is None, "to be sampled anew"
+    assert stopping.received is None, "to be sampled anew"
     stopping.add(replace(part, finish_reason=""))
     with refused("request.stop_string", about="stop"):  # it was shown already
         stopping.rest()

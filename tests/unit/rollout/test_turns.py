@@ -11,7 +11,7 @@ from slimx.data.chat.messages import with_text
 from slimx.data.chat.tokens import check_prompts, encode_turns
 from slimx.data.records import Prompt
 from slimx.extras.agents import tools
-from slimx.extras.agents.proxy.answer import spoken, written
+from slimx.extras.agents.proxy.answer import message_calls, split_after_thinking
 from slimx.extras.agents.proxy.tool_calls import ToolCall, gpt_oss, hermes
 from slimx.rollout.hooks import GivenUp
 from tests.extras.agents.proxy_stand import CALL, PROMPT, TEMPLATE, Script, ask, chat, rollout, text_of, tokenizer
@@ -62,9 +62,9 @@ def test_a_turn_that_the_template_leaves_out_is_refused():
 
 def test_ids_that_the_model_wrote_are_kept_if_they_tell_its_calls_apart():
     calls = [ToolCall("f", "{}", "functions.f:0"), ToolCall("f", "{}", "functions.f:1")]
-    assert [call["id"] for call in written(calls, 3)] == ["functions.f:0", "functions.f:1"]
-    assert [call["id"] for call in written([calls[0], calls[0]], 3)] == ["call_3_0", "call_3_1"]
-    assert [call["id"] for call in written([calls[0], ToolCall("f", "{}")], 3)] == ["call_3_0", "call_3_1"]
+    assert [call["id"] for call in message_calls(calls, 3)] == ["functions.f:0", "functions.f:1"]
+    assert [call["id"] for call in message_calls([calls[0], calls[0]], 3)] == ["call_3_0", "call_3_1"]
+    assert [call["id"] for call in message_calls([calls[0], ToolCall("f", "{}")], 3)] == ["call_3_0", "call_3_1"]
 
 
 async def test_results_carry_the_ids_of_the_answer_where_an_agent_has_others():
@@ -98,7 +98,7 @@ async def test_results_carry_the_ids_of_the_answer_where_an_agent_has_others():
     ],
 )
 def test_what_is_thought_is_no_part_of_the_answer(text, opened, answer):
-    thought, found = spoken(text, opened=opened)
+    thought, found = split_after_thinking(text, opened=opened)
     assert found == answer and thought + found == text
 
 

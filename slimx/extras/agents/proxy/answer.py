@@ -54,7 +54,7 @@ class AnswerReader:
 
         `after`: tokens before the response. `stop`: stop strings, the first of which ends the text.
         """
-        thought, answer = spoken(self.raw(token_ids, stop), opened=self.opened(after))
+        thought, answer = split_after_thinking(self.raw(token_ids, stop), opened=self.opened(after))
         content, calls = await self.parse_tools(answer, tools)
         return Calls(thought, content, calls, ATTEMPT.search(answer) is not None)
 
@@ -96,7 +96,7 @@ class AnswerReader:
         found = await self.calls(token_ids, request.tools or [], after=after, stop=request.stop)
         if found.calls and (not request.object_arguments or all(map(_is_object, found.calls))):
             message["content"] = (found.content if self.separates_reasoning else found.text) or None
-            message["tool_calls"] = written(found.calls, index)
+            message["tool_calls"] = message_calls(found.calls, index)
         return message, found.attempted
 
     def raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
@@ -212,7 +212,7 @@ def split(text: str) -> tuple[str, str]:
     return thought.replace(THOUGHT_BEGINS, "", 1).strip(), answer.strip()
 
 
-def spoken(text: str, *, opened: bool = False) -> tuple[str, str]:
+def split_after_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     """Splits a text after its thinking, and after thinking that the model starts again before a tool call.
 
     `opened`: True if the prompt ends with <think>. Thinking without </think> extends to the end of the text.
@@ -247,7 +247,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def written(calls: Sequence[ToolCall], request_index: int) -> list[Json]:
+def message_calls(calls: Sequence[ToolCall], request_index: int) -> list[Json]:
     """Converts tool calls to the form of an assistant's message.
 
     Keeps the ids that the model wrote if they are unique; otherwise creates ids that contain `request_index`.
