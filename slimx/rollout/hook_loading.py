@@ -192,9 +192,9 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
         if len(lacking) > share * len(prompts):
             key = "reward.parts" if config.parts else "reward.function"
             raise SlimxError(
-                f"{key}: {name_of(hook)} compares with answers, but {len(lacking)} of {len(prompts)} prompts have none "
-                f"(the first is {lacking[0].id!r}); set rollout.fields.answer to the column of answers, or change "
-                f"{key}",
+                f"{key}: {name_of(hook)} compares with the prompts' answers, but {len(lacking)} of {len(prompts)} "
+                f"prompts have none (the first is {lacking[0].id!r}); set "
+                f"rollout.fields.answer to the column of answers, or change {key}",
                 code="reward.answer",
                 about=lacking[0].id,
             )

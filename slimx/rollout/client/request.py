@@ -60,10 +60,10 @@ class GenerationRequest:
 
     @property
     def whole(self) -> bool:
-        """True if the request cannot be continued by another request, and one engine must sample the completion from
-        the start.
+        """True if no other request can continue this one, so that one engine must sample the completion from the start.
 
-        The tokens so far may contain the start of a stop string, and a grammar applies from a request's first token.
+        This is the case with stop strings, because the tokens so far may contain the start of one, and with a grammar,
+        because it applies from a request's first token.
         """
         return bool(self.sampling.get("stop") or self.sampling.get("ebnf"))
 
@@ -82,14 +82,14 @@ class GenerationRequest:
         return cuts and self.temperature > 0
 
     def rest(self, received: Completion, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the tokens that remain after those of `received`.
+        """Returns the request for the tokens that remain to be sampled. `received`: tokens sampled so far.
 
         Raises SlimxError if the request is `whole`; the message starts with `cut`, which describes the interruption.
         """
         count = len(received.token_ids)
         if self.sampling.get("stop"):
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because these may contain the start of a stop "
+                f"{cut} after {count} tokens and cannot be continued, because they may contain the start of a stop "
                 "string; use stop_token_ids, or engine.generate instead of engine.stream",
                 code="request.stop_string",
                 about="stop",
@@ -128,7 +128,7 @@ class Pending:
     """A request whose completion is incomplete, and the parts of the completion received so far."""
 
     def __init__(self, request: GenerationRequest, received: Completion | None = None) -> None:
-        """Creates a pending completion that starts with `received`, the tokens that an earlier run received, if any."""
+        """Starts with `received`, the tokens that an earlier run received; None if there are none."""
         self.request = request
         self.count = 0 if received is None else len(received.token_ids)
         """Number of sampled tokens received so far."""
@@ -179,7 +179,8 @@ class Pending:
         self._parts = [replace(self.completion, finish_reason=reason, routed_experts=routed_experts)]
 
     def rest(self, *, cut: str = "a request was interrupted") -> GenerationRequest:
-        """Returns the request for the tokens that remain. Raises the errors of `GenerationRequest.rest`."""
+        """Returns the request for the tokens that remain to be sampled. Raises the errors of
+        `GenerationRequest.rest`."""
         if not self.count:
             return self.request
         return self.request.rest(self.completion, cut=cut)

@@ -147,7 +147,7 @@ class Interruptible:
 
 
 class InterruptibleStream:
-    """A `TokenStream` that is continued after interruptions. It consists of segments, one more than interruptions."""
+    """A `TokenStream` that is continued after interruptions, each of which starts a new segment."""
 
     def __init__(self, engines: Interruptible, pending: Pending) -> None:
         self._engines = engines

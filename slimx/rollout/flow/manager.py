@@ -62,7 +62,7 @@ class RolloutManager:
         self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
         """True if engines are idle while trainers train."""
         self.waiting_since: float | None = None
-        """Unix time at which the current call of `next_batch` began to wait; None if none is waiting."""
+        """Unix time at which the current call of `next_batch` began to wait; None if no call is waiting."""
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: list[Dropped] = []
@@ -151,8 +151,8 @@ class RolloutManager:
 
         open: number of tickets; generating, done: numbers of tickets whose group is being generated or is finished;
         held: number of prompts that start only after the next publication; rests: true if engines are idle while
-        trainers train; requests: number in flight; oldest: the first ticket that is being generated, for which the
-        later ones wait.
+        trainers train; requests: number in flight; oldest: the first ticket whose group is being generated; later
+        tickets wait for it.
         """
         waiting = self.waiting_since is not None
         begun = next((ticket for ticket in self._tickets if ticket.running), None)
@@ -192,8 +192,8 @@ class RolloutManager:
             self._drop(Dropped(**dropped))
 
     def restart(self, state: Json) -> int:
-        """Continues the ticket numbers of `state` with new prompts and seeds, and returns the number of discarded
-        groups."""
+        """Discards the groups of `state` and continues its ticket numbers with new prompts and seeds. Returns the
+        number of discarded groups."""
         self._next = state["next"]
         return len(state["tickets"])
 
@@ -349,8 +349,9 @@ class RolloutManager:
         return batch
 
     def _tell_source(self, taken: Sequence[Ticket]) -> None:
-        """Passes the outcomes of a batch's prompts, and of those dropped meanwhile, to the `learn` method of the prompt
-        source, if it has one. A group that was too old is reported later, after it was generated again."""
+        """Passes the outcomes of a batch's prompts, and of prompts whose groups were dropped since the previous batch,
+        to the prompt source's method `learn`, if it has one. Reports a group that was too old only after it was
+        generated again."""
         learn = getattr(self.source, "learn", None)
         if learn is None:
             return

@@ -51,7 +51,7 @@ class _Entry:
     """A `Recorded` in memory, which stores only new tokens, because a turn repeats all tokens of earlier turns."""
 
     before: _Entry | None
-    """Entry whose prompt and sampled tokens the prompt starts with; None if there is none."""
+    """Entry whose prompt and sampled tokens are a prefix of this entry's prompt; None if there is none."""
     new: np.ndarray
     """int32: prompt without the tokens of `before`."""
     completion: Completion
@@ -116,7 +116,7 @@ class Journal:
         self._entries[key] = _Entry(before, new, completion, routes_of)
 
     def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
-        """Returns the newest entry, with another key than `key`, whose tokens `token_ids` start with; None if there is
+        """Returns the newest entry whose tokens are a prefix of `token_ids`, ignoring the entry `key`; None if there is
         none."""
         for other, entry in reversed(self._entries.items()):
             if other != key and _begins(token_ids, entry):

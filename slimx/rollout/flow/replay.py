@@ -17,7 +17,7 @@ from slimx.runtime.tasks import in_thread
 
 
 class Replay:
-    """Replaces the `RolloutManager` of a run with `rollout.replay`."""
+    """Returns saved batches in place of the `RolloutManager`, in a run with `rollout.replay` set."""
 
     def __init__(self, run: Path):
         """Starts before the first step. `run`: directory of the run that saved the batches."""

@@ -77,7 +77,9 @@ class Returned:
         if repeated:
             name = min(repeated)
             raise self._error(
-                "rollout.twice", name, f"returned two trajectories {name}; pass ctx.draft a suffix for each"
+                "rollout.twice",
+                name,
+                f"returned two trajectories with the id {name}; give ctx.draft a suffix for each",
             )
 
     def _check_position(self, trajectory: Trajectory, rollout: str) -> None:

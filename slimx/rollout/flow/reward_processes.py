@@ -157,7 +157,7 @@ class RewardProcesses:
 
 
 class _Worker:
-    """A process that runs one call at a time. A new one is started after it was killed."""
+    """A process that runs one call at a time; the next call starts a new process if this one has died."""
 
     def __init__(self, take_s: float) -> None:
         self._take_s = take_s
@@ -165,7 +165,7 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
         self._ending = threading.Lock()
-        """Lock for reaping the process, because the second of two concurrent threads would see it as alive."""
+        """Lock for reaping the process: of two threads that reap it at once, the second would see it as alive."""
 
     def offer(self, call: _Call) -> None:
         """Sends a call, and starts a process if none is alive.

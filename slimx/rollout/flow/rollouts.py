@@ -141,7 +141,7 @@ class GroupMaker:
 
     @property
     def version(self) -> int:
-        """Oldest of `versions`, which may sample a rollout that starts now."""
+        """Oldest of `versions`: no token of a rollout that starts now can be sampled by an older one."""
         return min(self.versions.values())
 
     @version.setter
@@ -157,8 +157,8 @@ class GroupMaker:
         evaluation: bool = False,
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Generates the rollouts of one prompt and computes their rewards. `number` determines their seeds, also in a
-        resumed run. `progress`: earlier progress of the group, updated in place."""
+        """Generates the rollouts of one prompt and computes their rewards. `number`: ticket number, which determines
+        the seeds. `progress`: earlier progress of the group, updated in place."""
         progress = GroupProgress() if progress is None else progress
         samples_of_eval = evaluation and not self.config.algorithm.scores  # preference pairs need group_size
         size = self.config.eval.samples if samples_of_eval else self.config.rollout.group_size

@@ -84,7 +84,7 @@ class Dropped:
     detail: str | None = None
     """Message of the first exception; None if the reason is not a failure."""
     rewards: tuple[float, ...] = ()
-    """Rewards of the group's trajectories, in order, without those that have none."""
+    """Rewards of the group's trajectories that have a reward, in order."""
 
     @property
     def failed(self) -> bool:
@@ -105,7 +105,7 @@ class Dropped:
 
 
 def rewards_of(group: Group) -> tuple[float, ...]:
-    """Returns the rewards of a group's trajectories in order, without those that have none."""
+    """Returns the rewards of the group's trajectories that have a reward, in order."""
     return tuple(float(trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None)
 
 
