@@ -38,7 +38,7 @@ class Step:
     """Number of tool calls in the model's turn, for the metric `hook/tool_calls`."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are summed over the rollout. Each is logged as the metric `hook/NAME/mean`, averaged over the
-    rollouts that logged it, so every step should contain the name, with 0 if there is nothing to count."""
+    rollouts that logged it, so every step should set every name, to 0 if there is nothing to count."""
     state_key: str | None = None
     """Key of the state after the turn, equal for equal states in all rollouts of a prompt; None if the environment does
     not distinguish states. GiGPO (`algorithm.advantages: gigpo`) compares turns that began in the same state."""

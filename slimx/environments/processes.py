@@ -229,8 +229,8 @@ def _end_with(lifeline: Connection) -> None:
     """Makes the kernel end this process when the other end of the pipe `lifeline` is closed.
 
     The kernel then sends SIGIO, whose default action terminates the process even while the interpreter computes. The
-    death of the parent would be no signal: the parent is the fork server, which outlives the driver as long as this
-    process runs.
+    parent's death cannot serve this purpose, because the parent is the fork server, which outlives the driver as long
+    as this process runs.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())

@@ -41,7 +41,7 @@ class Context(Protocol):
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Logs a number of this call as a metric."""
+        """Logs a number for this call, as `slimx.rollout.hooks.RewardContext.log` does."""
         ...
 
 

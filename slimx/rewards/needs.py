@@ -1,4 +1,5 @@
-"""Decorators by which a hook declares its requirements: a separate process, an answer, checks before the run."""
+"""Decorators by which a hook declares its requirements: a separate process, prompts with answers, and checks before the
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def needs_process[H: Hook](hook: H) -> H:
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that makes `check` be called with the hook's options before a run starts.
+    """Returns a decorator that attaches `check` to a hook; it is called with the hook's options before a run starts.
 
     If `check` raises SlimxError, the run does not start.
     """
@@ -31,7 +32,7 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def checks_prompts(check: Callable[..., None]) -> Callable[[Hook], Hook]:
-    """Returns a decorator that makes `check` be called with the hook's prompts before a run starts.
+    """Returns a decorator that attaches `check` to a hook; it is called with the hook's prompts before a run starts.
 
     If `check` raises SlimxError, the run does not start. The check of a generate hook also receives the hook's options,
     and `tokenizer` if it has a parameter of that name.
@@ -51,23 +52,24 @@ def needs_answer[H: Hook](hook: H) -> H:
 
 
 def asks_for_answer(hook: object) -> bool:
-    """Returns True if the hook is marked by `needs_answer`; a partial counts as its function."""
+    """Returns True if the hook, or the function of a `functools.partial`, is marked by `needs_answer`."""
     return getattr(_function(hook), "needs_answer", False)
 
 
 def asks_for_process(hook: object) -> bool:
-    """Returns True if the hook is marked by `needs_process`; a partial counts as its function."""
+    """Returns True if the hook, or the function of a `functools.partial`, is marked by `needs_process`."""
     return getattr(_function(hook), "needs_process", False)
 
 
 def check(hook: object) -> None:
-    """Calls the check that `checked_by` attached to the hook, if any, with the options that are bound by a partial."""
+    """Calls the check that `checked_by` attached to the hook, if any, with the options bound by `functools.partial`."""
     options = hook.keywords if isinstance(hook, partial) else {}
     getattr(_function(hook), "check", lambda **_: None)(**options)
 
 
 def prompt_check(hook: object) -> Callable[..., None] | None:
-    """Returns the check that `checks_prompts` attached to the hook, or None; a partial counts as its function."""
+    """Returns the check that `checks_prompts` attached to the hook, or to the function of a `functools.partial`; None
+    if there is none."""
     return getattr(_function(hook), "check_prompts", None)
 
 
