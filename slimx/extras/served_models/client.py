@@ -43,8 +43,8 @@ class FrozenEngine:
 
         `name`: name of the group. `url`: URL of the group's router. `deadline_s`: time limit of one request in seconds.
         `retries`: maximum number of retries of a request that is lost with its server. `look`: awaited before each
-        retry; it checks for lost servers. `failure`: function that returns the error for which the group is permanently
-        lost, or None. `outage`: while it lasts, requests wait and deadlines are suspended. `api_key`: key that the
+        retry; it checks for lost servers. `failure`: function that returns the error if the group is permanently lost,
+        otherwise None. `outage`: while it lasts, requests wait and deadlines are suspended. `api_key`: key that the
         router requires, if any.
         """
         self.name = name
@@ -58,7 +58,7 @@ class FrozenEngine:
         self._absence = None if outage is None else RemoteOutage(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Callable[[str, str], FrozenEngine], tuple[str, str]]:
-        """Returns the arguments of a copy without connection to the run, for pickling."""
+        """Returns the constructor and the arguments of a copy that is not connected to the run, for pickling."""
         copy = partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries, api_key=self._key)
         return copy, (self.name, self.url)
 

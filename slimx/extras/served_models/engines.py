@@ -83,7 +83,8 @@ class ServedModels(FrozenEngines):
         return make_scorer(self.config, self.clients)
 
     def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
-        """Returns the client of a router with the engines `members`, or of a single server without monitoring."""
+        """Returns a client for `url`: the router of the engines `members`, or a server that is not monitored if
+        `members` is None."""
         rollout = self.config.rollout
         client = partial(
             FrozenEngine,

@@ -48,7 +48,10 @@ def served_teacher(algorithm: Algorithm, rollout: Rollout) -> Problems:
 @rule("teacher.top_k", "algorithm.teacher_top_k")
 def within_vocabulary(algorithm: Algorithm, spec: ModelSpec) -> Problems:
     if algorithm.teacher_top_k > spec.vocab_size:
-        yield f"the vocabulary of {spec.path} has only {spec.vocab_size} tokens; set teacher_top_k to at most that"
+        yield (
+            f"algorithm.teacher_top_k is {algorithm.teacher_top_k}, but the vocabulary of {spec.path} has only "
+            f"{spec.vocab_size} tokens; lower it"
+        )
 
 
 @rule("teacher.vocabulary", "algorithm.teacher_engine")
