@@ -41,10 +41,11 @@ def check(
     metadata: Sequence[str] = (),
     **_: object,
 ) -> None:
-    """Raises SlimxError if the options name no agent that can be called. Called before the run starts."""
+    """Raises SlimxError for invalid options, such as an agent that cannot be called. Called before the run starts."""
     if (agent is None) == (command is None):
         raise SlimxError(
-            "rollout.options must set exactly one of agent, a dotted path, and command, a program and its arguments",
+            "rollout.options must set either agent (a dotted path or a registered name) or command (a program and its "
+            "arguments)",
             code="agent.program",
             about="rollout.options",
         )

@@ -100,7 +100,7 @@ async def generate(
 
 
 async def _play(ctx: RolloutContext, environment: Environment, draft: Draft, state: str | None, max_turns: int) -> Json:
-    """Alternates the model's turns with steps of the environment, and returns the metadata of the trajectory.
+    """Plays the model's turns and the environment's steps, and returns the metadata of the trajectory.
 
     `draft`: trajectory to which the turns are appended. `state`: key of the state in which the first turn begins; None
     if the environment does not distinguish states.

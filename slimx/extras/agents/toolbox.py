@@ -24,7 +24,7 @@ class ToolResult:
 
 
 class ToolsLost(SlimxError):
-    """Raised by a toolbox whose server has died or does not respond. It gives up the rollout."""
+    """Raised by a toolbox whose server has died or does not respond. The rollout is then given up."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="tools.lost", about=about)
@@ -37,8 +37,8 @@ class Toolbox(Protocol):
 
     Optional class methods are called before the run starts: `check(**toolbox_options)`, `check_prompts(prompts,
     **toolbox_options)`, and `needs_seconds(prompts, **toolbox_options)`, which returns the maximum seconds that `open`
-    and `judge` take. `judge` may set an attribute `unjudged`, the reason for which there is no reward; it is counted in
-    `tool_errors`.
+    and `judge` take. `judge` may set an attribute `unjudged`, the reason why it could not verify the rollout, which is
+    then counted in `tool_errors`.
     """
 
     async def open(self, prompt: Prompt, seed: int) -> list[Json]:

@@ -136,7 +136,7 @@ async def generate(
 
     Metadata: `ended` (done, turns, calls, unreadable, context or length), `turns`, `tool_calls`, `tool_errors` (by
     code: unknown_tool, bad_arguments, deadline, unjudged, and those of the toolbox), `judged` (parts of the toolbox's
-    reward), and `unjudged`, the reason for which the toolbox has no reward, if it has none. Logs tool_calls,
+    reward), and `unjudged`, the reason why the toolbox could not verify the rollout, if it could not. Logs tool_calls,
     tool_errors, unreadable_calls and left_out.
 
     Raises GivenUp: "tools lost" if the tools' server has died or cannot be reached, "tools deadline" if it hangs,
@@ -200,7 +200,7 @@ class _Talk:
     errors: Counter[str] = field(default_factory=Counter)
 
     async def run(self, max_turns: int, callable_: set[str]) -> str:
-        """Runs turns and their tool calls until a turn has no call or a limit is reached; returns which.
+        """Runs turns and their tool calls until a turn has no call or a limit is reached; returns the value of `ended`.
 
         `callable_`: names of the tools that the toolbox provides.
         """
@@ -320,7 +320,7 @@ class _Talk:
 
 
 async def _within[T](call: Awaitable[T], seconds: float, text: str) -> T:
-    """Awaits `call`. Raises GivenUp with the message `text` after `seconds`."""
+    """Awaits `call`. Raises GivenUp after `seconds`, with a message that starts with `text`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await call

@@ -1,5 +1,4 @@
-"""Plays step environments with the interface of Gymnasium as text: Gymnasium's own, those of RAGEN and verl-agent,
-others.
+"""Plays step environments with the interface of Gymnasium as text, such as those of Gymnasium, RAGEN and verl-agent.
 
 rollout:
   generate: multi_turn
@@ -49,14 +48,14 @@ class Gymnasium(StepEnvironment):
         """Imports the environment's constructor and the view.
 
         `id`: argument of `gymnasium.make`, MODULE:ID for an environment that a module registers. `make`: dotted path of
-        a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments of either
-        one. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`. `text_options`: keyword arguments of the
-        view. `invalid_reward`: reward of a turn without an action. `max_invalid`: number of consecutive turns without
-        an action that ends the rollout.
+        a function or class that creates the environment, instead of `id`. `make_options`: keyword arguments for
+        whichever of `id` and `make` is set. `text`: dotted path of a `slimx.extras.agents.hubs.views.View`.
+        `text_options`: keyword arguments of the view. `invalid_reward`: reward of a turn without an action.
+        `max_invalid`: number of consecutive turns without an action that ends the rollout.
         """
         if (id is None) == (make is None):
             raise SlimxError(
-                f"{KEY} must set exactly one of id, a name for gymnasium.make, and make, a dotted path",
+                f"{KEY} must set either id (a name for gymnasium.make) or make (a dotted path)",
                 code="gymnasium.which",
                 about=KEY,
             )

@@ -57,7 +57,7 @@ class Stderr:
         self.file = os.fdopen(write_end, "w")
         self._tail = b""
         self.note = ""
-        """Reason for which the client closed the session, for error messages."""
+        """Reason why the client closed the session, for error messages."""
         asyncio.get_running_loop().add_reader(self._read_end, self._read)
 
     def text(self) -> str:

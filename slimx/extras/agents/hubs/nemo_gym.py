@@ -176,7 +176,8 @@ def _description(tool: Json) -> Json:
     name = str(tool.get("name"))
     if tool.get("type") != "function" or not NAME.fullmatch(name) or name in RESERVED:
         raise SlimxError(
-            f"NeMo Gym: tool {name!r} of type {tool.get('type')!r} cannot be called on a resources server",
+            f"NeMo Gym: tool {name!r} of type {tool.get('type')!r} cannot be called on a resources server; "
+            "remove it from the row",
             code="nemo_gym.tool",
             about=name,
         )

@@ -51,12 +51,13 @@ class Fields:
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
-        """Stores the mapping.
+        """Stores the mapping between fields and text.
 
-        `environment`: unused. `action`: field of an action for the text of a turn (the last <answer> or <action> in it,
-        or else all of it); None if that text is the whole action as a JSON object. `fixed`: fields of every action.
-        `shows`: field of an observation to show; None for the whole observation as JSON. `ask`: text after every
-        observation. `max_text`: maximum length of an observation's text in characters.
+        `environment`: unused, because the environment is on a server. `action`: field of an action that receives the
+        text of a turn (the last <answer> or <action> in it, or else all of it); None if that text is the whole action
+        as a JSON object. `fixed`: fields and values that every action contains. `shows`: field of an observation that
+        the model sees; None for the whole observation as JSON. `ask`: text that is appended to every observation.
+        `max_text`: maximum length of an observation's text in characters.
         """
         self._action = action
         self._fixed = dict(fixed or {})
@@ -158,7 +159,7 @@ class OpenEnv(StepEnvironment):
                 await self._http.close()
 
     async def _request(self, message: Json) -> Json | str:
-        """Sends a message and returns the data of the response, or the reason for which the server refuses the message.
+        """Sends a message and returns the data of the response, or the reason why the server refuses the message.
 
         Has no deadline, because `turn_deadline` bounds the step. Raises SlimxError if the session has ended or the
         environment failed.

@@ -48,10 +48,10 @@ class Words:
         ask: str = "",
         max_text: int = MAX_TEXT,
     ) -> None:
-        """Stores the mapping.
+        """Stores the mapping from names to actions.
 
-        `actions`: actions by name, case-insensitive; None if the text is the action. `ask`: text after every
-        observation. `max_text`: maximum length of an observation's text in characters.
+        `actions`: actions by name, which is matched case-insensitively; None if the text itself is the action. `ask`:
+        text that is appended to every observation. `max_text`: maximum length of an observation's text in characters.
         """
         self._environment = environment
         self._ask = ask

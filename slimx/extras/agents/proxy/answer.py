@@ -71,7 +71,7 @@ class AnswerReader:
         return grammar(request.forced, request.tools or [], thinks=self.separates_reasoning)
 
     def pieces(self, request: ChatRequest) -> Pieces | None:
-        """Returns a converter of text that can be sent incrementally; None if the whole response must be parsed
+        """Returns a converter for sending the response's text incrementally; None if the whole response must be parsed
         first."""
         if request.calls_tools or self.separates_reasoning:
             return None

@@ -21,7 +21,7 @@ temperature."""
 MODEL_CHARACTERS = 1000
 """Maximum length of a model's name in characters, because every chunk of a response repeats it."""
 KINDS: dict[type, str] = {bool: "boolean", float: "number", str: "string", list: "list", dict: "object"}
-"""JSON's names of Python types, for error messages."""
+"""JSON names of Python types, for error messages."""
 STOP_CHARACTERS = 1000
 """Maximum length of a stop string in characters, because every piece of a stream is searched for it."""
 ROLES = ("system", "user", "assistant", "tool")
@@ -77,8 +77,8 @@ def fields_of(body: object, known: Collection[str], neutral: Json) -> Json:
 
 
 def read_choice(fields: Json, tools: list[Any]) -> tuple[bool, Forced | None]:
-    """Parses `tool_choice` of OpenAI's APIs. Returns True if the response is parsed for calls, and the forced calls or
-    None."""
+    """Parses `tool_choice` of OpenAI's APIs. Returns whether the response is parsed for calls, and the forced calls
+    (None if there are none)."""
     choice = fields.get("tool_choice", "auto")
     if choice in ("auto", "none"):
         return choice == "auto", None

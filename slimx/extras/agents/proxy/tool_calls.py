@@ -47,7 +47,7 @@ class ToolCall:
 Parsed = tuple[str, list[ToolCall]]
 """Text of a response without its calls, and the calls."""
 ToolParser = Callable[[str, list[Json]], Awaitable[Parsed]]
-"""Function of a response's text and the tools that it may call."""
+"""Function that parses a response's text, given the tools that the response may call."""
 
 
 def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> ToolParser:

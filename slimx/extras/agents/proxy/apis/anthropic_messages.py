@@ -98,7 +98,7 @@ class MessageWriter(AnswerWriter):
         return _event("message_start", message=self._frame([], usage))
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns the events of a piece of text; the first piece also opens a text block."""
+        """Returns the events that send a piece of text; the first piece also opens a text block."""
         if not shown:
             return b""
         out = b""
@@ -108,7 +108,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events of the remaining text or blocks, the stop reason and the usage."""
+        """Returns the events that send the remaining text or blocks, the stop reason and the usage."""
         out = b""
         if rest is not None:
             out += self.piece(rest, completion)
@@ -121,7 +121,7 @@ class MessageWriter(AnswerWriter):
         return out + _event("message_delta", delta=delta, usage=self._usage(completion)) + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        """Returns the event of an error after the response has begun."""
+        """Returns the event that reports an error after the response has started."""
         return _event("error", error=refusal(error)["error"])
 
     def _frame(self, content: list[Json], usage: dict[str, int]) -> Json:
@@ -260,7 +260,7 @@ def _only(fields: Json, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _choice(fields: Json, tools: list[Json]) -> tuple[str, Forced | None]:
-    """Returns the type of `tool_choice`, and the calls that it forces, or None."""
+    """Returns the type of `tool_choice`, and the calls that it forces (None if it forces none)."""
     choice = _only(fields, "tool_choice", ("auto", "none", "any", "tool"))
     if choice in ("auto", "none"):
         return choice, None

@@ -37,11 +37,11 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns the events of newly sampled tokens. `shown`: text that can be sent now, possibly ""."""
+        """Returns the events that send newly sampled tokens. `shown`: text that can be sent now, possibly ""."""
 
     @abstractmethod
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events of the rest of the response and of its end.
+        """Returns the events that send the rest of the response and end it.
 
         `rest`: text that has not been sent; None if nothing was sent incrementally, so that all of `message` must be
         sent.
@@ -49,7 +49,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """Returns the events of an error after the response has begun."""
+        """Returns the events that report an error after the response has started."""
 
 
 @dataclass(frozen=True, slots=True)

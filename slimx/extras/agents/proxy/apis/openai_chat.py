@@ -112,7 +112,8 @@ class ChatWriter(AnswerWriter):
         return self._chunk({"content": shown}, logprobs=logprobs)
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the chunks of the rest of the message, the finish reason, and the usage if it was requested."""
+        """Returns the chunks that send the rest of the message, the finish reason, and the usage if it was
+        requested."""
         delta: Json = {"content": rest}
         if rest is None:
             delta = {name: value for name, value in message.items() if name != "role"}

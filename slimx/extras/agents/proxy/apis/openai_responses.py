@@ -110,7 +110,7 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.created", response=frame) + self._event("response.in_progress", response=frame)
 
     def piece(self, shown: str, piece: Completion) -> bytes:
-        """Returns the events of a piece of text; the first piece also opens a text item."""
+        """Returns the events that send a piece of text; the first piece also opens a text item."""
         if not shown:
             return b""
         out = b""
@@ -120,7 +120,7 @@ class ResponseWriter(AnswerWriter):
         return out + self._text_event("output_text.delta", 0, delta=shown, logprobs=[])
 
     def end(self, message: Message, rest: str | None, completion: Completion) -> bytes:
-        """Returns the events of the remaining items, and the last event with the whole response."""
+        """Returns the events that send the remaining items, and the last event with the whole response."""
         response = self.complete(message, completion)
         out = b""
         if rest:
@@ -144,7 +144,7 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.failed", response=response)
 
     def _begin_item(self, index: int, item: Json) -> bytes:
-        """Returns the events of a reasoning or call item, except the one that ends it."""
+        """Returns the events that send a reasoning or call item, except the event that ends it."""
         if item["type"] == "reasoning":
             return self._event("response.output_item.added", output_index=index, item=item)
         start = {**item, "arguments": "", "status": "in_progress"}
