@@ -89,7 +89,7 @@ class ContainerBox(Box):
         self._engine = engine
         self._largest = (image_mib + self.limits.disk_mib) * MIB
         self._imported = ""
-        """Id of the image that was made from a path; "" if there is none to remove."""
+        """Id of the image that was imported from a path, to be removed by `_end`; "" if there is none."""
         self._name = ""
         """Id of the container; "" before it is created and after it is removed."""
         if isinstance(source, Path):

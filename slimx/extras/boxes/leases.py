@@ -115,7 +115,8 @@ class Boxes:
         lease.until = time.monotonic() + self.lease_s
 
     async def end(self, name: str) -> None:
-        """Stops a sandbox's programs and removes it, if it exists. It counts as a sandbox until it has been removed."""
+        """Stops a sandbox's programs and removes it, if it exists. It counts towards the maximum until it has been
+        removed."""
         lease = self.leases.get(name)
         if lease is not None:
             await asyncio.shield(self._ending(name, lease))

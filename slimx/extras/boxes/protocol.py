@@ -37,7 +37,7 @@ class BoxLost(SlimxError):
 
 
 class BoxBusy(SlimxError):
-    """Raised if a sandbox server had no free sandbox until the deadline. `about`: URL of the server."""
+    """Raised if no sandbox of a server became free before the deadline. `about`: URL of the server."""
 
     def __init__(self, text: str, *, about: str):
         super().__init__(text, code="box.busy", about=about)

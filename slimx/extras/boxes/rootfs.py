@@ -123,7 +123,7 @@ def copy(source: Path, to: Path) -> None:
 
 
 def used(path: Path, outermost: int | None = None, *, most: float = math.inf) -> int:
-    """Returns the bytes that a tree occupies, including its entries and its deleted files that are still open.
+    """Returns the bytes that a tree occupies, including `ENTRY` bytes per entry and deleted files that are still open.
 
     `outermost`: process whose descendants may have deleted files open. Stops counting above `most`, because a program
     may add entries faster than they are counted. An unreadable tree counts as unbounded.

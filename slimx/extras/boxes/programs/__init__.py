@@ -1,1 +1,1 @@
-"""Sandboxes of namespaces on this machine that run one program per call."""
+"""Sandboxes made of Linux namespaces on this machine; each call runs one program."""

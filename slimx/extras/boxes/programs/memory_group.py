@@ -80,8 +80,8 @@ class MemoryGroup:
             return []
 
     def remove(self) -> None:
-        """Removes the group once its processes have exited. After `REMOVE_S` seconds, a later call of `find` removes
-        it."""
+        """Removes the group once its processes have exited. If they have not within `REMOVE_S` seconds, a later call of
+        `find` removes it."""
         until = time.monotonic() + REMOVE_S
         while True:
             try:

@@ -28,7 +28,8 @@ from slimx.rewards.context import Context
 from slimx.rewards.needs import checked_by
 
 UNFIT = 3
-"""Exit status of the judge for a test that cannot be run in this way (`UNFIT` in judge.py)."""
+"""Exit status of the judge for a test that is invalid or cannot be run outside the program's sandbox (`UNFIT` in
+judge.py)."""
 
 
 def check(**options: Any) -> None:

@@ -90,7 +90,7 @@ class Host:
         return self.objects[index] if kind == "object" else _Function(self, index)
 
     def call(self, index: int, args: tuple[object, ...]) -> Any:
-        """Calls a function of the judge, which may send requests before it returns."""
+        """Calls a function of the judge. The judge may send requests before the function returns."""
         packed = [wire.pack(arg, self._reference) for arg in args]
         wire.send(self._responses, {"function": index, "given": packed})
         while True:

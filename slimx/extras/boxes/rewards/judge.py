@@ -6,8 +6,8 @@ Names that the test does not define are taken from the program, except Python's 
 (`KNOWN`). Plain values are compared here, where the program cannot interfere. Other objects stay with the program:
 requests get their attributes, items and results, but never compare them.
 
-Exit status: 0 if the test passed, 1 if it failed, 3 if the test itself cannot be run in this way (stderr contains the
-reason).
+Exit status: 0 if the test passed, 1 if it failed, 3 if the test is invalid or cannot be run outside the program's
+sandbox (stderr contains the reason).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """An exception of the program whose type is none of Python's own."""
+    """An exception of the program whose type is neither built into Python nor among the program's public names."""
 
 
 class RemoteProgram:
@@ -63,7 +63,8 @@ class RemoteProgram:
         sys.stdout = sys.stderr
 
     def names(self) -> dict[str, Any]:
-        """Returns the program's public names with their values. Imports modules of the standard library here."""
+        """Returns the program's public names with their values. Modules of the standard library are imported in this
+        process."""
         values: dict[str, Any] = {}
         wire.send(self._requests, {"names": True})
         for name, (kind, content) in self._result().items():

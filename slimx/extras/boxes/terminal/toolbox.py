@@ -53,8 +53,8 @@ class Terminal:
         """Reads the options without creating a sandbox.
 
         `box`: options of the sandboxes (`slimx.extras.boxes.choice`). `tasks`: base directory of the paths in tasks.
-        `work_mib`: maximum size in MiB of the model's files and kept files that are copied for the tests; a rollout
-        that exceeds it fails.
+        `work_mib`: maximum size in MiB of the model's files and kept files that are copied for the tests; exceeding it
+        counts as failed tests.
         """
         self._options = BoxOptions.read(box or {}, f"{KEY}.box")
         self._base = Path(tasks)
@@ -62,7 +62,7 @@ class Terminal:
         self._box: Box | None = None
         self._task: Task | None = None
         self.unjudged: str | None = None
-        """Reason for which the rollout failed without running the tests; None if they ran."""
+        """Reason why the tests count as failed without having run; None if they ran."""
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -263,7 +263,7 @@ class Terminal:
 
 
 def _unfit(name: str, value: str) -> str | None:
-    """Returns the reason for which an argument cannot be passed to a program; None if it can."""
+    """Returns the reason why an argument cannot be passed to a program; None if it can."""
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
