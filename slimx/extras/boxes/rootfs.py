@@ -52,7 +52,7 @@ class Root:
         return self.holder / "root"
 
     def remove(self) -> None:
-        """Removes the directory, however deeply nested."""
+        """Removes the root, however deeply nested, and its lock."""
         _remove(self.holder)
         os.close(self.lock)
 

@@ -29,7 +29,7 @@ class Replay:
         self.done = done
 
     async def next_batch(self) -> Batch:
-        """Returns the groups of the next step, in training order, with the numbers of its dropped groups.
+        """Returns the groups of the next step, in training order, with the number of its dropped groups by reason.
 
         Raises SlimxError if the file of the step is missing or damaged.
         """

@@ -22,7 +22,8 @@ from slimx.rollout.hooks import ENGINE_DEADLINE, RolloutContext, logged_twice
 from slimx.runtime.clocks import Clock
 
 MAX_LOGPROB = 1e-4
-"""Largest accepted log-prob. Above 0, because rounding can make the log-prob of a certain token slightly positive."""
+"""Largest accepted log-prob. Above 0, because rounding can make the log-prob of a token with probability 1 slightly
+positive."""
 ARRAYS = {np.ndarray, np.ndarray | None, Support | None}
 """Types of the trajectory fields that `_check_tokens` checks; the codec checks all other fields."""
 

@@ -231,7 +231,7 @@ class _Worker:
 
 
 def _without_tokenizer(ctx: RewardContext) -> RewardContext:
-    """Returns a copy of `ctx` that can be pickled cheaply: the worker sets its own tokenizer."""
+    """Returns a copy of `ctx` without its tokenizer, which is expensive to pickle; the worker sets its own."""
     return replace(ctx, tokenizer=cast("PreTrainedTokenizerBase", None))
 
 

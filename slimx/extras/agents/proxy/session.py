@@ -148,8 +148,8 @@ class Session:
             self._refuse(position, "request_limit_exceeded", f"this session has used its {limits.requests} requests")
         if room < 1:
             text = (
-                f"This model's maximum context length is {limits.context} tokens, your messages have {length} tokens "
-                "and leave no room for an answer."
+                f"This model's maximum context length is {limits.context} tokens, but your messages have {length} "
+                "tokens and leave no room for an answer."
             )
             self._refuse(position, "context_length_exceeded", text)
         if left < 1:
@@ -180,7 +180,7 @@ class Session:
             ):
                 if count > most:
                     text = (
-                        f"This model's maximum context length is {context} tokens, and your messages have {count} "
+                        f"This model's maximum context length is {context} tokens, but your messages have {count} "
                         f"{unit}, more than would fit."
                     )
                     raise ApiError(text, code="context_length_exceeded", param="messages")

@@ -24,7 +24,7 @@ Ended = Literal["exit", "time", "memory", "disk", "output", "stop"]
 LOOK_S = 0.05
 """Interval in seconds at which the memory of all processes together is checked."""
 STOP_S = 5.0
-"""Seconds for a process to be suspended, or to exit after its child."""
+"""Maximum seconds to wait until a process is suspended, or exits after its child."""
 MIB = 2**20
 Whole = Annotated[int, Meta(gt=0)]
 
@@ -123,8 +123,8 @@ class SandboxWatch:
         return self._reported("exit-code")
 
     def until_the_end(self, stdin: bytes) -> Ended:
-        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns what
-        happened."""
+        """Writes `stdin` to the process and reads its output until it exits or reaches a limit. Returns how it
+        ended."""
         self._unwritten = memoryview(stdin)
         max_output = self.limits.output_kib * 1024
         with selectors.DefaultSelector() as selector:

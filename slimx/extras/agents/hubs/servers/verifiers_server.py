@@ -95,7 +95,7 @@ def to_prompt(index: int, task: vf.Task) -> dict[str, Any]:
     messages = []
     if data.get("system_prompt"):
         messages.append({"role": "system", "content": data["system_prompt"]})
-    question = task.data.prompt_text or data.get("name") or f"task {index}"  # or the name: a task may have no prompt
+    question = task.data.prompt_text or data.get("name") or f"task {index}"  # a task may have no prompt
     messages.append({"role": "user", "content": question})
     return {"id": f"task-{index}", "messages": messages, "metadata": {"verifiers": data}}
 
