@@ -1,4 +1,4 @@
-"""Combines several rewards: the weighted sum of the parts that match a prompt."""
+"""Combines several rewards into the weighted sum of the parts that match a prompt."""
 
 from __future__ import annotations
 

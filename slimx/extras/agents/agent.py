@@ -113,7 +113,7 @@ async def generate(
     responses by code; absent if none), `branch` (index of the trajectory), and `result`, the agent's return value or
     the program's output. An agent that fails after reaching a limit has no result, and the conversations that the limit
     stopped are truncated. Logs `tool_calls` and `unreadable_calls`. Raises GivenUp for an agent that fails otherwise,
-    samples nothing, or in training samples nothing that can be trained on.
+    samples nothing, or, in training, samples nothing that can be trained on.
     """
     if ctx.proxy is None:
         raise SlimxError("agents sample through a proxy, but this rollout has none; configure rollout.engines")

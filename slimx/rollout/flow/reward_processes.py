@@ -273,7 +273,7 @@ def _load(config: str, facts: str) -> Reward:
 def _serve(connection: Connection, driver: int) -> None:
     """Runs the main loop of a worker process: receives a call, confirms it, and sends the hook's result on request.
 
-    `driver`: process id of the driver, with which the worker ends.
+    `driver`: process id of the driver; the worker exits when the driver does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
     end_with_parent(driver)

@@ -183,7 +183,7 @@ class GroupMaker:
         return self._finished(group, greedy, evaluation)
 
     def _finished(self, group: Group, greedy: Sequence[Trajectory], evaluation: bool) -> GroupOutcome:
-        """Checks and filters a group with rewards. `greedy`: trajectories of the baseline."""
+        """Checks and filters a group that has rewards. `greedy`: trajectories of ReMax's greedy baseline."""
         prompt = group.prompt
         try:
             check_metadata(f"prompt {prompt.id} has", prompt.metadata)

@@ -1,4 +1,4 @@
-"""Plays step environments with the interface of Gymnasium as text, such as those of Gymnasium, RAGEN and verl-agent.
+"""Plays environments with Gymnasium's interface as text: those of Gymnasium itself, RAGEN, verl-agent and others.
 
 rollout:
   generate: multi_turn

@@ -119,7 +119,7 @@ class NemoGym:
         return {"reward": reward}
 
     async def close(self) -> None:
-        """Closes the HTTP session; the server has no request that ends its own session."""
+        """Closes the HTTP session; the server offers no request that ends its session."""
         if self._http is not None:
             await self._http.close()
 

@@ -49,7 +49,8 @@ def forced_by(tools: Tools, name: str | None, *, once: bool) -> Forced:
 
 
 def grammar(forced: Forced, tools: Tools, *, thinks: bool) -> str:
-    """Returns the EBNF grammar of a response that consists of the forced calls, with arguments by the tools' schemas.
+    """Returns the EBNF grammar of a response that consists of the forced calls, whose arguments match the tools'
+    schemas.
 
     `thinks`: True if the response starts with reasoning, up to </think>. Raises ApiError for a schema that no grammar
     can express.
