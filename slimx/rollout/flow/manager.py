@@ -316,7 +316,8 @@ class RolloutManager:
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Drops the groups of `taken` beyond the staleness bound and generates them again; returns True if there are
-        any. The rules of admission and selection prevent them, except in a checkpoint of a run with other rules."""
+        any. Occurs only after a checkpoint of a run with other rules, because the rules of admission and selection
+        prevent it."""
         version = self.maker.version
         bound = self.config.schedule.max_staleness
         too_old = False
