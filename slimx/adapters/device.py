@@ -1,4 +1,4 @@
-"""Changes to megatron-core and SGLang that a type of device needs."""
+"""Interface for the changes to megatron-core and SGLang that each device type (CPU, CUDA) needs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Protocol
 from slimx import entry_points
 
 GROUP = "slimx.devices"
-"""Entry points: classes of `Device` by "cpu" and "cuda"."""
+"""Entry point group of the `Device` subclasses, named "cpu" and "cuda"."""
 
 
 class HookRegistry(Protocol):
-    """SGLang's HookRegistry."""
+    """The part of SGLang's HookRegistry that slimx uses."""
 
     def register(self, target: str, hook: object, kind: object) -> object:
-        """Registers `hook` for the function `target`."""
+        """Registers `hook` to replace or wrap the function with dotted name `target`, as `kind` (a `HookKinds` member)
+        says."""
 
 
 class HookKinds(Protocol):
-    """SGLang's HookType."""
+    """Members of SGLang's HookType enum: how a hook and its target combine."""
 
     REPLACE: object
     AROUND: object
@@ -30,42 +31,44 @@ class HookKinds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A function that SGLang lacks on a device."""
+    """A gap in SGLang's support for a device: a missing function or a refused argument, and how slimx supplies it."""
 
     name: str
     reason: str
     open: Callable[[], bool]
-    """True until `close` has been called."""
+    """Returns True until `close` has been called."""
     close: Callable[[], None]
 
 
 class Device:
-    """A type of device. A method that it does not override changes nothing."""
+    """Changes that one device type needs. Each method changes nothing unless a subclass overrides it."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
-        """Prepares a trainer's process for the import of megatron-core; returns names of the changes. `deep_ep`: for a
-        flex dispatcher."""
+        """Prepares a trainer's process for importing megatron-core; returns the names of the changes. `deep_ep`: True
+        if the trainer dispatches tokens with DeepEP (`trainer.moe.dispatcher=flex`)."""
         return []
 
     def change_megatron(self) -> list[str]:
-        """Changes megatron-core before a model is built; returns names of the changes."""
+        """Changes megatron-core before a model is built; returns the names of the changes."""
         return []
 
     def prepare_sglang(self) -> None:
         """Prepares a server's process for the first import of SGLang."""
 
     def open_choices(self) -> None:
-        """Makes SGLang's arguments accept the choices that work on this device."""
+        """Extends the choices of SGLang's server arguments by those that work on this device only with slimx's
+        changes."""
 
     def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
-        """Changes SGLang in a scheduler's process, through its HookRegistry (`kinds`: its HookType). `experts`: SGLang
-        computes them itself."""
+        """Changes SGLang in a scheduler's process by registering hooks. `kinds`: SGLang's HookType. `experts`: True if
+        SGLang's own MoE layers compute the experts, False if a numerics mode replaces those layers."""
 
     def attest(self) -> dict[str, bool] | None:
-        """Returns the names of changes to SGLang without hooks, and whether each is active; None if there are none."""
+        """Returns, for each change to SGLang made without a hook, its name and True if it is active; None if the device
+        needs none."""
         return None
 
 
 def device_named(name: str) -> Device:
-    """Returns the device type "cpu" or "cuda"."""
+    """Returns the `Device` for the device type `name`, "cpu" or "cuda"."""
     return entry_points.load(GROUP, name)()

@@ -1,4 +1,4 @@
-"""Changes to megatron-core and SGLang on GPUs."""
+"""Changes to megatron-core and SGLang on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slimx.adapters.device import Device, HookKinds, HookRegistry
 
 
 class Gpu(Device):
-    """An NVIDIA GPU."""
+    """Changes for NVIDIA GPUs: DeepEP's import in trainers, and seeded sampling with few fp64 operations in engines."""
 
     def prepare_megatron(self, *, deep_ep: bool) -> list[str]:
         from slimx.adapters.megatron.imports import prepare_deep_ep
@@ -15,7 +15,8 @@ class Gpu(Device):
 
     def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
         from slimx.adapters.sglang import (
-            seeded_sampling as draws,  # a CPU computes fp64 as fast as the estimate that saves it
+            # Only for GPUs: on a CPU the fp32 estimate costs as much as the fp64 logarithms that it avoids.
+            seeded_sampling as draws,
         )
 
         registry.register(draws.DRAW, draws.draw, kinds.REPLACE)

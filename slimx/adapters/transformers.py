@@ -1,10 +1,12 @@
 """Imports transformers without the parts that a slimx process does not use. Written for transformers 5.
 
-transformers calls `importlib.metadata.packages_distributions` to map modules to packages. That checks first that each
-file of each package still exists: 30,000 files, a second of CPU time, and more on a network file system.
+transformers calls `importlib.metadata.packages_distributions` to map modules to packages. That function checks that
+each file of each package still exists: 30,000 files, which takes a second of CPU time, and longer on a network file
+system.
 
-Its automatic classes, of which slimx uses those of tokenizers, import text generation for models whose code comes with
-their checkpoint, and with it torch's compiler, FSDP and DTensor: three seconds of CPU time.
+slimx uses only AutoTokenizer of its Auto classes, but their import also imports text generation, for models whose code
+is part of their checkpoint. Text generation imports torch's compiler, FSDP and DTensor, which takes three seconds of
+CPU time.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from importlib import metadata
 
 
 def import_transformers() -> None:
-    """Imports transformers and its automatic classes, with packages mapped by their records, and text generation only
-    once a model needs it. Skips modules that are imported already."""
+    """Imports transformers and its Auto classes: packages are mapped by `recorded_packages`, and text generation is
+    imported only once a model needs it. Modules that are already imported stay unchanged."""
     original = metadata.packages_distributions
     metadata.packages_distributions = recorded_packages
     try:
@@ -46,12 +48,12 @@ def _import_automatic_classes() -> None:
 
 
 class _Later:
-    """Placeholder of `GenerationMixin` until `add_generation_mixin_to_remote_model`, its only user, is called."""
+    """Placeholder for `GenerationMixin` until `add_generation_mixin_to_remote_model`, its only user, is called."""
 
 
 def recorded_packages() -> dict[str, list[str]]:
-    """Maps top-level modules to the packages that declare or record them, like
-    `importlib.metadata.packages_distributions`."""
+    """Maps each top-level module to the packages that contain it, like `importlib.metadata.packages_distributions`, but
+    from their metadata alone (top_level.txt, else RECORD) without checking files."""
     packages: dict[str, list[str]] = {}
     for package in metadata.distributions():
         names = set((package.read_text("top_level.txt") or "").split())
@@ -66,6 +68,6 @@ def recorded_packages() -> dict[str, list[str]]:
 
 
 def _module(path: str) -> str:
-    """Returns the top-level module of a package's file."""
+    """Returns the name of the top-level module to which a file at `path`, relative to site-packages, belongs."""
     first, inside, _ = path.partition("/")
     return first if inside else inspect.getmodulename(first) or first

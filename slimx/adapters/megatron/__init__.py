@@ -1,1 +1,2 @@
-"""Adapters for megatron-core: attention, layers without Transformer Engine, and the CPU."""
+"""Adapters for megatron-core: attention, layers without Transformer Engine, imports, weight gathering and activation
+offloading."""

@@ -1,15 +1,16 @@
 """megatron-core's fine-grained activation offloading for training passes that differ from step to step.
 
-Upstream (0.19.2, `megatron.core.pipeline_parallel.fine_grained_activation_offload`) learns the order of micro-batches
-and parts from the first pass of the process and assumes it ever after. But in a run, passes without gradients come
-first and in between, the number of micro-batches changes, and a critic alternates with the policy. A longer pass would
-keep the activations of the micro-batches that the first one did not have, and an evaluation before it would leave
-chunks whose backward pass never runs. Pinned buffers are cached by shape, and packed micro-batches have a new one at
-nearly every step. So each training pass is treated as the first, and passes without gradients move nothing.
+Upstream (0.19.2, `megatron.core.pipeline_parallel.fine_grained_activation_offload`) records the order of micro-batches
+and model chunks in the first pass of the process and assumes the same order in every later pass. In a run, however,
+passes without gradients come first and in between, the number of micro-batches changes, and a critic alternates with
+the policy. A longer pass would keep the activations of the micro-batches that the first pass did not have, and an
+evaluation before the first training pass would leave chunks whose backward pass never runs. Pinned buffers are cached
+by shape, and packed micro-batches have a new shape at nearly every step. Therefore each training pass is treated as the
+first, and passes without gradients offload nothing.
 
-Upstream also empties the storage of moved tensors even if it is shared: values are a view of the product of all
-queries, keys and values, from which the norm of queries keeps another view for its backward pass, which then reads
-freed memory. Here memory is freed when nothing refers to it any more.
+Upstream also frees the storage of offloaded tensors even if other tensors share it. The value tensor is a view of the
+fused QKV projection's output, and the query norm saves another view of that output for its backward pass, which would
+then read freed memory. Here the memory is freed only when no tensor refers to it any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megatron.core.transformer import TransformerConfig
 
 @contextmanager
 def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[None]:
-    """Wraps one pass over micro-batches of a model with this configuration."""
+    """Runs one pass over the micro-batches of a model with configuration `transformer` inside the block: it offloads
+    activations as the first pass of a process would if `training`, otherwise not at all. Does nothing if the model does
+    not offload."""
     if not transformer.fine_grained_activation_offloading:
         yield
         return
@@ -33,7 +36,7 @@ def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[No
     summary = upstream.print_offload_summary_table
     move = handler.bulk_offload
     handler.bulk_offload = lambda chunk, name, _: move(chunk, name, [])
-    upstream.print_offload_summary_table = lambda _: None  # a collective and a print after every first pass
+    upstream.print_offload_summary_table = lambda _: None  # it would run a collective and print after every pass
     try:
         yield
     finally:
@@ -43,7 +46,8 @@ def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[No
 
 
 def _forget() -> None:
-    """Makes the next pass the first one. Streams stay, and pinned buffers return to torch's allocator."""
+    """Resets upstream's manager, so that it treats the next pass as the first. CUDA streams are kept; pinned buffers
+    return to torch's allocator."""
     manager = upstream.PipelineOffloadManager.get_instance()
     for cache in (manager._queue, manager._cached_chunks_forward, manager._cached_chunks_backward):
         cache.clear()

@@ -1,6 +1,8 @@
-"""Attention of megatron-core 0.19.2: its core in plain torch, shaped like Transformer Engine's, for hosts without it
-and for attention sinks, whose kernel for packed sequences was never tested; and latent attention (MLA), built exactly
-from the parts that its spec names."""
+"""Attention layers for megatron-core 0.19.2: core attention in plain torch, and latent attention (MLA) built exactly
+from the modules that its spec names.
+
+Core attention has the interface of Transformer Engine's layer. It serves hosts without Transformer Engine, and models
+with attention sinks, because Transformer Engine's kernel for sinks in packed sequences was never tested here."""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ _RESOLVED = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layern
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of packed sequences (qkv_format thd).
+    """Core attention over packed sequences (qkv_format thd) in plain torch.
 
-    With `softmax_type` learnable it has a `softmax_offset` [heads / TP], the logits of attention sinks; with
-    `window_size` it is local in the layers selected by `window_attn_skip_freq`."""
+    If the configuration's `softmax_type` is "learnable", the layer has a parameter `softmax_offset` [heads / TP], the
+    logits of the attention sinks. With `window_size`, the layers that `window_attn_skip_freq` selects use
+    sliding-window attention."""
 
     def __init__(
         self,
@@ -58,10 +61,12 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
-            # Each TP rank has different heads: without the mark the gradient norm counts the first rank's only.
+            # Each TP rank has different heads. Without this mark, the gradient norm would count only the first rank's.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         elif config.softmax_type != "vanilla":
-            raise NotImplementedError(f"softmax_type {config.softmax_type} has no plain-torch layer")
+            raise NotImplementedError(
+                f"softmax_type {config.softmax_type} has no plain-torch attention layer; use vanilla or learnable"
+            )
 
     def forward(
         self,
@@ -73,10 +78,11 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Computes attention of query [T, heads, d] over key and value: [T, 1, heads * d], as megatron-core's packed
-        path expects.
+        """Computes causal attention for packed sequences; returns [T, 1, heads * d], as megatron-core's packed path
+        expects. `query`, `key`, `value`: [T, heads, d] or [T, 1, heads, d].
 
-        Under context parallelism T is this rank's part of the tokens; every rank gathers all keys and values."""
+        Under context parallelism, T counts this rank's part of the tokens, and every rank gathers all keys and
+        values."""
         assert packed_seq_params is not None
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         bounds = packed_seq_params.cu_seqlens_q
@@ -98,7 +104,8 @@ class PackedAttention(MegatronModule):
         lengths: list[int],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes outputs [R, heads * dv] of the queries at positions `rows` [R] of the pack, or of all (None)."""
+        """Computes the attention outputs [R, heads * dv] of the queries at positions `rows` [R] of the pack; None: of
+        all positions. `lengths`: tokens of each sequence in the pack."""
         window = self.window
         sinks = self.softmax_offset
         if rows is None:
@@ -108,7 +115,8 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
-        """Returns checkpoint keys of the sinks, as Transformer Engine's layer writes them."""
+        """Returns the sharded `softmax_offset` under the checkpoint key that Transformer Engine's layer uses; empty
+        without sinks."""
         assert metadata is not None
         state = {} if self.softmax_offset is None else self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
@@ -122,13 +130,14 @@ class PackedAttention(MegatronModule):
 
 
 def install_for_sinks(block: TransformerBlockSubmodules) -> None:
-    """Has a decoder's spec build its layers with this attention.
+    """Changes a decoder's spec `block` so that its layers are built with `PackedAttention`, for models with attention
+    sinks.
 
-    Transformer Engine's DotProductAttention supports `softmax_type` for packed sequences since 2.12, with cuDNN 9.18
-    (get_attention_backend; under context parallelism with cp_comm_type a2a only). It was never compared with this class
-    on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm would count
-    the first rank's heads only. This class gives torch's memory-efficient kernel a shape that it supports: no scores
-    are stored, and windows cost as much as full sequences.
+    Transformer Engine's DotProductAttention has supported `softmax_type` for packed sequences since 2.12, with cuDNN
+    9.18 (get_attention_backend; under context parallelism only with cp_comm_type a2a), but was never compared with this
+    class on a GPU. Its `softmax_offset` is fp32 and not marked as tensor parallel (2.20.2), so the gradient norm would
+    count only the first rank's heads. `PackedAttention` gives torch's memory-efficient kernel a shape that it supports:
+    attention scores are not stored, and windowed attention costs as much as full attention.
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -137,9 +146,9 @@ def install_for_sinks(block: TransformerBlockSubmodules) -> None:
 class LatentAttention(MLASelfAttention):
     """MLASelfAttention that uses its spec unchanged.
 
-    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`): a projection that is
-    not exactly the backend's class would silently become the backend's, and a query projection without a low rank would
-    get a norm that no model here has."""
+    Upstream resolves norms and projections again from the configuration (`QKNormConfigResolver`). A projection of any
+    other class than the backend's would silently be replaced by the backend's class, and a query projection without
+    low-rank compression would get a norm that none of slimx's models has."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -147,14 +156,15 @@ class LatentAttention(MLASelfAttention):
     def _run_core_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
     ) -> torch.Tensor:
-        """Skips upstream's padding of values to the width of queries, which only Transformer Engine needs."""
+        """Runs core attention, without upstream's padding of values to the head dimension of queries if it is
+        `PackedAttention`: only Transformer Engine needs the padding."""
         if isinstance(self.core_attention, PackedAttention):
             return self.core_attention(query, key, value, *args, **kwargs)
         return super()._run_core_attention(query, key, value, *args, **kwargs)
 
 
 def install_latent(block: TransformerBlockSubmodules) -> None:
-    """Has a decoder's spec build its latent attention with this class."""
+    """Changes a decoder's spec `block` so that each MLASelfAttention in it is built as `LatentAttention`."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is MLASelfAttention:
@@ -162,8 +172,8 @@ def install_latent(block: TransformerBlockSubmodules) -> None:
 
 
 class DownProjection(torch.nn.Module):
-    """A projection to a latent, computed completely on all TP ranks, with the parameter and the checkpoint keys of
-    megatron-core's layer `original`."""
+    """Base class of replacements for an MLA down projection (hidden states to latents), which every TP rank computes
+    completely. It takes over the weight and the checkpoint keys of megatron-core's layer `original`."""
 
     def __init__(self, original: Linear):
         super().__init__()
@@ -184,9 +194,10 @@ class DownProjection(torch.nn.Module):
 
 
 def exchange_down_projections(attention: LatentAttention, make: Callable[[Linear], DownProjection]) -> None:
-    """Replaces the down projections of `attention`, megatron-core's plain layers, by the results of `make`.
+    """Replaces each down projection of `attention`, a plain megatron-core layer, by the module that `make` returns for
+    it.
 
-    Upstream compares the classes of down projections in a spec, so they are replaced after the build."""
+    Upstream checks the classes of the down projections in a spec, so they are replaced after the layer is built."""
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         layer = getattr(attention, name, None)
         if isinstance(layer, Linear):

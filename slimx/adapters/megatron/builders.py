@@ -1,4 +1,5 @@
-"""Reads the specs of megatron-core's layers, which name a module in several forms. Written for 0.19.2."""
+"""Reads and changes the specs of megatron-core's layers, which describe how to build a module in several forms. Written
+for 0.19.2."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from functools import partial
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
 type Builder = ModuleSpec | partial[object] | Callable[..., object]
-"""Names a module in a spec: a ModuleSpec, a class or function, or either with some of its arguments."""
+"""A spec's description of how to build one module: a ModuleSpec, a class or function, or a partial of one."""
 
 
 def kind_of(builder: Builder) -> Callable[..., object]:
-    """Returns the class or function that a builder calls."""
+    """Returns the class or function that `builder` calls to build its module."""
     if isinstance(builder, ModuleSpec):
         return builder.module
     return builder.func if isinstance(builder, partial) else builder
 
 
 def submodules_of(builder: Builder) -> dict[str, Builder]:
-    """Returns the builders that `builder` passes on, by the field of its submodules."""
+    """Returns the builders of a module's submodules, by their field name in its submodules dataclass; empty if it has
+    none."""
     parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
     if parts is None:
         return {}
@@ -33,8 +35,9 @@ def submodules_of(builder: Builder) -> dict[str, Builder]:
 
 
 def exchange(builder: Builder, parts: Mapping[Callable[..., object], ModuleSpec]) -> Builder:
-    """Returns the replacement of `builder`: the entry of `parts` for its class or function, with the arguments of both.
-    Submodules and a ModuleSpec are exchanged in place."""
+    """Replaces classes throughout the spec `builder` and returns the changed spec. `parts`: class or function to
+    replace -> its replacement, whose params are added to the original arguments. Submodules and ModuleSpecs are changed
+    in place."""
     for name, value in submodules_of(builder).items():
         setattr(get_submodules(builder), name, exchange(value, parts))
     other = parts.get(kind_of(builder))

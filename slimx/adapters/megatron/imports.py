@@ -1,5 +1,5 @@
-"""Imports of megatron-core 0.19.2: without packages that a slimx process does not use, and with the names that it
-expects from DeepEP."""
+"""Prepares imports of megatron-core 0.19.2: hides packages that a slimx process does not use, and supplies the names
+that megatron-core expects from DeepEP."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import torch
 from slimx.errors import SlimxError
 
 TRACKERS = ("wandb", "torch.utils.tensorboard")
-"""megatron-core's timers write to them if they are importable: a second per process if wandb is installed."""
+"""Experiment trackers that megatron-core's timers import if they are installed; importing wandb takes a second per
+process."""
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leaves functions decorated inside the block uncompiled.
+    """Turns torch.compile into a no-op inside the block.
 
-    megatron.core decorates some with torch.compile at import, which imports the compiler at once: two seconds, for
-    functions that a process without a model never calls.
+    megatron.core decorates functions with torch.compile when it is imported, which imports the compiler at once. That
+    takes two seconds, for functions that a process without a model never calls.
     """
     compiler = torch.compile
     torch.compile = _uncompiled  # type: ignore[assignment]  # replaces its overloads
@@ -38,9 +39,11 @@ def _uncompiled(model: object = None, **options: object) -> object:
 
 @contextlib.contextmanager
 def untracked() -> Iterator[None]:
-    """Hides trackers that are not imported yet from imports inside the block: only the driver writes metrics."""
+    """Makes imports of `TRACKERS` inside the block fail, unless they are already imported: only the driver writes
+    metrics."""
     hidden = [name for name in TRACKERS if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: an import of it raises ImportError
+    # None makes imports of the name raise ImportError.
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -49,14 +52,15 @@ def untracked() -> Iterator[None]:
 
 
 def prepare_deep_ep(*, needed: bool) -> list[str]:
-    """Prepares the import of DeepEP; call before megatron.core is imported. `needed`: whether the trainer dispatches
-    with it.
+    """Makes megatron-core's import of DeepEP work, or hides DeepEP from it; call this before importing megatron.core.
+    `needed`: True if the trainer dispatches tokens with DeepEP.
 
     `megatron.core.transformer.moe.fused_a2a` imports EventHandle and EventOverlap from deep_ep.utils and works without
-    DeepEP if that raises ImportError. In sgl-deep-ep 0.1.2.post1 that module lacks EventOverlap, so every flex
-    dispatcher would be refused; and its import fails an assertion without a CUDA toolkit.
+    DeepEP if that raises ImportError. In sgl-deep-ep 0.1.2.post1, deep_ep.utils lacks EventOverlap, so megatron-core
+    would refuse every flex dispatcher. Without a CUDA toolkit, importing that release fails with an AssertionError.
 
-    Returns the names of the changes. Raises SlimxError if DeepEP is needed and cannot be imported."""
+    Returns the names of the changes made. Raises SlimxError if DeepEP is installed and needed but cannot be
+    imported."""
     if importlib.util.find_spec("deep_ep") is None:
         return []
     try:
@@ -65,15 +69,15 @@ def prepare_deep_ep(*, needed: bool) -> list[str]:
     except (ImportError, AssertionError) as error:
         if needed:
             raise SlimxError(
-                f"trainer.moe.dispatcher=flex needs deep_ep, whose import fails ({type(error).__name__}: {error}); run "
-                "`slimx doctor` on this host, or set trainer.moe.dispatcher=alltoall",
+                f"trainer.moe.dispatcher=flex needs deep_ep, but importing it fails ({type(error).__name__}: "
+                f"{error}); run `slimx doctor` on this host, or set trainer.moe.dispatcher=alltoall",
                 code="trainer.deep_ep",
                 about="trainer.moe.dispatcher",
             ) from error
-        # An import of it now raises ImportError, which megatron-core expects.
+        # From here on, importing deep_ep raises ImportError, which megatron-core handles.
         sys.modules["deep_ep"] = None  # type: ignore[assignment]  # documented by Python, missing in typeshed
         return ["no_deep_ep"]
-    if hasattr(utils, "EventOverlap"):  # other builds of DeepEP have it
+    if hasattr(utils, "EventOverlap"):  # other releases of DeepEP have it
         return []
     vars(utils)["EventOverlap"] = package.EventOverlap
     return ["deep_ep_events"]

@@ -1,5 +1,5 @@
-"""Layers shaped like Transformer Engine's in plain torch, for hosts without Transformer Engine (CPU, or a bare GPU) and
-for layers that a numerics mode replaces.
+"""Plain-torch layers with the interface of Transformer Engine's, for hosts without Transformer Engine (CPU, or a GPU
+without it) and for layers that a numerics mode replaces.
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
 `get_gpt_decoder_block_spec(config, use_transformer_engine=True)` selects, so one model definition, one weight table and
@@ -32,18 +32,19 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
-    """Makes megatron.core use these layers, and an Adam shaped like FusedAdam unless apex provides one, if there is no
-    CUDA or no Transformer Engine, or if `always`; returns whether it did."""
+    """Makes megatron.core build these layers if CUDA or Transformer Engine is missing, or if `always`; returns True if
+    it did. Also installs `Adam`, unless a FusedAdam of apex or Transformer Engine is available on a GPU."""
     if torch.cuda.is_available() and HAVE_TE and not always:
         return False
     repair_upstream()
     gpt_layer_specs.TESpecProvider = TorchSpecProvider
     gpt_layer_specs.TENorm = Norm
-    # For sparse attention, whose spec and norms are resolved in separate files.
+    # Sparse attention's spec and norms are resolved in these two modules.
     experimental_attention_variant_module_specs.TESpecProvider = TorchSpecProvider
     mla_qk_norm_config.get_backend = lambda _: TorchSpecProvider()
     if optimizer.USING_PYTORCH_OPTIMIZER or not torch.cuda.is_available():
-        # torch's AdamW keeps a step per parameter; the distributed optimizer can save such state but not load it.
+        # torch's AdamW keeps one step count per parameter. The distributed optimizer can save that state but not load
+        # it.
         optimizer.Adam = Adam
         optimizer.distrib_optimizer.Adam = Adam
         optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -53,32 +54,38 @@ def install(*, always: bool = False) -> bool:
 
 
 def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
-    """Makes layers that call `served` multiply by the result of `value` [as parameter] instead of `parameter`."""
+    """Makes layers that read their weight through `served` multiply by the result of `value`, with the shape of
+    `parameter`, instead of by `parameter` itself."""
     parameter.__dict__["served"] = value
 
 
 def served(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that a layer with `parameter` multiplies by."""
+    """Returns the tensor that a layer multiplies by in place of its weight `parameter`: the value registered with
+    `serve`, or `parameter` itself."""
     value = getattr(parameter, "served", None)
     return parameter if value is None else value()
 
 
 def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
-    """Creates a norm's weight, marked for megatron-core's sum of gradients under sequence parallelism."""
+    """Creates a norm's weight [size], marked so that megatron-core sums its gradient over TP ranks under sequence
+    parallelism."""
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
     weight.__dict__["sequence_parallel"] = config.sequence_parallel
     return weight
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm with a `weight` [hidden], or one centred on zero (`layernorm_zero_centered_gamma`)."""
+    """RMSNorm with a `weight` [hidden]; with the configuration's `layernorm_zero_centered_gamma` it multiplies by 1 +
+    weight."""
 
     norm = staticmethod(rms_norm)
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise NotImplementedError(f"normalization {config.normalization} has no plain-torch layer; use RMSNorm")
+            raise NotImplementedError(
+                f"normalization {config.normalization} has no plain-torch layer; set normalization to RMSNorm"
+            )
         self.weight = _norm_weight(hidden_size, config)
         self.eps = eps
         if config.layernorm_zero_centered_gamma:
@@ -89,7 +96,8 @@ class Norm(torch.nn.Module):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and a column-parallel product in one module, with `layer_norm_weight` [hidden] and `weight`."""
+    """RMSNorm followed by a column-parallel linear layer in one module, with parameters `layer_norm_weight` [hidden]
+    and `weight`."""
 
     norm = staticmethod(rms_norm)
 
@@ -147,19 +155,20 @@ class GroupedLinear(torch.nn.Module):
         for index, expert in enumerate(experts):
             self.register_parameter(f"weight{index}", expert.weight)
             if bias:
-                # RowParallelLinear would sum it over the TP ranks, which have other experts.
+                # RowParallelLinear would sum the bias gradient over the TP ranks, which have other experts.
                 expert.bias.sequence_parallel = False
                 if self.axis == 1:
-                    # The gradient norm counts unsplit tensors on the first TP rank only, but TP ranks may have
-                    # different experts: it is counted on the first rank that shares an expert.
+                    # The gradient norm counts unsplit tensors only on the first TP rank, but TP ranks may have
+                    # different experts. The mark makes it count the bias on the first rank of those that share the
+                    # expert.
                     expert.bias.tensor_model_parallel = pg_collection.expt_tp.rank() == 0
                 self.register_parameter(f"bias{index}", expert.bias)
 
     def forward(
         self, x: torch.Tensor, tokens_per_expert: Iterable[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """Computes one product per expert of x [tokens sorted by expert, input]. Biases are returned separately if they
-        are not added."""
+        """Applies each expert's linear layer to its tokens in `x` [tokens sorted by expert, input]. Returns the
+        outputs, and with `skip_bias_add` the biases, which the caller then adds; otherwise None."""
         parts = x.split(list(tokens_per_expert))
         pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
         if pairs[0][1] is None:
@@ -171,8 +180,8 @@ class GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
-        """Returns checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis,
-        or (`singleton_local_shards`) one per expert."""
+        """Returns sharded tensors under the checkpoint keys that Transformer Engine's layer uses: one tensor per layer
+        with an expert axis, or one per expert if `metadata` sets `singleton_local_shards`."""
         assert metadata is not None
         count = len(self.experts)
         expert_group = self.groups.ep
@@ -220,7 +229,8 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """The class that builds each part of a layer, for megatron-core."""
+    """megatron-core's backend interface: each method returns this file's class for one kind of layer, or says whether
+    layers are fused."""
 
     def linear(self) -> type:
         return Linear
@@ -252,8 +262,8 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW with state shaped like apex's and Transformer Engine's FusedAdam: one step per group, two moments per
-    parameter."""
+    """AdamW with the state layout of apex's and Transformer Engine's FusedAdam: one step count per parameter group, two
+    moments per parameter."""
 
     def __init__(
         self,
@@ -266,7 +276,7 @@ class Adam(torch.optim.Optimizer):
         **_: object,
     ):
         if not adam_w_mode:
-            raise NotImplementedError("this Adam decouples the weight decay (adam_w_mode=True) only")
+            raise NotImplementedError("this Adam supports only decoupled weight decay; leave adam_w_mode at True")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -296,23 +306,23 @@ class Adam(torch.optim.Optimizer):
 
 
 def repair_upstream() -> None:
-    """Repairs code of megatron-core 0.19.2 that fails or is slow in layers without Transformer Engine. Each repair
-    names the upstream function and its fault."""
+    """Patches code of megatron-core 0.19.2 that fails or is slow without Transformer Engine's layers. The docstring of
+    each patch names the upstream function and its fault."""
     for repair in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
         repair()
 
 
 def _router() -> None:
-    """Repairs moe_utils.router_gating_linear: it uses te_general_gemm if Transformer Engine is installed, even on a
-    CPU."""
+    """Patches moe_utils.router_gating_linear, which uses te_general_gemm whenever Transformer Engine is installed, even
+    on a CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
 
 def _latent_attention() -> None:
-    """Repairs MLASelfAttention and its absorbed form: they know the duplicated Linear, the class of the down
-    projections, only with Transformer Engine."""
+    """Patches MLASelfAttention and its absorbed form, whose modules import the duplicated Linear, the class of the down
+    projections, only if Transformer Engine is installed."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
@@ -322,15 +332,16 @@ def _latent_attention() -> None:
 
 
 def _output_discarding_recomputation() -> None:
-    """Repairs CheckpointWithoutOutput, the recomputation of norms, activations and MLA's up-projection: it treats its
-    default fp8=False as true and asks Transformer Engine whether fp8 is on."""
+    """Patches CheckpointWithoutOutput, which recomputes norms, activations and MLA's up-projection. It treats its
+    default fp8=False as enabled and then queries Transformer Engine's fp8 state."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)
 
 
 def _gradient_norm() -> None:
-    """Repairs clip_grads: its fallback norm reads every parameter's part back from the GPU, with a wait for each."""
+    """Patches clip_grads, whose fallback norm copies the norm of each parameter from the GPU separately and waits for
+    each copy."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
@@ -339,5 +350,6 @@ def _gradient_norm() -> None:
     ) -> tuple[torch.Tensor, None]:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
 
-    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:  # else it is apex's
+    # Otherwise it is apex's or Transformer Engine's, which is fast.
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm

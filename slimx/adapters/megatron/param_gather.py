@@ -3,11 +3,13 @@
     update   every rank has new values of its shard of each bucket
     pass     layer 1 waits for its buckets | layer 1, bucket of layer 2 in flight | layer 2, ...
 
-megatron-core 0.19.2 waits in every module for this module's parameters, before its forward method. It misses weights
-that other code reads: the output layer's, from which slimx computes log-probs itself, or those of a Mamba-2 layer's
-convolution. Here a layer waits for all its weights, and the parts after the decoder for all remaining ones.
+megatron-core 0.19.2 waits before each module's forward method for that module's own parameters. This misses weights
+that other code reads: the output layer's, with which slimx computes log-probs itself, or those of a Mamba-2 layer's
+convolution. Here each decoder layer waits for all its weights before it runs, and the model waits for the weights of
+the modules after the decoder once the decoder has run.
 
-Only a forward pass may read weights before `gather`. All ranks of a pipeline stage run the same passes.
+Until `gather` has been called, only a forward pass may read weights. All ranks of a pipeline stage must run the same
+passes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
-    """Makes the parts of `model`, wrapped by `chunk`, wait for their weights, instead of megatron-core's hooks."""
+    """Replaces megatron-core's per-module hooks by one wait per decoder layer, embedding, and other part of `model`.
+    `chunk`: the DistributedDataParallel wrapper around `model`."""
     chunk.disable_forward_pre_hook(param_sync=False)
     decoder = model.decoder
 
@@ -57,7 +60,8 @@ def wait_by_layer(chunk: DistributedDataParallel, model: GPTModel) -> None:
 
 @torch.no_grad()
 def gather(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Completes the weights on every rank, which passes wait for. Collective."""
+    """Gathers the updated weights on every rank now, instead of during the next forward pass. Collective over the
+    data-parallel ranks."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

@@ -1,4 +1,4 @@
-"""Small changes to a server, each a function that the plugin registers with SGLang's HookRegistry.
+"""Small changes to an SGLang server. Each is a function that `plugin.register` registers with SGLang's HookRegistry.
 
 Written for sglang 0.5.23, sglang-router 0.3.2 and torch 2.14.
 """
@@ -23,57 +23,57 @@ from slimx.layout.form import ServedForm
 from slimx.runtime.ports import meet
 
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""The function in which SGLang chooses the start method of the server's other processes."""
+"""SGLang's function that sets the multiprocessing start method of the server's other processes."""
 LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
-"""Name of the memory file that replaces it."""
+"""Name of the memory file (memfd) that replaces SGLang's file of scheduler loads in /dev/shm."""
 RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""Called at the end of the construction of every batch's sampling parameters; SGLang's implementation does nothing."""
+"""SGLang's method called when the sampling parameters of a batch have been built; its implementation does nothing."""
 UNSEEDED = 42
-"""Seed of a request without one, SGLang's default in deterministic inference."""
+"""Seed of requests that set none: SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-"""Called once in every iteration of a paused scheduler's loop, and nowhere else."""
+"""SGLang's method called exactly once per iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
 
 
 class Seeded(Protocol):
-    """SGLang's SamplingParams."""
+    """The part of SGLang's SamplingParams that hooks read."""
 
     sampling_seed: int | None
 
 
 class Req(Protocol):
-    """SGLang's Req."""
+    """The part of SGLang's Req that hooks read."""
 
     sampling_params: Seeded
 
 
 class ScheduleBatch(Protocol):
-    """SGLang's ScheduleBatch."""
+    """The part of SGLang's ScheduleBatch that hooks read."""
 
     reqs: Sequence[Req]
     device: str
 
 
 class SamplingInfo(Protocol):
-    """SGLang's SamplingBatchInfo."""
+    """The part of SGLang's SamplingBatchInfo that hooks set."""
 
     sampling_seed: torch.Tensor | None
 
 
 class IdleSleeper(Protocol):
-    """SGLang's IdleSleeper."""
+    """The part of SGLang's IdleSleeper that hooks use."""
 
     def maybe_sleep(self) -> None:
-        """Waits up to a second for a message."""
+        """Waits up to a second for a message to the scheduler."""
 
 
 class Scheduler(Protocol):
-    """SGLang's Scheduler."""
+    """The part of SGLang's Scheduler that hooks use."""
 
     idle_sleeper: IdleSleeper | None
 
@@ -81,42 +81,46 @@ class Scheduler(Protocol):
 def fork_from_here(result: None, arguments: object) -> None:
     """Switches SGLang's start method from spawn to fork, after SGLang has set it.
 
-    Each spawned process imports everything again, 5 to 9 s of CPU time. A fork is safe before CUDA or a thread pool of
-    torch is started: on the CPU, before SGLang has started anything.
+    Each spawned process imports everything again, which takes 5 to 9 s of CPU time. A fork is safe as long as neither
+    CUDA nor a torch thread pool has been initialized: on the CPU, until SGLang starts its first process.
     """
     multiprocessing.set_start_method("fork", force=True)
 
 
 def loads_path(ipc_name: str) -> str:
-    """Returns the file through which the scheduler reports its load to the server, instead of
-    `load_snapshot.shm_path_for`.
+    """Replaces `load_snapshot.shm_path_for`: returns the path of the file through which the scheduler reports its load
+    to the server. `ipc_name` is ignored.
 
-    SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, found through
-    /proc by that process and its children: it has no name and disappears with the server.
+    SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, which that
+    process and its children find through /proc. It has no entry in a file system and disappears with the server.
     """
     for process in (psutil.Process(), *psutil.Process().parents()):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            # A file may be closed after it was listed, such as that of the listing.
+            # A descriptor may have been closed since it was listed; the listing's own always has.
             with contextlib.suppress(FileNotFoundError):
                 if LOADS in os.readlink(link):
                     return str(link)
     raise SlimxError(
-        "the server's first process has no memory file for its load; start it with slimx.engines.server.launch",
+        "neither this process nor its parents have a memory file for scheduler loads; start the server with "
+        "slimx.engines.server.launch",
     )
 
 
 def without_keys(original: Callable[..., Json], arguments: object) -> Json:
-    """Blanks the keys in `ServerArgs.resolved_dict`, which /server_info returns: clients with the generation key could
-    read the control key there."""
+    """Returns the result of `ServerArgs.resolved_dict` with both API keys set to None. /server_info returns that
+    dictionary, and a client with only the generation key (`api_key`) could otherwise read the control key
+    (`admin_api_key`)."""
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
 def take_fields(form: ServedForm, manager: object, request: object, *args: object, **kwargs: object) -> None:
-    """Sets request fields that were sent as the custom label "slimx", before `TokenizerManager.generate_request`.
-    Raises SlimxError for a request that a server of this form cannot serve.
+    """Sets the fields of `request` that its client sent as JSON in the custom label "slimx"; runs before
+    `TokenizerManager.generate_request`. `form`: the form of the server's weights. Raises SlimxError if the server
+    cannot serve the request in this form.
 
-    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but forwards custom
-    labels. The label is removed because SGLang would pass it to Prometheus, which refuses unknown labels.
+    sglang-router 0.3.2 drops request fields that it does not define, among them `return_routed_experts`, but forwards
+    custom labels. The label is removed from the request because SGLang would pass it to Prometheus, which refuses
+    unknown labels.
     """
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(LABEL, "{}")).items():
@@ -125,11 +129,12 @@ def take_fields(form: ServedForm, manager: object, request: object, *args: objec
 
 
 def carry_seeds(result: None, info: SamplingInfo, batch: ScheduleBatch, vocab_size: int) -> None:
-    """Sets the seed of each request, int64 [requests] on the batch's device, after `adjusted_from_schedule_batch`.
+    """Sets `info.sampling_seed` to the requests' seeds, int64 [requests] on the batch's device; runs after
+    `adjusted_from_schedule_batch`.
 
-    SGLang passes seeds to its sampler only in deterministic inference, which also disables tuned tiles of matrix
-    products, split-KV attention and the custom all-reduce. In fast mode a policy engine keeps these, and its sampler
-    (the backend pytorch) uses seeds as soon as the batch has them.
+    SGLang passes seeds to its sampler only in deterministic inference: already set, which also disables tuned tile
+    sizes of matrix multiplications, split-KV attention and the custom all-reduce. In slimx's fast mode a policy engine
+    keeps these optimizations, and its sampler (backend pytorch) uses seeds whenever the batch has them.
     """
     if info.sampling_seed is not None:  # deterministic inference
         return
@@ -141,11 +146,12 @@ def carry_seeds(result: None, info: SamplingInfo, batch: ScheduleBatch, vocab_si
 
 
 def wait_while_paused(result: None, scheduler: Scheduler) -> None:
-    """Waits up to a second for the next message in an iteration of a paused scheduler, if the server sleeps on idle.
+    """Waits up to a second for the next message in each iteration of a paused scheduler's loop, if the server was
+    started with `--sleep-on-idle`.
 
-    SGLang waits when idle if started with `--sleep-on-idle`; while paused it still polls at full speed, during each
-    publication and while trainers compute on the same devices, which need the core. Only the rank that receives
-    messages has an `idle_sleeper`; the server's other ranks wait for it.
+    With that option SGLang itself waits only when idle. While paused, it polls at full speed: during each publication,
+    and while trainers compute on the same devices and need the CPU core. Only the rank that receives messages has an
+    `idle_sleeper`; the server's other ranks wait for that rank.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
@@ -154,7 +160,7 @@ def wait_while_paused(result: None, scheduler: Scheduler) -> None:
 def at_one_address(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: object, **__: object
 ) -> torch.distributed.Store:
-    """Creates the store of SGLang's first process group at the address of `hostname` only, instead of torch's
-    `_create_c10d_store`, which listens on every interface. The store contains the groups' addresses: a process that can
-    write to it chooses the ranks' peers, and gloo messages are unpickled."""
+    """Replaces torch's `_create_c10d_store`: creates the store of SGLang's first process group, which listens only on
+    the address of `hostname` instead of on every interface. The store contains the addresses of process groups. Any
+    process that can write to it could therefore choose the ranks' peers, whose gloo messages are unpickled."""
     return meet(hostname, port, rank=rank, size=world_size, timeout=timeout)

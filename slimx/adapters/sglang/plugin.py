@@ -1,9 +1,10 @@
-"""The slimx plugin of an SGLang server: attests itself and receives weights, through the stock /weights_checker.
+"""The slimx plugin of an SGLang server: reports what runs in the server, and receives weights, through SGLang's
+endpoint /weights_checker.
 
-Written for sglang 0.5.23, entry point `sglang.srt.plugins: slimx`. /weights_checker runs `ModelRunner.check_weights` on
-every rank and returns each rank's response; actions that begin with `slimx.` are handled here, all others by SGLang.
-SGLang only logs a failing plugin: the client therefore calls `slimx.attest` and refuses a server with an incomplete
-response.
+Written for sglang 0.5.23, which loads it from the entry point `slimx` of the group `sglang.srt.plugins`.
+/weights_checker runs `ModelRunner.check_weights` on every rank and returns each rank's response; actions that begin
+with `slimx.` are handled here, all others by SGLang. SGLang only logs the failure of a plugin, so the client calls
+`slimx.attest` and refuses a server whose response is incomplete.
 """
 
 from __future__ import annotations
@@ -37,31 +38,34 @@ SPAWN = "--spawn"
 SCHEDULER = "sglang.srt.managers.scheduler"
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 ANSWER = "slimx"
-"""Key of the payload's `checksums` for the JSON response; the next three are for an error, the last for the process."""
+"""Key of a verb's JSON response in the payload's `checksums`. `ERROR`, `CODE` and `ABOUT` are the keys of an error's
+text, code and subject; `PID` is the key of the process ID."""
 ERROR = "error"
 CODE = "code"
 ABOUT = "about"
 PID = "pid"
 PREFIX = "slimx."
-"""Prefix of the actions that are slimx's verbs."""
+"""Prefix of /weights_checker actions that call a verb of slimx: a method of `RankReceiver` or an entry point of
+`VERBS`."""
 VERBS = "slimx.server_verbs"
-"""Entry points: verbs of a server's process, functions of the model runner and the verb's arguments."""
+"""Entry point group of further verbs: functions that take the model runner and the verb's arguments, and return
+JSON."""
 
 
 class Parallelism(Protocol):
-    """SGLang's ParallelismInfo."""
+    """The part of SGLang's ParallelismInfo that the plugin uses."""
 
     def model_dump(self) -> Json: ...
 
 
 class WeightChecker(Protocol):
-    """SGLang's WeightChecker."""
+    """The part of SGLang's WeightChecker that the plugin uses."""
 
     def _parallelism_info(self, *, role: str) -> Parallelism: ...
 
 
 class Runner(Protocol):
-    """SGLang's ModelRunner."""
+    """The part of SGLang's ModelRunner that the plugin uses."""
 
     model: torch.nn.Module
     dtype: torch.dtype
@@ -70,8 +74,8 @@ class Runner(Protocol):
 
 
 def register() -> None:
-    """Registers slimx's hooks; SGLang calls it early in each process. Does nothing in a server that slimx did not
-    start."""
+    """Registers slimx's hooks; SGLang calls this early in each process of a server. Does nothing unless SGLANG_PLUGINS
+    contains `slimx`, as in servers that slimx starts."""
     if NAME not in [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -82,9 +86,9 @@ def register() -> None:
     device = device_named("cpu" if is_cpu() else "cuda")
     device.open_choices()
     numerics.open_choices()
-    # A hook makes SGLang import its target, 3 s of CPU time for the model runner: each process gets only the hooks that
-    # it needs. SGLang calls this in the server's process before it starts others, and in a spawned child after it has
-    # imported its main module. Forked processes inherit the hooks.
+    # A hook makes SGLang import its target, which takes 3 s of CPU time for the model runner, so each process registers
+    # only the hooks that it needs. SGLang calls `register` in the server's process before that starts others, and in a
+    # spawned child after importing the child's main module. Forked processes inherit the hooks.
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
@@ -116,11 +120,12 @@ def check_weights(
     *,
     role: str,
 ) -> object:
-    """Handles actions `slimx.VERB` around `ModelRunner.check_weights`, with the payload type of SGLang's checksum
-    action.
+    """Wraps `ModelRunner.check_weights`: handles actions `slimx.VERB`, and passes all others to `original`. Responses
+    have the payload type of SGLang's checksum action.
 
     The arguments of a verb are one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
-    responses afterwards, so an error must not leave its rank: it is returned as text under the key "error".
+    responses afterwards, so this function must not raise on one of them: an error is returned as text under the key
+    "error".
     """
     if not action.startswith(PREFIX):
         return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
@@ -139,14 +144,15 @@ def check_weights(
 
 
 def _response(runner: Runner, verb: str, arguments: Json) -> Json:
-    """Calls a verb: a method of the model's receiver, or an entry point of `VERBS`."""
+    """Calls `verb`, a public method of the model's `RankReceiver` or an entry point of `VERBS`, with `arguments`;
+    returns its JSON response."""
     of_process = entry_points.find(VERBS)
     verbs = {name for name in vars(RankReceiver) if not name.startswith("_")}
     if verb not in verbs:
         if verb in of_process:
             return entry_points.load(VERBS, verb)(runner, **arguments)
         raise SlimxError(
-            f"unknown action {PREFIX}{verb}; this server's slimx {slimx.__version__} has "
+            f"unknown action {PREFIX}{verb}; slimx {slimx.__version__} in this server has the verbs "
             f"{', '.join(sorted(verbs | of_process.keys()))}",
             code="plugin.action",
             about=PREFIX + verb,
@@ -158,14 +164,15 @@ def _response(runner: Runner, verb: str, arguments: Json) -> Json:
 
 
 def _expert_location() -> ExpertLocation | None:
-    """Returns the map of experts to this process's slots, or None for models without experts."""
+    """Returns SGLang's map from physical expert slots to experts, or None if the model has no experts."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
 
 
 def _coordinates() -> dict[str, int]:
-    """Returns the coordinates of this rank in its engine; `rank` is numbered as in `slimx.layout.ranks.EngineSizes`."""
+    """Returns this rank's index along each dimension of parallelism in its engine; `rank` is numbered as in
+    `slimx.layout.ranks.EngineSizes`."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -179,7 +186,7 @@ def _coordinates() -> dict[str, int]:
 
 
 def _sizes() -> dict[str, int]:
-    """Returns the parallel sizes of this engine: the fields of `slimx.layout.ranks.EngineSizes`."""
+    """Returns the parallel sizes of this rank's engine: the fields of `slimx.layout.ranks.EngineSizes`."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -194,7 +201,7 @@ def _sizes() -> dict[str, int]:
 
 
 def _backends() -> Json:
-    """Returns the kernels as SGLang resolved them from its arguments, the model and this machine."""
+    """Returns the kernel backends that SGLang chose from its arguments, the model and this machine, by purpose."""
     from sglang.srt.runtime_context import attention_backends, get_exec
 
     execution = get_exec()
@@ -212,7 +219,8 @@ def _backends() -> Json:
 
 
 def attest(runner: Runner) -> Json:
-    """Returns the facts of this rank: versions, model, and whether each hook and each CPU entry is in force."""
+    """Returns this rank's description for the client's checks: versions, position, model, kernel backends, numerics,
+    and for each hook and each CPU change True if it is active."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import is_cpu

@@ -1,12 +1,12 @@
 """Seeded sampling with few fp64 logarithms, which draws the same tokens as SGLang 0.5.23's `multinomial_with_seed`.
 
-SGLang samples by the Gumbel trick in fp64: two logarithms per request and token of the vocabulary, on GPUs of which
-Blackwell Ultra has little fp64 throughput. Here an fp32 estimate finds the blocks of the vocabulary that can contain
-the maximum, and the fp64 expression decides among their tokens.
+SGLang samples with the Gumbel-max trick in fp64: two logarithms per request and vocabulary entry, although some GPUs,
+such as Blackwell Ultra, have little fp64 throughput. Here an fp32 estimate finds the blocks of the vocabulary that can
+contain the maximum, and the fp64 expression decides among the tokens of these blocks.
 
-The estimate of a token near the maximum is within 2e-5 of its score. A draw can differ only if 8 tokens in 8 other
-blocks score within 4e-5 of the maximum, and the number of tokens within d of a Gumbel maximum is at most geometric with
-mean exp(d) - 1: a chance below 1e-35 per draw.
+For a token near the maximum, the estimate is within 2e-5 of the fp64 score. A sample can differ only if 8 tokens in 8
+other blocks score within 4e-5 of the maximum. The number of tokens within d of a Gumbel maximum is bounded by a
+geometric distribution with mean exp(d) - 1, so the probability is below 1e-35 per sample.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import torch
 DRAW = "sglang.srt.layers.sampler.multinomial_with_seed"
 LARGEST_HASH = 2**32 - 1
 LEAST_NOISE = 2.0**-32
-"""SGLang's lower bound of -log(u), which would be 0 for the largest hash."""
+"""SGLang's lower bound of -log(u), where u = hash / `LARGEST_HASH`; without it, -log(u) would be 0 for the largest
+hash."""
 WIDTH = 256
-"""Number of tokens in a block."""
+"""Number of vocabulary entries in a block."""
 BLOCKS = 8
-"""Number of blocks that are evaluated in fp64."""
+"""Number of blocks per row whose tokens are scored in fp64."""
 
 
 def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns log-prob plus Gumbel noise in fp32, from hashes (int64) of the same shape.
+    """Returns the score of each token in fp32: its log-prob plus the Gumbel noise -log(-log(u)), where u = hash /
+    `LARGEST_HASH`. `hashed`: int64, with the shape of `logprobs`.
 
-    -log(u) is computed from 1 - u for u above one half: its relative error stays that of fp32 up to the largest hash.
+    For u above one half, -log(u) is computed from 1 - u, so that its relative error remains that of fp32 up to the
+    largest hash.
     """
     below = (LARGEST_HASH - hashed).float() / LARGEST_HASH
     above = hashed.float() / LARGEST_HASH
@@ -38,22 +41,23 @@ def estimated_scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tens
 
 
 def scores(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns log-prob plus Gumbel noise in fp64 from hashes (int64), with SGLang's operations in SGLang's order."""
+    """Returns the score of each token in fp64: its log-prob plus Gumbel noise, with SGLang's operations in SGLang's
+    order. `hashed`: int64, with the shape of `logprobs`."""
     uniform = hashed.double() / LARGEST_HASH
     exponential = -torch.clamp(torch.log(uniform), min=torch.finfo(torch.float64).min, max=-LEAST_NOISE)
     return -torch.log(exponential) + logprobs.double()
 
 
 def highest(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the column of the highest score in each row, [rows, 1]. `hashed`: uint32 [rows, columns]; `logprobs`:
-    fp32 or fp64 of the same shape."""
+    """Returns the column with the highest score in each row, int64 [rows, 1]. `hashed`: uint32 [rows, columns];
+    `logprobs`: fp32 or fp64 of the same shape."""
     rows, columns = logprobs.shape
-    bits = hashed.view(torch.int32)  # few operations take uint32
+    bits = hashed.view(torch.int32)  # few torch operations accept uint32
     estimate = estimated_scores(bits.long() & LARGEST_HASH, logprobs)
     blocks = -(-columns // WIDTH)
     estimate = torch.nn.functional.pad(estimate, (0, blocks * WIDTH - columns), value=-torch.inf)
     best = estimate.view(rows, blocks, WIDTH).amax(-1).topk(min(BLOCKS, blocks)).indices
-    # In column order: the first of equal scores wins.
+    # The blocks are sorted by column, so that the first of equal scores wins.
     inside = (best.sort().values[..., None] * WIDTH + torch.arange(WIDTH, device=best.device)).flatten(1)
     taken = inside.clamp(max=columns - 1)
     exact = scores(bits.gather(1, taken).long() & LARGEST_HASH, logprobs.gather(1, taken))
@@ -61,9 +65,10 @@ def highest(hashed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws a column for each row, int64 [rows, 1], as a replacement of `multinomial_with_seed`.
+    """Samples one column (token) per row, int64 [rows, 1]; replaces SGLang's `multinomial_with_seed`.
 
-    `logprobs`: [rows, columns]; `seed` and `positions`: integers [rows].
+    `logprobs`: [rows, columns]; `seed`: each request's seed, integer [rows]; `positions`: position of each sampled
+    token in its sequence, integer [rows].
     """
     from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 
@@ -73,5 +78,5 @@ def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) ->
 
 @cache
 def _fused() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Returns `highest`, compiled at the first draw: importing the compiler takes seconds, and few processes draw."""
+    """Returns `highest`, compiled on the first call: importing the compiler takes seconds, and few processes sample."""
     return torch.compile(highest, dynamic=True)

@@ -1,1 +1,1 @@
-"""The package of SGLANG_EXTERNAL_MODEL_PACKAGE in a server of slimx (`slimx.engines.server.launch`)."""
+"""Model classes for SGLang: `slimx.engines.server.launch` sets SGLANG_EXTERNAL_MODEL_PACKAGE to this package."""

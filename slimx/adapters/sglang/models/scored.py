@@ -1,7 +1,9 @@
-"""Reward models of families for which SGLang has no class, in the layout of transformers' sequence classification.
+"""Reward-model classes for families that SGLang does not support as reward models, for checkpoints in the layout of
+transformers' sequence classification.
 
-Written for sglang 0.5.23, which has none for Qwen3-MoE; its class for Qwen3 gives the head a bias that no checkpoint
-contains and nothing initializes: each start of a server would shift all scores by another constant.
+Written for sglang 0.5.23, which has no reward model for Qwen3-MoE. Its class for Qwen3 gives the score head a bias that
+no checkpoint contains and nothing initializes, so each start of a server would shift all scores by a different
+constant.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ SCORE = "score.weight"
 
 
 class _HeadConfig(Protocol):
-    """Parts of transformers' config of a model with a score head."""
+    """The part of a transformers config that the score head needs."""
 
     hidden_size: int
     num_labels: int
@@ -27,7 +29,7 @@ class _HeadConfig(Protocol):
 if TYPE_CHECKING:
 
     class _Policy:
-        """Parts of SGLang's causal language models."""
+        """The part of SGLang's causal language model classes that `Scored` uses."""
 
         model: Callable[..., torch.Tensor]
         lm_head: torch.nn.Module
@@ -41,7 +43,8 @@ else:
 
 
 class Scored(_Policy):
-    """Mixin that turns a policy's class into a reward model: the last token's score replaces the logits."""
+    """Mixin that turns SGLang's causal language model class into a reward model, which returns the last token's score
+    instead of logits."""
 
     def __init__(self, config: _HeadConfig, quant_config: object = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
@@ -62,7 +65,8 @@ class Scored(_Policy):
         return score_and_pool(self.score, self.pooler, hidden, forward_batch, input_ids)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the head, and passes other weights to the policy's class."""
+        """Loads the score head and passes all other weights, except lm_head's, to the causal language model's
+        loader."""
 
         def others() -> Iterable[tuple[str, torch.Tensor]]:
             for name, value in weights:
@@ -75,11 +79,11 @@ class Scored(_Policy):
 
 
 class Qwen3MoeForSequenceClassification(Scored, Qwen3MoeForCausalLM):
-    """Qwen3-MoE with a score."""
+    """Reward model of the Qwen3-MoE family."""
 
 
 class Qwen3ForSequenceClassification(Scored, Qwen3ForCausalLM):
-    """Qwen3 with a score."""
+    """Reward model of the Qwen3 family."""
 
 
 EntryClass = [Qwen3MoeForSequenceClassification, Qwen3ForSequenceClassification]

@@ -1,1 +1,2 @@
-"""Receipt of publications inside SGLang."""
+"""Receives published weights inside SGLang's processes: locates, verifies and copies each tensor into the loaded
+model."""

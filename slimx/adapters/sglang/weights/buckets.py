@@ -1,5 +1,5 @@
-"""Buckets on one rank, mapped from host memory or copied from GPU memory, and the open publication to which they
-belong."""
+"""Opens buckets of published tensors on one rank, and tracks the open publication to which they belong. A bucket in
+host memory is mapped, one in GPU memory is copied."""
 
 from __future__ import annotations
 
@@ -23,43 +23,48 @@ from slimx.reshard.transports.memory import open_memory
 
 @dataclass(slots=True)
 class Staged:
-    """One verified tensor."""
+    """One received tensor whose checksum has been verified."""
 
     view: torch.Tensor
-    """[shape], in the publisher's memory; for a bucket on a GPU, in memory of this rank."""
+    """The tensor's values in its complete shape: a view of the publisher's host memory, or a copy on this rank's GPU if
+    the bucket is in GPU memory."""
     share: int
-    """Contribution of this rank's part to the tensor's checksum."""
+    """Checksum share: the contribution of the part of the tensor that this rank stores to the complete tensor's
+    checksum."""
 
 
 @dataclass(slots=True)
 class OpenPublication:
-    """The open publication of this rank."""
+    """A publication that this rank is receiving, and which of its tensors have arrived."""
 
     manifest: Manifest
     staging: Staging
-    """"model": nothing is copied before everything is staged. "bucket": each load copies all staged tensors."""
+    """"model": nothing is copied into the model until all tensors are staged. "bucket": each load copies the tensors
+    staged so far."""
     layout: Layout
     taken: set[str] = field(default_factory=set)
-    """Names of received tensors, including those for other ranks."""
+    """Names of the tensors received so far, including those of which this rank stores no part."""
     waiting: int = 0
-    """Buckets staged since the last load; they may contain no tensor of this rank."""
+    """Number of buckets staged since the last load, including buckets without tensors for this rank."""
     staged: dict[str, Staged] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
-    """Copied tensors -> share that the model should hold. Adapter-only publications begin with those of the base."""
+    """Name of each tensor copied so far -> checksum share that the model should now have. Adapter-only publications
+    start with the shares of the base weights."""
     verified: bool = False
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Policy, version and membership epoch."""
+        """Identity of the publication: policy, version and membership epoch."""
         return self.manifest.policy, self.manifest.version, self.manifest.membership_epoch
 
     @property
     def missing(self) -> list[str]:
-        """Tensors that this rank needs and has neither staged nor loaded."""
+        """Names of tensors that this rank stores, but has neither staged nor copied into the model."""
         return [name for name in self.layout.local if name not in self.staged and name not in self.loaded]
 
     def ready(self) -> dict[str, Staged]:
-        """Returns the staged tensors that can be copied: those whose partners in the model's loader are staged too."""
+        """Returns the staged tensors that can be copied now: those for which all tensors that SGLang must load in the
+        same call (`Layout.together`) are staged, too."""
         return {name: staged for name, staged in self.staged.items() if self._complete(name)}
 
     def _complete(self, name: str) -> bool:
@@ -67,45 +72,47 @@ class OpenPublication:
 
 
 class Slot(Protocol):
-    """The adapters of one policy in addition to this rank's weights."""
+    """Memory for one policy's LoRA adapters in a server that applies adapters to shared base weights."""
 
     shares: dict[str, int] | None
-    """Tensors copied by the last publication to this slot -> share that the slot should contain; None before the
-    first."""
+    """Name of each tensor that the last publication copied into this slot -> checksum share that the slot should now
+    have; None before the first publication."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the slot's memory by the names under which `place` records it."""
+        """Returns the slot's tensors by the names that `place` records in a layout."""
         ...
 
     def place(self, layout: Layout) -> None:
-        """Records the location of published tensors; a layer that no row explains is uncovered."""
+        """Adds the location of each published adapter tensor in this slot to `layout`. A layer whose adapters it cannot
+        map is recorded in `layout.uncovered`."""
         ...
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies published tensors into the slot."""
+        """Copies the adapter tensors `named`, (name, complete tensor) pairs, to their locations in this slot."""
         ...
 
 
 class Loads(Protocol):
-    """A model of SGLang."""
+    """The part of SGLang's model classes that copies checkpoint tensors into the model."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 
 
 def shares_of(tensors: Mapping[str, Staged]) -> dict[str, int]:
-    """Returns name -> share of each tensor."""
+    """Returns the checksum share of each staged tensor, by name."""
     return {name: staged.share for name, staged in tensors.items()}
 
 
 def open_bucket(
     path: str, size: int, entries: Sequence[Json], device: torch.device
 ) -> tuple[dict[str, torch.Tensor], torch.device | None]:
-    """Returns the tensors of `entries` in the bucket of `size` bytes at `path`, and the GPU that holds them, if any.
+    """Returns the tensors that `entries` describe in the bucket of `size` bytes at `path`, by name, and the GPU on
+    which they are; None: host memory.
 
-    From host memory: views that keep the mapping alive and see writes of its owner. From a GPU: a private copy on
-    `device`, this rank's GPU; the owner may reuse its memory.
+    Tensors in host memory are views: they keep the mapping alive and change when the publisher writes to the bucket.
+    Tensors in GPU memory are copied to `device`, this rank's GPU, so the publisher may reuse the bucket.
     """
-    if not entries:  # a rank without a part does not open the bucket
+    if not entries:  # a rank without tensors in the bucket does not open it
         return {}, None
     if not path.startswith(ON_DEVICE):
         memory = open_memory(path, size, private=True)
@@ -117,13 +124,14 @@ def open_bucket(
 
 
 def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dict[str, int]:
-    """Returns the shares of all base weights among `loaded`. Raises SlimxError if some are missing."""
+    """Returns the checksum shares of all base weights of this rank, for the adapter-only publication `new`. `loaded`:
+    shares of the tensors copied by earlier publications. Raises SlimxError if a base weight is missing there."""
     base = [name for name in layout.local if not is_adapter(name)]
     missing = [name for name in base if name not in loaded]
     if missing:
         raise SlimxError(
-            f"{new} contains only adapters, but {len(missing)} base weights were never published to this server, "
-            f"first {missing[0]}; publish all weights first",
+            f"{new} contains only adapters, but {len(missing)} base weights (the first is {missing[0]}) were never "
+            "published to this server; publish all weights first",
             code="receiver.no_base",
             about=missing[0],
         )
@@ -131,60 +139,68 @@ def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dic
 
 
 def check_manifest(manifest: Manifest, staging: str) -> None:
-    """Raises SlimxError for an unknown rule or kind of staging."""
+    """Raises SlimxError if the manifest's quantization rule or `staging` is unknown to this server."""
     rules = ["none"]
     for number_format in all_formats().values():
         rules += number_format.RULES
     if manifest.rule not in rules:
         raise SlimxError(
-            f"{manifest} has rule {manifest.rule!r}; rules are {', '.join(rules)}",
+            f"{manifest} has the unknown quantization rule {manifest.rule!r}; use one of {', '.join(rules)}",
             code="receiver.manifest",
             about="rule",
         )
     if staging not in get_args(Staging):
         raise SlimxError(
-            f"{manifest} is staged by {staging!r}; it is one of {', '.join(get_args(Staging))}",
+            f"{manifest} has the unknown staging {staging!r}; use one of {', '.join(get_args(Staging))}",
             code="receiver.manifest",
             about="staging",
         )
 
 
 def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collection[str], bucket: int, size: int) -> None:
-    """Raises SlimxError for a tensor that the model cannot load, before a byte is read. `taken`: names received
-    before."""
+    """Raises SlimxError if the model cannot load the tensor that `entry` describes; called before any of its bytes are
+    read. `places`: location of each tensor that the model loads; `taken`: names of tensors already received; `size`:
+    bytes of the bucket."""
     name = entry["name"]
     place = places.get(name)
     if place is None:
         close = difflib.get_close_matches(name, list(places), n=1)
-        nearest = f"the most similar known name is {close[0]}" if close else "it has no similar name"
+        nearest = (
+            f"the most similar name in the model is {close[0]}"
+            if close
+            else "no tensor of the model has a similar name"
+        )
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}", code="receiver.tensor", about=name
+            f"tensor {name} of bucket {bucket} does not exist in the model; {nearest}",
+            code="receiver.tensor",
+            about=name,
         )
     offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
     if offered != place.form:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is {offered}, but the model loads {place.form}; convert it "
-            "before publishing",
+            f"tensor {name} of bucket {bucket} has dtype and shape {offered}, but the model loads {place.form}; "
+            "convert it before publishing",
             code="receiver.form",
             about=name,
         )
     if name in taken:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} was already sent in this publication; send each tensor once",
+            f"tensor {name} of bucket {bucket} was already sent in this publication; send each tensor only once",
             code="receiver.twice",
             about=name,
         )
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
-            f"but needs {place.nbytes}",
+            f"tensor {name} of bucket {bucket} is declared as {entry['nbytes']} bytes at offset {entry['offset']}, "
+            f"but it has {place.nbytes} bytes and the bucket {size}; correct the bucket's index",
             code="receiver.extent",
             about=name,
         )
 
 
 def _view(memory: torch.Tensor, entry: Json, start: int) -> torch.Tensor:
-    """Returns the tensor of `entry` in `memory`, uint8 [bytes], which starts at byte `start` of the bucket."""
+    """Returns a view of the tensor that `entry` describes. `memory`: the bucket's bytes from byte `start` on, uint8
+    [bytes]."""
     offset = entry["offset"] - start
     data = memory[offset : offset + entry["nbytes"]]
     return data.view(getattr(torch, entry["dtype"])).view(entry["shape"])

@@ -1,8 +1,8 @@
-"""Presents a server's model and the draft model of its speculative decoding as one, to which both are published at
-once.
+"""Presents a server's model and its draft model for speculative decoding to the receiver as one model, so that one
+publication updates both.
 
-Written for sglang 0.5.23, for drafts that are the target's multi-token prediction layer. SGLang runs a draft as a
-separate model that shares the target's embedding and output layer.
+Written for sglang 0.5.23, for draft models that consist of the target model's multi-token prediction layer. SGLang runs
+such a draft as a separate model that shares the target's embedding and output layer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import DRAFT
 
 OPTION = "--publish-draft"
-"""Option of `slimx.engines.server.launch`; children of a server have the same `sys.argv`."""
+"""Command-line option of `slimx.engines.server.launch` that makes publications include the draft model. The server's
+child processes see it too, because they have the same `sys.argv`."""
 START = "sglang.srt.managers.scheduler.Scheduler.maybe_init_draft_worker"
 _TARGET = "target."
 
 
 def publishes_draft(argv: Sequence[str]) -> bool:
-    """Returns True if the command line of `slimx.engines.server.launch` requests that drafts are published too."""
+    """Returns True if `argv`, the command line of `slimx.engines.server.launch`, contains `OPTION` among slimx's own
+    arguments (before `--`)."""
     options = argv[: argv.index("--")] if "--" in argv else argv
     return OPTION in options
 
 
 class WithDraft(nn.Module):
-    """Target and draft: the target's names unchanged, the draft's with prefix `DRAFT`. Shared parameters count as the
-    target's."""
+    """Target and draft model as one module. The target's parameters keep their names, and the draft's have the prefix
+    `DRAFT`. Parameters that both share appear under the target's name only."""
 
     def __init__(self, target: nn.Module, draft: nn.Module) -> None:
         super().__init__()
@@ -51,19 +53,21 @@ class WithDraft(nn.Module):
             yield name.removeprefix(_TARGET), module
 
     def post_load_weights(self) -> None:
-        """Computes the tensors that SGLang derives from loaded weights in both models."""
+        """Makes both models recompute the tensors that SGLang derives from loaded weights."""
         for model in self.children():
             if isinstance(model, PostLoads):
                 model.post_load_weights()
 
 
 def take_draft(result: None, scheduler: Any) -> None:
-    """Replaces the target's receiver by one that includes the draft, after `Scheduler.maybe_init_draft_worker`."""
+    """Gives the target model a receiver that also covers the draft model; runs after
+    `Scheduler.maybe_init_draft_worker`. Raises SlimxError unless the server has exactly one draft model."""
     drafts = [] if scheduler.draft_worker is None else scheduler.draft_worker.weight_update_runners()
     if len(drafts) != 1:
         raise SlimxError(
-            f"the server has {len(drafts)} draft models, but a publication contains the weights of one; set "
-            "rollout.engines.sglang.speculative_algorithm=EAGLE for a model of one layer of multi-token prediction",
+            f"the server has {len(drafts)} draft models, but a publication contains the weights of exactly one; set "
+            "rollout.engines.sglang.speculative_algorithm=EAGLE, which needs a model with one multi-token prediction "
+            "layer",
             code="plugin.drafts",
             about="speculative_algorithm",
         )

@@ -1,9 +1,10 @@
-"""Maps Hugging Face tensors to this rank's part of a loaded SGLang model: one row per kind of parameter.
+"""Maps Hugging Face tensors to this rank's parameters in a loaded SGLang model, by a table with one row per kind of
+parameter.
 
-Written for sglang 0.5.23: engines with tensor, expert and DP-attention parallelism, fused shared experts, redundant
-experts. SGLang fuses and splits tensors while loading. The inverse of the same map locates each tensor's bytes in the
-rank's parameters for comparison with the publisher's. Sizes and ranks are read from the model's modules, not from the
-tables with which publishers plan (`slimx.models`): two independent sources that must agree.
+Written for sglang 0.5.23: engines with tensor, expert and DP-attention parallelism, fused shared experts and redundant
+experts. SGLang fuses and splits tensors while loading. This map locates each tensor's bytes in the rank's parameters
+again, so that they can be compared with the publisher's. Sizes and ranks are read from the model's modules, not from
+the tables with which publishers plan (`slimx.models`), so each of the two sources checks the other.
 """
 
 from __future__ import annotations
@@ -30,35 +31,36 @@ from slimx.layout.parts import check_boxes, matrix
 
 
 class ExpertLocation(Protocol):
-    """SGLang's ExpertLocationMetadata."""
+    """The part of SGLang's ExpertLocationMetadata that maps physical slots to experts."""
 
     physical_to_logical_map_cpu: torch.Tensor
-    """int [layers, slots]: the expert in each slot."""
+    """Expert stored in each physical slot, int [layers, slots]."""
     num_logical_experts: int
     num_physical_experts: int
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPiece:
-    """The part of one Hugging Face tensor in a parameter of this rank."""
+    """The part of one Hugging Face tensor that a parameter of this rank stores."""
 
     tensor: str | None
-    """Name, with placeholders for the row's groups; None for padding."""
+    """Name of the Hugging Face tensor, with placeholders for `{name}`, the parameter's name, and for the named groups
+    of the row's pattern; None for padding."""
     shape: tuple[int, ...]
-    """Shape of the complete tensor."""
+    """Shape of the complete tensor, before it is split over ranks."""
     rects: tuple[Rect, ...]
-    """Empty: other ranks hold the tensor. Several: as in `LocalPart`."""
+    """As in `LocalPart.rects`, but empty if only other ranks store the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter of this rank and the modules around it."""
+    """A parameter of this rank with the module that owns it, that module's parent, and the map of experts."""
 
     parameter: torch.Tensor
     owner: nn.Module
     parent: nn.Module
     experts: object
-    """SGLang's ExpertLocationMetadata; None: physical experts are the model's."""
+    """SGLang's ExpertLocationMetadata (`ExpertLocation`); None if slot i contains expert i."""
 
     @property
     def cols(self) -> int:
@@ -66,37 +68,41 @@ class ServedParameter:
 
 
 def whole(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields a parameter stored as in the checkpoint, identical on every rank."""
+    """Yields a parameter that every rank stores completely, as in the checkpoint."""
     yield _piece("{name}", tuple(served.parameter.shape))
 
 
 def vocabulary(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields this rank's rows of the real vocabulary, then padding."""
+    """Yields this rank's rows of the vocabulary (embedding or output layer), then the padding rows."""
     owner = cast(places.Vocabulary, served.owner)
     indices = owner.shard_indices
     rows, cols = served.parameter.shape
     start = indices.org_vocab_start_index
     real = indices.num_org_elements
-    _expect(indices.num_added_elements == 0, "an added vocabulary is stored in the same parameter")
+    _expect(
+        indices.num_added_elements == 0,
+        "it also stores an added vocabulary, which checkpoints lack",
+    )
     yield ServedPiece("{name}", (owner.org_vocab_size, cols), (Rect(0, start, 0, real, cols, 0, 0),))
     yield ServedPiece(None, (), (Rect(0, 0, 0, rows - real, cols, real, 0),))
 
 
 def rows_split(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields this rank's rows of a ColumnParallelLinear."""
+    """Yields this rank's rows (outputs) of a ColumnParallelLinear."""
     owner = cast(places.Linear, served.owner)
     yield share_of_rows("{name}", owner.output_size, served.cols, served.parameter.shape[0], rank_in(owner.tp_group), 0)
 
 
 def columns_split(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields this rank's columns of a RowParallelLinear."""
+    """Yields this rank's columns (inputs) of a RowParallelLinear."""
     owner = cast(places.Linear, served.owner)
     rows, cols = served.parameter.shape
     yield _columns("{name}", (rows, cols), owner.input_size, rank_in(owner.tp_group), 0)
 
 
 def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields rows of q, then k, then v; with more ranks than KV heads, several ranks hold the same ones."""
+    """Yields this rank's rows of q_proj, then k_proj, then v_proj, as a fused QKV parameter stores them. With more
+    ranks than KV heads, several ranks store the same key and value rows."""
     start = 0
     for part, (total, shard, rank) in zip("qkv", _heads(served), strict=True):
         tensor = f"{{at}}.{part}_proj.{{kind}}"
@@ -105,7 +111,7 @@ def qkv(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields rows of q, then k, then v, like `qkv`, for checkpoints that stack query, key and value in one tensor."""
+    """Yields the same rows as `qkv`, for checkpoints that stack query, key and value in one tensor."""
     rects: list[Rect] = []
     start = 0
     first = 0
@@ -117,7 +123,8 @@ def qkv_of_one(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
-    """Returns rows of the complete projection, rows of this rank's shard and its index, for query, key and value."""
+    """Returns (rows of the complete projection, rows of this rank's shard, index of this shard) for query, key and
+    value."""
     owner = cast(places.QkvLinear, served.owner)
     rank = rank_in(owner.tp_group)
     kv_rank = rank_in(owner.kv_tp_group) // owner.num_kv_head_replicas
@@ -131,7 +138,7 @@ def _heads(served: ServedParameter) -> tuple[tuple[int, int, int], ...]:
 
 
 def latent_down(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields MLA's first projections, identical on every rank: rows of the query's, then of the key-value's."""
+    """Yields MLA's fused down projection, complete on every rank: rows of q_a_proj, then of kv_a_proj_with_mqa."""
     query = cast(places.LatentLayer, served.parent).q_lora_rank
     yield share_of_rows("{at}.q_a_proj.weight", query, served.cols, query, 0, 0)
     rest = cast(places.Linear, served.owner).output_size - query
@@ -139,7 +146,7 @@ def latent_down(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields rows of gate, then up, of a dense MLP or a shared expert."""
+    """Yields this rank's rows of gate_proj, then up_proj, of a dense MLP or a shared expert."""
     owner = cast(places.Linear, served.owner)
     start = 0
     for name, size, shard in zip(("gate", "up"), owner.output_sizes, owner.output_partition_sizes, strict=True):
@@ -148,8 +155,8 @@ def gate_up(served: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields a norm of query or key: per head, identical on every rank, or (MiniMaxM2RMSNormTP) over all heads, where
-    ranks hold the part that they compute."""
+    """Yields the weight of a query or key norm. A norm per head is stored completely on every rank. In a norm over all
+    heads (MiniMaxM2RMSNormTP), each rank stores the part for its own heads."""
     if not hasattr(served.owner, "num_head_replicas"):
         yield from whole(served)
         return
@@ -162,8 +169,9 @@ def heads_norm(served: ServedParameter) -> Iterator[ServedPiece]:
 def experts_gate_up(
     served: ServedParameter, names: tuple[str, str] = ("gate_proj", "up_proj")
 ) -> Iterator[ServedPiece]:
-    """Yields w13: per expert the rows of gate, then up (reversed if the method of FlashInfer's kernels says so).
-    `names`: both names in the checkpoint."""
+    """Yields the fused expert parameter w13: for each expert, the rows of gate, then of up. The order is reversed if
+    the layer's quantization method sets `load_up_proj_weight_first`, as for FlashInfer's kernels. `names`: names of the
+    gate and up projections in the checkpoint."""
     owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
     method = getattr(owner, "weight_load_method", None) or owner.quant_method
@@ -182,7 +190,8 @@ def experts_gate_up(
 
 
 def experts_down(served: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
-    """Yields w2: one matrix per expert, split by columns. `part`: its name in the checkpoint."""
+    """Yields the expert parameter w2: for each expert, this rank's columns of the down projection. `part`: its name in
+    the checkpoint."""
     owner = cast(places.Experts, served.owner)
     inner = owner.intermediate_size_per_partition
     total = inner * owner.moe_tp_size
@@ -222,25 +231,28 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
 )
 GROUP = "slimx.engine_layers"
-"""Entry points of modules with ROWS for further kinds of layers."""
+"""Entry point group of modules whose `ROWS` extend the table by further kinds of layers."""
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
-"""Rows whose tensors `load_weights` fuses only if one call includes all of them; otherwise it drops them silently."""
+"""Row functions for tensors that SGLang's `load_weights` fuses only if a single call includes all of them; otherwise it
+drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
-"""Attention that SGLang stores in the layer itself (Qwen3-Next and Qwen3.5) but checkpoints name self_attn."""
+"""Matches attention parameters that SGLang stores in the decoder layer itself (Qwen3-Next and Qwen3.5), whereas
+checkpoints have them under `self_attn`."""
 
 
 class Unexpected(Exception):
-    """A parameter that does not match its row; recorded in `Layout.uncovered`."""
+    """Raised for a parameter that no row explains; `hf_layout` records its text in `Layout.uncovered`."""
 
 
 def hf_layout(model: nn.Module, experts: object = None) -> Layout:
-    """Locates every Hugging Face tensor in `model`. Parameters that no row explains are listed in `uncovered`, never
-    skipped.
+    """Returns the locations of all Hugging Face tensors in `model`. A parameter that no row explains is listed in
+    `uncovered`, never skipped.
 
-    `experts`: SGLang's ExpertLocationMetadata of this process, which maps slots to experts.
+    `experts`: this process's ExpertLocationMetadata of SGLang, which maps physical slots to experts; None if slot i
+    contains expert i.
     """
     layout = Layout()
     weights = weights_of(model)
@@ -256,7 +268,8 @@ def hf_layout(model: nn.Module, experts: object = None) -> Layout:
 
 
 def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters) -> None:
-    """Adds all pieces of one parameter after checking that they cover it exactly."""
+    """Adds the tensors stored in the parameter `name` to `layout`, after checking that they cover it exactly.
+    `weights`: all parameters of the model, among which the codes of a scale are found."""
     source = name
     scales_of = None
     for number_format in all_formats().values():
@@ -285,9 +298,9 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
 
 
 def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
-    """Records the location of the tensors of `pieces` in parameter `name`, after checking that they cover it
-    exactly."""
-    _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of contiguous memory")
+    """Records in `layout` where the parameter `name` stores the tensors of `pieces`, after checking that they cover it
+    exactly. Raises Unexpected or SlimxError otherwise."""
+    _expect(parameter.data.is_contiguous(), f"its strides {parameter.stride()} are not those of a contiguous tensor")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
     check_boxes(f"parameter {name}", matrix(parameter.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
@@ -297,28 +310,32 @@ def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[Serve
         destination = layout.places.setdefault(piece.tensor, Destination(parameter.dtype, piece.shape))
         if piece.rects:
             parts = {_part(other.rects) for other in destination.parts} | {_part(piece.rects)}
-            _expect(len(parts) == 1, f"different parts of {piece.tensor} are stored")
+            _expect(
+                len(parts) == 1,
+                f"this rank stores different parts of {piece.tensor} instead of copies",
+            )
             destination.parts.append(LocalPart(name, tuple(parameter.shape), piece.rects))
 
 
 @functools.cache
 def all_rows() -> tuple[tuple[str, Split], ...]:
-    """Returns the rows of all kinds of layers."""
+    """Returns the table's rows: those of this module and of all entry points of `GROUP`."""
     return (*ROWS, *chain.from_iterable(kind.ROWS for kind in entry_points.load_all(GROUP).values()))
 
 
 def row_of(name: str) -> tuple[Split, dict[str, str]]:
-    """Returns the row that matches the parameter `name`, and the groups of its pattern."""
+    """Returns the function of the first row whose pattern matches the parameter `name`, and the values of the pattern's
+    named groups. Raises Unexpected if none does."""
     for pattern, split in all_rows():
         match = re.fullmatch(pattern, name)
         if match:
             return split, match.groupdict()
-    raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches it")
+    raise Unexpected(f"its name matches no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP}")
 
 
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:
-    """Yields (name of an expert, slot in this rank's parameter): slots in order, then experts of other ranks with
-    None."""
+    """Yields the checkpoint name of each expert and its slot in this rank's parameter, in the order of slots; then the
+    experts that only other ranks store, with slot None."""
     owner = cast(places.Experts, served.owner)
     shared = owner.num_fused_shared_experts
     routed = owner.num_local_experts - shared
@@ -331,7 +348,7 @@ def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:
         total = location.num_logical_experts
     for slot, expert in enumerate(logical):
         yield f"{{mlp}}.experts.{expert}", slot
-    _expect(shared <= 1, f"{shared} shared experts are fused with the others, but SGLang loads at most one")
+    _expect(shared <= 1, f"{shared} shared experts are fused with the routed ones, but SGLang loads at most one")
     if shared:
         yield "{mlp}.shared_experts", routed
     for expert in sorted(set(range(total)) - set(logical)):
@@ -346,25 +363,26 @@ def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
 def share_of_rows(
     tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False
 ) -> ServedPiece:
-    """Returns rows from `rank * shard` on of a tensor of `total` rows, stored from row `start` of the parameter on."""
+    """Returns the piece of `shard` rows from row `rank * shard` of a tensor with `total` rows, which the parameter
+    stores from its row `start` on. `vector`: True if the tensor has one dimension."""
     shape = (total,) if vector else (total, cols)
     return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, cols, start, 0),))
 
 
 def _columns(tensor: str, local: tuple[int, int], total: int, rank: int, start: int) -> ServedPiece:
-    """Returns columns from `rank * shard` on of a tensor of `total` columns, stored from row `start` of the parameter
-    on."""
+    """Returns the piece of `shard` columns from column `rank * shard` of a tensor with `total` columns, which the
+    parameter stores from its row `start` on. `local`: (rows, shard)."""
     rows, shard = local
     return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
 
 def rank_in(group: places.ParallelGroup | None) -> int:
-    """Returns the rank in the group that splits a layer, 0 for a layer that is not split."""
+    """Returns this rank's index in the process group that splits a layer; 0 if no group splits it (None)."""
     return 0 if group is None else group.rank_in_group
 
 
 def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the rectangles in the tensor, independent of where they are stored."""
+    """Returns the positions and sizes of `rects` in the tensor, without those in the parameter."""
     return tuple((rect.row, rect.col, rect.rows, rect.cols) for rect in rects)
 
 
@@ -376,6 +394,6 @@ def _expect(condition: bool, problem: str) -> None:
 def _unlike(served: ServedParameter) -> str:
     owner = cast(places.Experts, served.owner)
     return (
-        f"shape {tuple(served.parameter.shape)} is not {owner.num_local_experts} experts of hidden size "
+        f"shape {tuple(served.parameter.shape)} is not that of {owner.num_local_experts} experts with hidden size "
         f"{owner.hidden_size} and inner size {owner.intermediate_size_per_partition} (a repacked or split layout)"
     )

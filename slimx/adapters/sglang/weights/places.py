@@ -1,10 +1,10 @@
-"""The location of a publication's tensors on one engine rank, and checksums over their bytes.
+"""Locations of a publication's tensors in the parameters of one engine rank, and checksums over their bytes.
 
 Written for sglang 0.5.23.
 
-Two naming schemes of the same weights: Hugging Face tensors, of which a rank stores a rectangle in its fused parameters
-(`layout`), and the rank's parameters under their SGLang names (`local_layout`). Receiver and checksums use locations
-only.
+A publication names the weights in one of two ways: as Hugging Face tensors, of which a rank stores rectangles in its
+fused parameters (`layout`), or as the rank's own parameters under their SGLang names (`local_layout`). The receiver and
+the checksums use only locations, so they work for both.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 
 Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
-"""Attribute of a layer that SGLang wrapped for adapters: the original layer."""
+"""Attribute of a layer wrapped by SGLang for LoRA adapters that refers to the original layer."""
 CACHE_SCALES = ("k_scale", "v_scale")
-"""Names of parameters that scale an fp8 KV cache."""
+"""Last name components of the parameters that scale an fp8 KV cache."""
 
 
-# torch types attributes of a module as `Tensor | Module`; a cast to one of these protocols gives the real types.
+# Type checkers see every attribute of a module as `Tensor | Module`; a cast to one of these protocols gives the real
+# types.
 
 
 class ParallelGroup(Protocol):
-    """A parallel group."""
+    """The part of SGLang's GroupCoordinator, a process group, that layouts read."""
 
     rank_in_group: int
 
 
 class Linear(Protocol):
-    """ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear."""
+    """Attributes of SGLang's ColumnParallelLinear, MergedColumnParallelLinear and RowParallelLinear that layouts
+    read."""
 
     tp_group: ParallelGroup | None
     input_size: int
@@ -53,7 +55,7 @@ class Linear(Protocol):
 
 
 class QkvLinear(Protocol):
-    """QKVParallelLinear."""
+    """Attributes of SGLang's QKVParallelLinear that layouts read."""
 
     tp_group: ParallelGroup | None
     kv_tp_group: ParallelGroup | None
@@ -68,7 +70,7 @@ class QkvLinear(Protocol):
 
 
 class VocabularyShard(Protocol):
-    """Indices of a rank's part of the vocabulary."""
+    """A rank's part of the vocabulary, as SGLang's shard indices describe it."""
 
     org_vocab_start_index: int
     num_org_elements: int
@@ -76,20 +78,20 @@ class VocabularyShard(Protocol):
 
 
 class Vocabulary(Protocol):
-    """VocabParallelEmbedding and ParallelLMHead."""
+    """Attributes of SGLang's VocabParallelEmbedding and ParallelLMHead that layouts read."""
 
     shard_indices: VocabularyShard
     org_vocab_size: int
 
 
 class LatentLayer(Protocol):
-    """MLA's attention layer."""
+    """Attributes of SGLang's MLA attention layer that layouts read."""
 
     q_lora_rank: int
 
 
 class HeadsNorm(Protocol):
-    """MiniMaxM2RMSNormTP."""
+    """Attributes of SGLang's MiniMaxM2RMSNormTP that layouts read."""
 
     num_head_replicas: int
     attn_tp_size: int
@@ -97,7 +99,7 @@ class HeadsNorm(Protocol):
 
 
 class Experts(Protocol):
-    """FusedMoE."""
+    """Attributes of SGLang's FusedMoE that layouts read."""
 
     quant_method: object
     layer_id: int
@@ -113,35 +115,36 @@ class Experts(Protocol):
 
 @runtime_checkable
 class Refreshes(Protocol):
-    """A layer of SGLang that derives a tensor from its weight."""
+    """A layer of SGLang that stores a tensor derived from its weight."""
 
     def refresh_gemma_weight(self) -> None: ...
 
 
 @runtime_checkable
 class PostLoads(Protocol):
-    """A model of SGLang that derives tensors from its weights."""
+    """A model of SGLang that computes derived tensors from its weights after loading."""
 
     def post_load_weights(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """Part of a tensor in a parameter. `local_*` of its rectangles are positions in the parameter's matrix, the others
-    in the tensor's.
+    """The part of a published tensor that one parameter of this rank stores. In each rectangle, the `local_*` fields
+    are a position in the parameter, seen as a matrix; the other fields are a position in the tensor.
 
-    The parameter is looked up by name each time: SGLang replaces parameters when it packs weights.
+    The parameter is looked up by name at each use, because SGLang replaces parameter objects when it repacks weights.
     """
 
     parameter: str
     shape: tuple[int, ...]
-    """Shape of the parameter."""
+    """Shape of the parameter when the layout was made."""
     rects: tuple[Rect, ...]
-    """One, or several with consecutive rows: a tensor of sections, each split over ranks."""
+    """One rectangle; or several with increasing rows, if the tensor consists of sections that are each split over
+    ranks."""
 
     def views(self, parameters: Parameters) -> list[torch.Tensor] | None:
-        """Returns the values [rows, cols] of each rectangle, without a copy; None if the parameter has another shape
-        now."""
+        """Returns a view [rows, cols] of each rectangle in the parameter. Returns None if the parameter no longer
+        exists, or is not contiguous or has another shape now."""
         parameter = parameters.get(self.parameter)
         if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
             return None
@@ -155,17 +158,18 @@ class LocalPart:
 
 @dataclass(slots=True)
 class Destination:
-    """The location of one tensor of a publication on this rank."""
+    """The locations of one published tensor on this rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Shape of the complete tensor."""
+    """Shape of the complete tensor, before it is split over ranks."""
     parts: list[LocalPart] = field(default_factory=list)
-    """Copies of the same part of the tensor: several for redundant experts, none for another rank's expert."""
+    """Places where this rank stores its part of the tensor, all with the same values: several if an expert is stored
+    redundantly, none if only other ranks store it."""
 
     @property
     def form(self) -> str:
-        """Form in inventories: "dtype:d0,d1"."""
+        """dtype and shape as inventories report them: "dtype:d0,d1"."""
         return f"{str(self.dtype).removeprefix('torch.')}:{','.join(map(str, self.shape))}"
 
     @property
@@ -176,22 +180,23 @@ class Destination:
 @dataclass(frozen=True, slots=True)
 class Layout:
     places: dict[str, Destination] = field(default_factory=dict)
-    """Every tensor that this engine receives, including those of which this rank stores nothing."""
+    """Name -> locations of each tensor that this engine receives, including tensors of which this rank stores
+    nothing."""
     uncovered: dict[str, str] = field(default_factory=dict)
-    """Parameter that no tensor explains -> reason."""
+    """Parameter of this rank that no published tensor covers -> reason."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors that the model's `load_weights` accepts only in one call with others -> those others."""
+    """Tensor that the model's `load_weights` accepts only in the same call with other tensors -> their names."""
 
     @property
     def local(self) -> list[str]:
-        """Names of tensors of which this rank stores a part."""
+        """Names of the tensors of which this rank stores a part."""
         return [name for name, place in self.places.items() if place.parts]
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the model's parameters by name, except those that checkpoints and trainers lack: metadata of quantized
-    codes, and the scales of an fp8 KV cache, which SGLang adds to every attention of a model with fp8 weights,
-    regardless of the KV cache's type."""
+    """Returns the model's parameters by name, except those that neither checkpoints nor trainers contain: metadata of
+    quantized codes, and the scales of an fp8 KV cache. SGLang adds such scales to every attention layer of a model with
+    fp8 weights, regardless of the KV cache's dtype."""
     ignored = set(CACHE_SCALES)
     for number_format in all_formats().values():
         ignored.update(number_format.IGNORED)
@@ -199,10 +204,11 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def restore_cache_scales(model: nn.Module) -> None:
-    """Restores the scales of an fp8 KV cache after the server slept.
+    """Restores the scales of an fp8 KV cache after the server has slept.
 
-    Their memory returns undefined, and publications do not include them. SGLang stores each as a float next to the
-    parameter once it has processed a load; before that, -1 stands for a scale that is missing in the checkpoint.
+    Their memory has undefined contents after waking, and publications do not include them. Once SGLang has processed a
+    load, it stores each scale as a Python float next to the parameter. Before that, the value is -1, which marks a
+    scale that is missing in the checkpoint.
     """
     for module in model.modules():
         for name in CACHE_SCALES:
@@ -212,11 +218,12 @@ def restore_cache_scales(model: nn.Module) -> None:
 
 
 def local_layout(model: nn.Module) -> Layout:
-    """Returns the rank's parameters under their SGLang names. Parameters in non-contiguous memory are `uncovered`."""
+    """Returns the layout for encoding "local", in which every parameter of this rank is a tensor of its own under its
+    SGLang name. Parameters in non-contiguous memory are `uncovered`."""
     layout = Layout()
     for name, weight in weights_of(model).items():
         if not weight.data.is_contiguous():
-            layout.uncovered[name] = f"strides {weight.stride()} are not those of contiguous memory"
+            layout.uncovered[name] = f"its strides {weight.stride()} are not those of a contiguous tensor"
             continue
         rows, cols = matrix(weight.shape)
         shape = tuple(weight.shape)
@@ -228,10 +235,11 @@ def local_layout(model: nn.Module) -> Layout:
 def staged_sums(
     views: Mapping[str, torch.Tensor], places: Mapping[str, Destination], device: torch.device | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Returns (checksum of the complete tensor, share of this rank's part) of received tensors, in one pass.
+    """Returns, for each received tensor of `views`, its checksum and the share of this rank's part in it, both computed
+    in one pass over the bytes.
 
-    The share is the part's contribution to the tensor's checksum, independent of where its bytes are. `device`: GPU
-    that holds them; None: host memory.
+    The share is the part's contribution to the tensor's checksum; it does not depend on where the bytes are stored.
+    `places`: location of each tensor on this rank; `device`: GPU where `views` are; None: host memory.
     """
     records: list[tuple[int, ...]] = []
     for index, (name, view) in enumerate(views.items()):
@@ -244,7 +252,7 @@ def staged_sums(
             right = rect.col + rect.cols
             for row, col, height, width, target in (
                 (rect.row, rect.col, rect.rows, rect.cols, local),
-                # The rest of the tensor: above, left and right of the rectangle.
+                # The rest of the tensor's rows down to the rectangle's end: above, left and right of the rectangle.
                 (below, 0, rect.row - below, cols, other),
                 (rect.row, 0, rect.rows, rect.col, other),
                 (rect.row, right, rect.rows, cols - right, other),
@@ -261,11 +269,11 @@ def staged_sums(
 def local_sums(
     places: Mapping[str, Destination], names: Iterable[str], parameters: Parameters
 ) -> dict[str, set[int | None]]:
-    """Returns, for each tensor of `names`, the checksum shares of its copies in the model's current weights: a single
-    value if all copies agree, with None for a copy whose shape or dtype has changed."""
+    """Returns, for each tensor of `names`, the set of checksum shares of its copies in `parameters`, the current
+    weights. The set has one element if all copies agree; None represents a copy whose shape or dtype has changed."""
     shares: dict[str, set[int | None]] = {}
     by_device: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
-    """Device -> names of tensors, and records of their parts."""
+    """Device (None: the CPU) -> names of the tensors stored there, and kernel records of their parts."""
     for name in names:
         destination = places[name]
         shares[name] = set()
@@ -285,11 +293,12 @@ def local_sums(
 
 
 def derive(model: nn.Module) -> None:
-    """Repeats SGLang's processing after loads that bypass `load_weights`: computes MLA's w_kc and w_vc.
+    """Recomputes the tensors that SGLang derives from weights, such as MLA's w_kc and w_vc, after weights were copied
+    without `load_weights`.
 
-    `load_weights` does this itself (model_loader.loader.post_load_weights); process_weights_after_loading runs in
-    /end_weight_update for both. Zero-centered norms (GemmaRMSNorm) store 1 + weight next to the weight, computed by
-    their weight loader.
+    `load_weights` does this itself (model_loader.loader.post_load_weights), and /end_weight_update runs
+    process_weights_after_loading in both cases. Zero-centered norms (GemmaRMSNorm) store 1 + weight next to the weight,
+    which normally their weight loader computes.
     """
     for module in model.modules():
         if isinstance(module, Refreshes):
@@ -299,16 +308,18 @@ def derive(model: nn.Module) -> None:
 
 
 def differing(places: dict[str, Destination], known: dict[str, int], parameters: Parameters) -> list[str]:
-    """Returns the names of tensors in `known` whose share in `parameters` differs."""
+    """Returns the names of the tensors whose checksum share in `parameters` differs from the expected one in `known`,
+    or whose copies differ."""
     sums = local_sums(places, known, parameters)
     return [name for name, share in known.items() if sums[name] != {share}]
 
 
 def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str]:
-    """Yields the names of tensors on modules that are not `published`, parameters, their views or buffers."""
+    """Yields the names of tensor attributes of modules that share memory neither with parameters nor with `published`
+    tensors. SGLang derived these from weights; registered buffers are not included."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
-        if hasattr(module, BASE):  # SGLang stores output offsets of the wrapped modules there
+        if hasattr(module, BASE):  # a wrapper's own tensors are output offsets of the wrapped layer
             continue
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in storages:
@@ -316,11 +327,12 @@ def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str
 
 
 def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> list[tuple[int, ...]]:
-    """Returns the kernel's record of `part` at (row, col) of a tensor with `pitch` columns; nothing if it is empty."""
+    """Returns the checksum kernel's record of `part`, which starts at (row, col) of a tensor with `pitch` columns, in a
+    list that is empty if `part` is. `index`: index of the sum to which the part is added."""
     if part.numel() == 0:
         return []
     if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:
-        part = part.reshape(1, -1)  # one run of bytes: vectors, whole tensors, row slices
+        part = part.reshape(1, -1)  # contiguous in the tensor: vectors, whole tensors and row slices
     size = part.element_size()
     position = (row * pitch + col) * size
     stride = max(pitch, part.shape[1]) * size
@@ -332,11 +344,11 @@ def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | N
 
 
 def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np.ndarray:
-    """Returns the contributions of `pieces` [n] of `PIECE` to the checksums [count] uint64 of their tensors, without
-    seeds.
+    """Returns the sums [count] uint64 of the contributions of `pieces`, `PIECE` records [n], to the checksums of
+    `count` tensors. Checksum seeds, which depend only on the tensors' sizes, are not included.
 
-    `device`: device of their sources, None for host memory. Synchronizes with the device's current stream: earlier work
-    on it is visible.
+    `device`: GPU where the source bytes are; None: host memory. Runs in the GPU's current stream, so it sees the
+    results of earlier operations there, and waits until it is done.
     """
     sums = np.zeros(count, dtype=np.uint64)
     if device is None:

@@ -1,11 +1,11 @@
-"""One rank's receiver of publications: tensors are staged, verified, copied in place, and verified in the model.
+"""One rank's receiver of published weights: stages and verifies tensors, copies them in place, and verifies the model.
 
     begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
 
-Written for sglang 0.5.23. Each public method is a verb that is reached through the stock endpoint /weights_checker
-(`plugin`); an engine requests the copy through /update_weights_from_tensor (`load_staged`). SGLang loads in place and
-dies of an exception in a loader: nothing is copied before its bytes are verified, and `load_staged` reports errors
-instead of raising. A failure ends the publication on this rank only; the engine aborts it on the others.
+Written for sglang 0.5.23. Clients call the public methods of `RankReceiver`, called verbs, through SGLang's endpoint
+/weights_checker (`plugin`), and request the copy through /update_weights_from_tensor (`load_staged`). SGLang loads
+weights in place, and an exception in a loader ends its process, so tensors are verified before they are copied, and
+`load_staged` does not raise. A failure ends the publication on this rank; the client aborts it on the others.
 """
 
 from __future__ import annotations
@@ -44,50 +44,50 @@ from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
 
 Answer = Json
-"""JSON response of a verb."""
+"""JSON object: a verb's response, or part of its request."""
 ATTRIBUTE = "_slimx_receiver"
-"""Attribute of the model that holds its receiver."""
+"""Attribute of a model that refers to its receiver."""
 
 
 class RankReceiver:
-    """State of the publications to one rank's model."""
+    """Receives publications into one rank's model; its public methods are the verbs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rank = 0
-        """Rank in its engine."""
+        """Index of this rank in its engine."""
         self.experts: ExpertLocation | None = None
-        """SGLang's ExpertLocationMetadata, as for `hf_layout`; it changes when experts are rebalanced."""
+        """SGLang's map from physical slots to experts, as for `hf_layout`; it changes when experts are rebalanced."""
         self.open: OpenPublication | None = None
         self.epoch = -1
-        """Membership epoch of the last publication that was begun."""
+        """Membership epoch of the last publication that `begin` opened; -1 before the first."""
         self.version: int | None = None
-        """Last committed version; None if anything was copied after it."""
+        """Last committed version; None before the first commit, and after a copy that has not been committed."""
         self.outcome: Answer = {}
-        """Result of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
+        """Result of the last copy: {"loaded": number of copied tensors}, with "error": text if it failed."""
         self.copied: OpenPublication | None = None
-        """Publication that was copied last. Only its `loaded` attests the weights; for adapters each slot's `shares`
-        do."""
+        """Publication that was copied last; its `loaded` contains the checksum shares that weights should have."""
         self.adapters: dict[str, Slot] = {}
-        """Slot of each policy, in a server that computes with adapters."""
+        """Adapter slot of each policy, by policy name; empty in a server without adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
-        """Map of experts to slots, and the layout based on it."""
+        """Cached layout for Hugging Face tensors, after the map from slots to experts for which it was made."""
 
-    # Life of a publication ------------------------------------------------------------------------------------------
+    # Verbs of a publication -------------------------------------------------------------------------------------------
 
     def begin(self, *, manifest: Answer, staging: Staging = "model") -> Answer:
-        """Opens a publication, unless one of the same or a newer epoch is open."""
+        """Opens a publication, and drops an open one of an older membership epoch. Raises SlimxError if one of the same
+        epoch is open, a newer one was begun, or parameters are not covered."""
         new = Manifest.from_json(manifest)
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
             raise SlimxError(
-                f"{new} is older than epoch {self.epoch}, in which a publication has begun",
+                f"{new} is older than this server's membership epoch {self.epoch}; publish in the current epoch",
                 code="receiver.late",
                 about=str(new),
             )
         if self.open is not None and new.membership_epoch == self.open.manifest.membership_epoch:
             raise SlimxError(
-                f"{new} cannot begin while {self.open.manifest} is open; commit or abort that one first",
+                f"{new} cannot begin while {self.open.manifest} is open; commit or abort the open publication first",
                 code="receiver.open",
                 about=str(self.open.manifest),
             )
@@ -95,14 +95,14 @@ class RankReceiver:
         if layout.uncovered:
             name, reason = next(iter(layout.uncovered.items()))
             raise SlimxError(
-                f"{new}: this rank holds {len(layout.uncovered)} parameters that encoding {new.encoding} does not "
-                f"cover, first {name}: {reason}",
+                f"{new} in encoding {new.encoding} does not cover {len(layout.uncovered)} parameters of this rank, "
+                f"first {name}: {reason}; use another publish.encoding",
                 code="receiver.uncovered",
                 about=name,
             )
         if self.adapters and new.policy not in self.adapters:
             raise SlimxError(
-                f"{new} was sent to a server that computes with adapters of {', '.join(self.adapters)}; start it "
+                f"{new} was sent to a server that only has adapters of {', '.join(self.adapters)}; start the server "
                 "with the adapters of all published policies",
                 code="receiver.policy",
                 about=new.policy,
@@ -113,16 +113,16 @@ class RankReceiver:
         return self.status()
 
     def stage(self, *, policy: str, version: int, epoch: int, bucket: int, ranks: dict[str, Answer]) -> Answer:
-        """Opens this rank's part of a bucket and keeps its tensors if every checksum matches.
+        """Opens this rank's part of a bucket and keeps its tensors for the next load if every checksum matches.
 
-        `ranks`: {rank, or "all": {"fd_path", "size": bytes of that memory, "tensors"}}. Each tensor is `{name, dtype,
-        shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). The model is not touched. Any
-        error ends the publication on this rank.
+        `ranks`: {rank, or "all": {"fd_path", "size": bytes of the memory at that path, "tensors"}}. Each tensor is
+        `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits). The model is
+        unchanged. An error in a tensor ends the publication here.
         """
         part = ranks.get(str(self.rank), ranks.get("all"))
         if part is None:
             raise SlimxError(
-                f"bucket {bucket} has no part for rank {self.rank}, only for {', '.join(ranks)}",
+                f"bucket {bucket} has parts for ranks {', '.join(ranks)}, but not for {self.rank}; send one per rank",
                 code="plugin.bucket",
                 about=f"bucket {bucket}",
             )
@@ -143,15 +143,15 @@ class RankReceiver:
                 actual, share = sums[name]
                 if actual != expected:
                     raise SlimxError(
-                        f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} "
-                        "at the publisher; its bytes changed in transit: publish again",
+                        f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, but "
+                        f"{expected:016x} at the publisher, so its bytes changed in transit; publish again",
                         code="receiver.checksum",
                         about=name,
                     )
                 if base.get(name, share) != share:
                     raise SlimxError(
-                        f"tensor {name} of {publication.manifest} differs from the base weight of other policies' "
-                        "adapters in this server; start all policies with the same weights",
+                        f"tensor {name} of {publication.manifest} differs from the base weight to which this server "
+                        "applies other policies' adapters; start all policies from the same weights",
                         code="receiver.other_base",
                         about=name,
                     )
@@ -163,19 +163,19 @@ class RankReceiver:
         return self.status()
 
     def _load(self) -> None:
-        """Copies staged tensors into the model. If it raises, the model is partly copied only if SGLang's loader
-        failed."""
+        """Copies the staged tensors into the model. Raises SlimxError, with the model unchanged, if nothing or too
+        little is staged. After any other exception, the model may contain part of the new weights."""
         publication = self.open
         if publication is None or not publication.waiting:
             raise SlimxError(
-                "load was called but nothing is staged; begin a publication and stage its buckets first",
+                "nothing is staged for load; begin a publication and stage its buckets first",
                 code="receiver.nothing_staged",
                 about="load",
             )
         missing = publication.missing if publication.staging == "model" else []
         if missing:
             raise SlimxError(
-                f"load was called but {len(missing)} tensors are not staged, first {missing[0]}; stage them all",
+                f"{len(missing)} tensors for load are not staged, first {missing[0]}; stage all tensors first",
                 code="receiver.not_staged",
                 about=missing[0],
             )
@@ -185,7 +185,7 @@ class RankReceiver:
             restore_cache_scales(self.model)
             if slot is not None:
                 slot.shares = {}
-        # From here on the model holds neither the old nor the new weights.
+        # From here on, the model's weights are neither completely old nor completely new.
         self.copied = publication
         self.version = None
         publication.waiting = 0
@@ -198,14 +198,14 @@ class RankReceiver:
             adapters = {name: staged for name, staged in ready.items() if is_adapter(name)}
             if adapters:
                 if slot is None:
-                    raise TypeError("adapters were staged in a server without slots")
+                    raise TypeError("adapters were staged in a server without adapter slots")
                 slot.write(publication.layout, self._counted(adapters))
                 slot.shares = (slot.shares or {}) | shares_of(adapters)
             base = {name: staged for name, staged in ready.items() if name not in adapters}
             if base:
                 cast(Loads, self.model).load_weights(self._counted(base))
         publication.loaded.update(shares_of(ready))
-        # Tensors that wait for their partners outlive their bucket, whose memory the publisher may now reuse.
+        # Clone tensors that wait for others of their `load_weights` call: the publisher may now reuse the bucket.
         publication.staged = {
             name: Staged(staged.view.clone(), staged.share)
             for name, staged in publication.staged.items()
@@ -215,16 +215,16 @@ class RankReceiver:
             derive(self.model)
 
     def verify(self) -> Answer:
-        """Compares the model's current weights with the last copy (including the base of adapter-only publications),
-        and every other policy's slot with its last copy.
+        """Verifies by checksum that the model's current weights are those copied last, including the base weights of
+        adapter-only publications, and that every other policy's adapter slot is unchanged since its last copy.
 
-        Returns {"encoding", "tensors": count in the publication, "differ": [names], "missing": [never copied],
-        "derived": [tensors that the model computed from the others]}. Names of another policy's adapters begin with the
-        policy and a colon.
+        Returns {"encoding", "tensors": number received, "differ": [names whose checksum differs], "missing": [names
+        never copied], "derived": [names of tensors computed from weights]}. Names in other policies' slots have prefix
+        `POLICY:`.
         """
         if self.copied is None:
             raise SlimxError(
-                "verify was called but nothing was published to this engine; publish first",
+                "nothing was published to this server that verify could check; publish first",
                 code="receiver.never_published",
                 about="verify",
             )
@@ -251,7 +251,7 @@ class RankReceiver:
         }
 
     def commit(self, *, version: int) -> Answer:
-        """Closes the open publication: its weights are this rank's `version`."""
+        """Closes the open, verified publication `version`, which is this rank's version from now on."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
             raise SlimxError(
@@ -261,7 +261,7 @@ class RankReceiver:
             )
         if not publication.verified:
             raise SlimxError(
-                f"{publication.manifest} cannot be committed before it is completely loaded and verified",
+                f"{publication.manifest} is not completely loaded and verified; load and verify it before the commit",
                 code="receiver.not_verified",
                 about=str(publication.manifest),
             )
@@ -270,7 +270,7 @@ class RankReceiver:
         return self.status()
 
     def abort(self) -> Answer:
-        """Ends the open publication; before its first copy nothing has changed. Idempotent."""
+        """Drops the open publication, if any. Weights that were already copied from it stay in the model."""
         self.open = None
         return self.status()
 
@@ -280,8 +280,8 @@ class RankReceiver:
         """Returns `{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name
         or None, "outcome": {...}}`.
 
-        `missing`: tensors of the open publication that this rank needs and has neither staged nor loaded. A count
-        instead of a list: this is called for every bucket.
+        `staged`, `bytes`: staged tensors, not yet copied. `missing`: those that this rank needs and has neither staged
+        nor copied; only a count, because this is called for every bucket.
         """
         publication = self.open
         response: Answer = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
@@ -295,9 +295,9 @@ class RankReceiver:
         return response | {"version": self.version, "outcome": self.outcome}
 
     def inventory(self, *, encoding: Encoding) -> Answer:
-        """Returns `{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: reason}}` of an encoding.
+        """Returns `{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: reason}}` for a publication in `encoding`.
 
-        `forms`: all tensors that this rank receives; `uncovered`: its parameters that no publication covers.
+        `forms`: dtype and shape of each tensor that this rank needs; `uncovered`: parameters that no tensor covers.
         """
         layout = self._layout_of(encoding)
         names = (name for name in layout.local if encoding != "adapters" or is_adapter(name))
@@ -306,14 +306,14 @@ class RankReceiver:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _layout_of(self, encoding: Encoding) -> Layout:
-        """Returns the layout of an encoding."""
+        """Returns the locations on this rank of all tensors of a publication in `encoding`."""
         if encoding == "local":
             return local_layout(self.model)
         return self._hf_layout()
 
     def _hf_layout(self) -> Layout:
-        """Returns the layout, recomputed only after expert rebalancing: for DeepSeek-V3's 45,395 tensors it takes a
-        second, in which the server does not generate."""
+        """Returns the layout of Hugging Face tensors, recomputed only after experts were rebalanced: DeepSeek-V3's
+        45,395 tensors take a second, during which the server does not generate."""
         slots = None if self.experts is None else self.experts.physical_to_logical_map_cpu
         if self._layout is not None:
             known, layout = self._layout
@@ -321,43 +321,44 @@ class RankReceiver:
                 return layout
         layout = hf_layout(self.model, self.experts)
         self._layout = None if slots is None else slots.clone(), layout
-        if self.adapters:  # all slots are alike
+        if self.adapters:  # all slots have the same layout
             next(iter(self.adapters.values())).place(layout)
         return layout
 
     def _parameters(self, policy: str) -> dict[str, torch.Tensor]:
-        """Returns all memory that publications of `policy` write, by the names in destinations."""
+        """Returns all tensors that publications of `policy` write: parameters and the policy's slot, by name in
+        layouts."""
         parameters: dict[str, torch.Tensor] = dict(weights_of(self.model))
         if self.adapters:
             parameters |= self.adapters[policy].buffers()
         return parameters
 
     def _base_of_others(self, publication: OpenPublication) -> dict[str, int]:
-        """Returns the shares of the base weights on which other policies' adapters depend, which `publication` must
-        match; empty without such adapters."""
+        """Returns checksum shares of base weights that other published policies need and `publication` must not
+        change."""
         if self.copied is None or not any(self._others(publication.manifest.policy)):
             return {}
         return {name: share for name, share in self.copied.loaded.items() if not is_adapter(name)}
 
     def _others(self, policy: str) -> Iterator[tuple[str, Slot, dict[str, int]]]:
-        """Yields other policies than `policy` that were published, with their slots and the slots' shares."""
+        """Yields (name, slot, checksum shares) of each policy other than `policy` whose adapters were published."""
         for name, slot in self.adapters.items():
             if name != policy and slot.shares is not None:
                 yield name, slot, slot.shares
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
-        """Returns the shares of the base weights of publication `new`, as copied last. Raises SlimxError if they are
-        incomplete."""
+        """Returns the checksum shares of the base weights for the adapter-only publication `new`, as they were copied
+        last. Raises SlimxError if this server has no adapter slots or lacks base weights."""
         if not self.adapters:
             raise SlimxError(
-                f"{new} contains only adapters, but this server computes without adapters; start it as slimx does",
+                f"{new} contains only adapters, but the server has no slots; start it with the run's adapters",
                 code="receiver.no_adapters",
                 about=str(new),
             )
         return base_shares(new, layout, {} if self.copied is None else self.copied.loaded)
 
     def _check_open(self, policy: str, version: int, epoch: int) -> OpenPublication:
-        """Returns the open publication. Raises SlimxError if it is not the given one."""
+        """Returns the open publication. Raises SlimxError if its policy, version or membership epoch differs."""
         if self.open is None or self.open.key != (policy, version, epoch):
             raise SlimxError(
                 f"received a bucket of version {version} of {policy}, epoch {epoch}, but {self._open_text()}",
@@ -368,7 +369,7 @@ class RankReceiver:
 
     def _open_text(self) -> str:
         if self.open is None:
-            return "no publication is open: begin one first"
+            return "no publication is open; begin one first"
         return f"{self.open.manifest} is open"
 
     def _counted(self, ready: dict[str, Staged]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -379,17 +380,17 @@ class RankReceiver:
 
 
 def receiver_of(model: nn.Module) -> RankReceiver:
-    """Returns the model's receiver, created at first use and stored on the model, which determines its lifetime."""
+    """Returns the model's receiver, which is created at first use and stored as an attribute of the model."""
     if not hasattr(model, ATTRIBUTE):
         object.__setattr__(model, ATTRIBUTE, RankReceiver(model))
     return getattr(model, ATTRIBUTE)
 
 
 def load_staged(model: nn.Module, named_tensors: Iterable[object]) -> None:
-    """Copies the staged tensors into the model, as SGLang's custom weight loader.
+    """Copies the staged tensors into the model, as the custom weight loader of /update_weights_from_tensor.
 
-    `named_tensors` is the request's (empty) list. An exception of a loader would end SGLang's scheduler and, with TP,
-    leave the other ranks waiting: the outcome is recorded for `status` instead, which the caller reads.
+    `named_tensors`, the request's list, is empty. An exception from a loader would end SGLang's scheduler and, with TP,
+    leave the other ranks waiting. The outcome is therefore recorded for the client, which reads it with `status`.
     """
     receiver = receiver_of(model)
     receiver.outcome = {"loaded": 0}
