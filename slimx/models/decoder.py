@@ -1,5 +1,5 @@
-"""Helpers that most decoder families share: fields of config.json as arguments of megatron-core's configuration and
-model, and the weight tables of dense decoders of Llama's shape."""
+"""Helpers that most decoder families share: translate config.json to arguments of megatron-core's TransformerConfig and
+GPTModel, and build the weight tables of dense decoders like Llama."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 
 def decoder_fields(hf: HfConfig, attention: Attention) -> Json:
-    """Returns the TransformerConfig fields of a decoder with grouped-query attention, RMS norms and gated MLPs without
-    biases."""
+    """Returns megatron-core's TransformerConfig fields for a decoder with grouped-query attention, RMSNorm and gated
+    MLPs without biases."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": attention.hidden,
@@ -35,18 +35,18 @@ def decoder_fields(hf: HfConfig, attention: Attention) -> Json:
 
 
 def mtp_layers(hf: HfConfig) -> int:
-    """Returns 0, the number of multi-token prediction layers of most families."""
+    """Returns 0: most families have no multi-token prediction layers. Families use it as their `mtp_layers`."""
     return 0
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of most families: attention in every layer."""
+    """Returns the layer kind of most families, with attention in every layer. Families use it as their `layer_kind`."""
     return ATTENTION_ONLY
 
 
 def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
-    """Returns type ("default": not scaled) and fields of the rotary embedding. Reads transformers' current form
-    (rope_parameters) and the checkpoints' older one (rope_theta and rope_scaling)."""
+    """Returns the type of the rotary embedding ("default" if it is not scaled) and its fields. Reads both transformers'
+    current format (`rope_parameters`) and the older one of most checkpoints (`rope_theta` and `rope_scaling`)."""
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     types = [name for name in (fields.get("rope_type"), fields.get("type")) if name]
     kind = " and ".join(dict.fromkeys(types)) or "default"
@@ -56,7 +56,8 @@ def rotary(hf: HfConfig) -> tuple[str, HfConfig]:
 
 
 def scaled_otherwise(hf: HfConfig, *kinds: str) -> str | None:
-    """Returns a description of the rotary scaling if its type is not one of `kinds` ("default": not scaled)."""
+    """Returns a description of the rotary scaling for an error message if its type is not one of the supported `kinds`,
+    else None. "default" is the type of unscaled embeddings."""
     kind, _ = rotary(hf)
     if kind in kinds:
         return None
@@ -65,14 +66,16 @@ def scaled_otherwise(hf: HfConfig, *kinds: str) -> str | None:
 
 
 def rotary_fraction(hf: HfConfig, *, default: float) -> float:
-    """Returns the rotated fraction of each head (`partial_rotary_factor`)."""
+    """Returns the fraction of each head's dimensions that the rotary embedding rotates (`partial_rotary_factor`), or
+    `default` if config.json does not set it."""
     fraction = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     return default if fraction is None else fraction
 
 
 def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
-    """Returns the rotated fraction of each head in a family whose config.json may give it as a number of dimensions
-    (`rotary_dim`); 1.0 by default. `head`: dimension of a head."""
+    """Returns the fraction of each head's dimensions that the rotary embedding rotates, for families whose config.json
+    may set the number of rotated dimensions (`rotary_dim`) instead; 1.0 if it sets neither. `head`: dimensions of a
+    head."""
     dimensions = hf.get("rotary_dim")
     if dimensions is None:
         return rotary_fraction(hf, default=1.0)
@@ -80,7 +83,8 @@ def rotary_dim_fraction(hf: HfConfig, head: int) -> float:
 
 
 def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
-    """Returns a description of `partial_rotary_factor` and `rotary_dim` if they disagree, else None."""
+    """Returns a description of `partial_rotary_factor` and `rotary_dim` for an error message if config.json sets both
+    and they disagree, else None. `head`: dimensions of a head."""
     by_dimensions = rotary_dim_fraction(hf, head)
     fraction = rotary_fraction(hf, default=by_dimensions)
     if fraction != by_dimensions:
@@ -89,8 +93,8 @@ def contradicting_fractions(hf: HfConfig, head: int) -> str | None:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel, apart from TransformerConfig and layer spec, for rotary positions
-    without scaling."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec, for a model with
+    unscaled rotary embeddings."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -101,8 +105,9 @@ def gpt_arguments(hf: HfConfig) -> Json:
 
 
 def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
-    """Returns a description of the checkpoint's quantization if it is not one of the number formats `methods` (default:
-    block fp8 and INT4), else None."""
+    """Returns a description of the checkpoint's quantization for an error message if its `quant_method` is not one of
+    `methods` or its scheme is not supported, else None. `methods`: names in `all_formats()`; by default block fp8
+    ("fp8") and INT4 ("compressed-tensors")."""
     quantization = hf.get("quantization_config")
     if not quantization:
         return None
@@ -114,8 +119,9 @@ def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
 
 
 def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:
-    """Returns the first of the fields `only` that config.json sets to a value other than the supported one, with its
-    value; None if there is none. A missing or null field counts as supported."""
+    """Returns name and value of the first field that config.json sets to an unsupported value, for an error message;
+    None if there is none. `only`: pairs of a field and its only supported value. A missing or null field counts as
+    supported."""
     for key, value in only:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"
@@ -123,7 +129,7 @@ def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:
 
 
 def dense_table(hf: HfConfig, attention: Attention) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor of a dense decoder of Llama's shape."""
+    """Returns the trainer's weight table for a dense decoder like Llama: the rows of every checkpoint tensor."""
     layer = Layer()
     mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
     rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
@@ -131,8 +137,8 @@ def dense_table(hf: HfConfig, attention: Attention) -> Table:
 
 
 def dense_engine_table(hf: HfConfig, attention: Attention, group: Group = "attention") -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor of a dense decoder of Llama's shape. `group`: "tensor"
-    if SGLang's model does not support DP-attention."""
+    """Returns SGLang 0.5.23's weight table for a dense decoder like Llama: the rows of every checkpoint tensor.
+    `group`: ranks that share attention and embedding; "tensor" if SGLang's model does not support DP-attention."""
     layer = engine_rows.layer()
     rows = (
         engine_rows.embedding(hf, group),

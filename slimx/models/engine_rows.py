@@ -1,4 +1,5 @@
-"""Rows of weight tables that families share, as SGLang 0.5.23 names and fuses the tensors."""
+"""Rows of engine weight tables that families share. Each row relates a parameter, as SGLang 0.5.23 names and fuses it,
+to the checkpoint tensors that it contains."""
 
 from __future__ import annotations
 
@@ -15,28 +16,32 @@ LAYER = "model.layers.{layer}."
 
 
 def no_engine(architecture: str, reason: str) -> SlimxError:
-    """Returns the error for publishing a train-only family to engines, with the reason."""
+    """Returns the error for publishing a family that can only be trained to engines. `reason`: why engines cannot serve
+    it, as a clause."""
     return SlimxError(
-        f"{architecture} cannot be published to engines: {reason}; train it without them (algorithm.name=sft)",
+        f"{architecture} cannot be published to engines, because {reason}; train it without engines "
+        "(algorithm.name=sft)",
         code="model.no_engine",
         about=architecture,
     )
 
 
 def layer(layers: Collection[int] | None = None) -> Layer:
-    """Returns a writer of decoder layer rows, which SGLang names as Hugging Face does."""
+    """Returns a `Layer` that creates rows of decoder layers under the prefix model.layers.N., which SGLang and
+    checkpoints share. `layers`: indices of the layers that have the rows; None: all."""
     return Layer(LAYER, LAYER, layers=layers)
 
 
 def same(decoder_layer: Layer, name: str, *shape: int, **options: Unpack[RowOptions]) -> Row:
-    """Returns a row `name`.weight that has the checkpoint's name."""
+    """Returns a row for the parameter `name`.weight, which has the same name in SGLang and in the checkpoint. `shape`:
+    the tensor's; `options`: fields of `Row`."""
     return decoder_layer.row(f"{name}.weight", [(name, shape)], **options)
 
 
 def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
-    """Returns rows of grouped-query attention with the norms before and after it (`QKVParallelLinear`,
-    `RowParallelLinear`). `group`: "tensor" if SGLang's model does not support DP-attention and splits it over all ranks
-    (`get_parallel().tp_size`)."""
+    """Returns the rows of grouped-query attention (SGLang's `QKVParallelLinear` and `RowParallelLinear`) with the norms
+    before and after it. `group`: ranks that share it; "tensor" if SGLang's model does not support DP-attention and
+    splits attention over all ranks (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
     fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantized=True)
@@ -58,7 +63,8 @@ def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention"
 
 
 def swiglu(decoder_layer: Layer, name: str, hidden: int, inner: int) -> tuple[Row, Row]:
-    """Returns rows of a gated MLP: gate and up fused (`MergedColumnParallelLinear`), and down."""
+    """Returns the rows of the gated MLP `name`: gate and up projections fused (`MergedColumnParallelLinear`), and down
+    projection. `inner`: intermediate size."""
     both = [(f"{name}.{kind}_proj", (inner, hidden)) for kind in ("gate", "up")]
     return (
         decoder_layer.row(f"{name}.gate_up_proj.weight", both, map=Concat(), axis=0, quantized=True),
@@ -77,11 +83,11 @@ def moe(
     selection: bool = False,
     gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
-    """Returns rows of a router and of all experts in two tensors (`FusedMoE`).
+    """Returns the rows of a MoE layer: the router, and all experts fused into two parameters (`FusedMoE`).
 
-    `shared`: total inner size of the shared experts, which follow the routed ones in the same tensors if `fused`;
-    `selection`: the router has a bias used for selection only; `gate_dtype`: the router weight's dtype if it is not the
-    model's."""
+    `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts. `fused`:
+    True if they follow the routed experts in the same parameters. `selection`: True if the router has a bias that is
+    used only to select experts. `gate_dtype`: dtype of the router's weight; None: the model's."""
     gate = "mlp.gate"
     rows = [same(decoder_layer, gate, experts, hidden, dtype=gate_dtype)]
     if selection:
@@ -105,14 +111,15 @@ def moe(
 
 
 def embedding(hf: HfConfig, group: Group = "attention") -> Row:
-    """Returns the row of the word embedding (`VocabParallelEmbedding`). `group`: as in `attention`."""
+    """Returns the row of the word embedding (`VocabParallelEmbedding`). `group`: ranks that share it, as in
+    `attention`."""
     name = "model.embed_tokens.weight"
     return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group=group)
 
 
 def head(hf: HfConfig, *, tied: bool = False) -> tuple[Row, ...]:
-    """Returns rows of the last norm and the output layer (`ParallelLMHead`). `tied`: SGLang reuses the embedding and
-    has no second copy."""
+    """Returns the rows of the final norm and the output layer (`ParallelLMHead`). `tied`: True if SGLang uses the
+    embedding as the output layer, which then has no row."""
     norm = Row("model.norm.weight", (("model.norm.weight", (hf["hidden_size"],)),), stage="last")
     output = padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage="last", group="tensor")
     return (norm,) if tied else (norm, output)

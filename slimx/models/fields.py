@@ -9,32 +9,33 @@ from typing import Any, override
 from slimx.json_types import Json
 
 type HfConfig = Mapping[str, Any]
-"""Content of a config.json, or an object in it."""
+"""Content of a config.json, or of an object nested in it."""
 
 WITHOUT_MEANING = frozenset(
     {
         # names and versions
         *("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "tokenizer_class"),
-        *("dtype", "torch_dtype"),  # the files say how tensors are stored
-        # tokens: the tokenizer and sampling parameters have them
+        *("dtype", "torch_dtype"),  # checkpoint files say how their tensors are stored
+        # special tokens, which tokenizer and sampling parameters define
         *("bos_token_id", "eos_token_id", "pad_token_id"),
-        # outputs of transformers
+        # outputs of transformers' classes
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
         *("problem_type", "id2label", "label2id"),
-        # initialization, and auxiliary losses, which the run's configuration sets
+        # initialization, unused at training from a checkpoint, and auxiliary losses, which the run's configuration sets
         *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"),
-        # of older transformers versions, and of images, which the text model does not see
+        # fields of older transformers versions, and of images, which the text model does not process
         *("tf_legacy_loss", "torchscript", "use_bfloat16"),
         *("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
-        # multi-token prediction layers that MiniMax-M2 declares, but no published checkpoint has
+        # multi-token prediction layers, which MiniMax-M2 declares but no published checkpoint contains
         *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
     }
 )
-"""Fields that never change what a model computes."""
+"""Fields of config.json that never change what a model computes."""
 _READ_ELSEWHERE = ("quantization_config", "vision_config")
-"""Objects whose fields are read elsewhere: by checkpoint readers, or of a vision tower that is copied as is."""
+"""Objects whose nested fields need not be read by the family: checkpoint readers read quantization_config, and
+vision_config describes a vision tower whose tensors are copied unchanged."""
 _MAY_BE_NULL = ("q_lora_rank",)
-"""Fields in which null differs from a missing field."""
+"""Fields for which null means something other than a missing field."""
 _NEUTRAL: dict[str, object] = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -54,11 +55,12 @@ _NEUTRAL: dict[str, object] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-"""Field -> the value that has no effect. A null field never has one."""
+"""Field -> its value that has no effect, with which the field need not be read. A null field never has an effect."""
 
 
 def without_quantization(hf: HfConfig) -> Json:
-    """Returns config.json `hf`, including nested objects, of the same model stored unquantized."""
+    """Returns config.json `hf` without `quantization_config`, at the top level and in nested objects: that of the same
+    model stored unquantized."""
     plain = {}
     for key, value in hf.items():
         if key != "quantization_config":
@@ -67,10 +69,10 @@ def without_quantization(hf: HfConfig) -> Json:
 
 
 class TrackedFields(dict[str, Any]):
-    """A JSON object that records which of its fields are read; nested objects do as well. A null field counts as
-    missing.
+    """JSON object that records which of its fields are read, also in nested objects. A null field counts as missing,
+    except those in `_MAY_BE_NULL`.
 
-    A copy (`{**fields}`) records nothing: fields read only from the copy count as unread."""
+    Reads from a copy (`{**fields}`) are not recorded: fields read only there count as unread."""
 
     def __init__(self, content: HfConfig):
         super().__init__()
@@ -90,8 +92,8 @@ class TrackedFields(dict[str, Any]):
         return super().get(key, default)
 
     def unread(self) -> Iterator[str]:
-        """Yields names of unread fields that could change what is computed, in the file's order. A nested field is
-        named `rope_scaling.factor`."""
+        """Yields the names of unread fields that could change what the model computes, in the file's order. A nested
+        field has its object's name as prefix, as in `rope_scaling.factor`."""
         for key, value in self.items():
             if value is None or key in WITHOUT_MEANING:
                 continue
@@ -108,9 +110,10 @@ class TrackedFields(dict[str, Any]):
 
 
 def _repeats(value: object, hf: Json, name: str) -> bool:
-    """Returns True if field `name`, in the rotary objects or at the top level, has the same `value`."""
+    """Returns True if `value` repeats that of field `name` in `rope_parameters`, `rope_scaling` or the top level of
+    `hf`, whichever sets it first."""
     for fields in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, hf):
-        other = dict.get(fields, name)  # records no read
+        other = dict.get(fields, name)  # does not record a read
         if other is not None:
             return other == value
     return value is None
@@ -120,9 +123,10 @@ _REDUNDANT_IF: dict[str, Callable[[Any, Json], bool]] = {
     "layer_types": lambda value, hf: set(value) == {"full_attention"},
     "sliding_window": lambda value, hf: hf.get("use_sliding_window") is False,
     "max_window_layers": lambda value, hf: hf.get("use_sliding_window") is False,
-    # repetitions of another field
+    # fields that repeat another field
     "experts_per_token": lambda value, hf: _repeats(value, hf, "num_experts_per_tok"),
     "initial_context_length": lambda value, hf: _repeats(value, hf, "original_max_position_embeddings"),
     "rope_theta": lambda value, hf: _repeats(value, hf, "rope_theta"),
 }
-"""Field -> predicate (value, config) that is true if the value has no effect."""
+"""Field -> function (value, config.json's content) that returns True if the value has no effect, so the field need not
+be read."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of training on a sequence, from the sizes of the model."""
+"""Computes the floating-point operations of training on one sequence from the model's sizes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from slimx.models.layer_kind import LayerKind, ModelFields, SequenceFlops
 
 
 def sequence_flops(transformer: ModelFields, vocab_size: int, kind: LayerKind) -> SequenceFlops:
-    """Returns the FLOPs of forward and backward pass, from fields of megatron-core's TransformerConfig (or its MLA
-    variant).
+    """Returns the FLOPs of the forward and backward pass on one sequence. `transformer`: fields of megatron-core's
+    TransformerConfig or MLATransformerConfig; `kind`: kind of the decoder's layers.
 
-    A product of a vector with a weight matrix takes 2 FLOPs per weight in the forward pass and twice that in the
-    backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
-    al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). Only
-    the experts that a token is routed to are counted. Norms, rotary embeddings and softmax are negligible, and
-    multi-token prediction layers change both terms nearly alike: they are left out."""
+    Multiplying a vector by a weight matrix takes 2 FLOPs per weight in the forward pass and 4 in the backward pass.
+    Each of attention's two matrix products takes 2 FLOPs per pair of positions and per dimension of a head in the
+    forward pass (Narayanan et al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's
+    `num_floating_point_operations`). Only the experts to which a token is routed are counted. Norms, rotary embeddings
+    and softmax are omitted because they are negligible, and multi-token prediction layers because they change both
+    terms nearly equally."""
     hidden = transformer["hidden_size"]
     layers = kind.layers(transformer)
     mixers = Counter(layer.mixer for layer in layers)
@@ -32,10 +33,10 @@ def sequence_flops(transformer: ModelFields, vocab_size: int, kind: LayerKind) -
 
 
 def layer_products(transformer: ModelFields, vocab_size: int, length: int, kind: LayerKind) -> dict[str, float]:
-    """Returns forward FLOPs per token of a sequence of `length`, summed over layers, by megatron-core's names of
-    recomputed modules. The output layer is under `head`, everything else under `rest`.
+    """Returns the forward FLOPs per token of a sequence of `length` tokens, summed over layers, by the module names in
+    megatron-core's `recompute_modules`. Key `head` is the output layer, `rest` everything else.
 
-    `shared_experts` is part of `moe` but not counted there. Norms and activations have no products."""
+    Key `moe` excludes `shared_experts`. Norms and activations are not counted."""
     total = sequence_flops(transformer, vocab_size, kind)
     mlps = Counter(layer.mlp for layer in kind.layers(transformer))
     hidden = transformer["hidden_size"]
@@ -57,13 +58,14 @@ def layer_products(transformer: ModelFields, vocab_size: int, length: int, kind:
 
 
 def _matrices(transformer: ModelFields) -> int:
-    """Returns the number of matrices of an MLP or an expert: gate, up and down, or the last two."""
+    """Returns the number of weight matrices in an MLP or an expert: 3 if it is gated (gate, up, down), otherwise 2 (up,
+    down)."""
     return 3 if transformer.get("gated_linear_unit", True) else 2
 
 
 def _attention(transformer: ModelFields) -> tuple[int, int]:
-    """Returns two sizes of one layer: weights that every token is multiplied with; dimensions of a pair's two products,
-    summed over heads."""
+    """Returns two sizes of one attention layer: the number of weights by which each token is multiplied, and the
+    dimensions of the two products (scores and outputs) for one pair of tokens, summed over heads."""
     hidden = transformer["hidden_size"]
     heads = transformer["num_attention_heads"]
     if not transformer.get("multi_latent_attention"):
@@ -81,7 +83,8 @@ def _attention(transformer: ModelFields) -> tuple[int, int]:
 
 
 def _experts(transformer: ModelFields) -> int:
-    """Returns the weights of one MoE layer that every token is multiplied with, including router and shared experts."""
+    """Returns the number of weights by which each token is multiplied in one MoE layer: selected experts, shared
+    experts and router."""
     hidden = transformer["hidden_size"]
     chosen = transformer["moe_router_topk"] * transformer["moe_ffn_hidden_size"]
     shared = transformer.get("moe_shared_expert_intermediate_size") or 0

@@ -1,7 +1,7 @@
-"""Rows of weight tables that families share, as megatron-core names the tensors; a family's file selects those that its
-model has.
+"""Rows of trainer weight tables that families share; a family's module selects those that its model has.
 
-A row's name is Megatron's, its sources are Hugging Face's. `engine_rows` has SGLang's names of the same tensors."""
+Each row relates a parameter, under megatron-core's name, to the Hugging Face tensors (its sources) that it contains.
+`engine_rows` does the same for SGLang's parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slimx.layout.table import Group, Row, Sources, Stage
 from slimx.models.fields import HfConfig
 
 Named = Iterable[tuple[str, tuple[int, ...]]]
-"""Names of checkpoint tensors, without prefix and kind, and their shapes."""
+"""Pairs of a checkpoint module's name, without the layer's prefix, and the shape of its tensor."""
 
 
 class RowOptions(TypedDict, total=False):
-    """Optional fields of a `Row` that do not depend on its layer."""
+    """Optional fields of `slimx.layout.table.Row` that callers may set."""
 
     map: IndexMap
     axis: int | None
@@ -31,27 +31,29 @@ class RowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Sizes and optional tensors of grouped-query attention."""
+    """Sizes of grouped-query attention, and which optional tensors it has."""
 
     hidden: int
     heads: int
     groups: int
-    """Key and value heads."""
+    """Number of key and value heads."""
     head: int
-    """Dimension of each head."""
+    """Dimensions of each head."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
-    """True if each head of query and key is normalized, with one weight for all heads."""
+    """True if each query head and each key head is normalized separately, with one weight for all query heads and one
+    for all key heads."""
     output_gate: bool = False
-    """True if each query head has a gate; the attention output is multiplied by its sigmoid."""
+    """True if each query head has a gate, by whose sigmoid its attention output is multiplied."""
     projection_norm: bool = False
-    """True if the query is normalized over all its heads together, and so is the key. The norms are split over ranks as
-    the heads are."""
+    """True if queries are normalized over all query heads together, and keys over all key heads. TP splits these norms'
+    weights like the heads."""
 
     @classmethod
     def of(cls, hf: HfConfig, **optional: bool) -> Self:
-        """Returns the sizes in config.json, under the names that nearly all families use."""
+        """Returns the sizes in config.json `hf`, read from the fields that nearly all families use. `optional`: fields
+        of this class that are True."""
         hidden = hf["hidden_size"]
         heads = hf["num_attention_heads"]
         groups = hf.get("num_key_value_heads")
@@ -66,42 +68,46 @@ class Attention:
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
-            raise ValueError(f"{self.heads} attention heads cannot share {self.groups} key and value heads")
+            raise ValueError(f"{self.heads} attention heads are not a multiple of {self.groups} key and value heads")
 
     @property
     def qkv(self) -> tuple[tuple[str, int], ...]:
-        """The checkpoint's query, key and value projections with their numbers of rows."""
+        """Names of the checkpoint's query, key and value projections, each with its number of rows."""
         rows = (self.heads * self.head * (1 + self.output_gate), *(self.groups * self.head,) * 2)
         return tuple((f"self_attn.{kind}_proj", count) for kind, count in zip("qkv", rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Creates the rows of one kind of layer, with its prefixes and pipeline stage."""
+    """Creates the rows of one kind of layer. `prefix` and `source_prefix`: prefixes of the row's name and of its
+    sources' names; `stage`: pipeline stage of the rows."""
 
     prefix: str = "decoder.layers.{layer}."
     source_prefix: str = "model.layers.{layer}."
     stage: Stage = "layer"
     layers: Collection[int] | None = None
-    """Layers that have the rows; None: all."""
+    """Indices of the layers that have the rows; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **options: Unpack[RowOptions]) -> Row:
-        """Returns a row `name` whose sources are the tensors `kind` of the modules named in `sources`. `options`:
-        fields of `Row`."""
+        """Returns the row of parameter `name`. Its sources are the tensors `kind`, such as weight or bias, of the
+        modules in `sources`. `options`: further fields of `Row`."""
         full = tuple((f"{self.source_prefix}{source}.{kind}", shape) for source, shape in sources)
         return Row(self.prefix + name, full, stage=self.stage, layers=self.layers, **options)
 
     def norm(self, name: str, source: str, size: int) -> Row:
-        """Returns the row of a vector that every rank holds in full."""
+        """Returns the row of a norm's weight `name`, a vector [size] that every rank stores completely. `source`: the
+        checkpoint's module."""
         return self.row(name, [(source, (size,))])
 
     def linear(self, name: str, source: str, shape: tuple[int, int], axis: int | None = None) -> Row:
-        """Returns the row of a matrix that fp8 checkpoints hold in blocks."""
+        """Returns the row of a matrix `name` that fp8 checkpoints store with block scales. `source`: the checkpoint's
+        module; `axis`: axis split over TP ranks; None: not split."""
         return self.row(name, [(source, shape)], axis=axis, quantized=True)
 
     def swiglu(self, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-        """Returns rows of a gated MLP: gate and up fused, and down. For experts `source` has `{expert}`, and `suffix`
-        is it."""
+        """Returns the rows of the gated MLP `name`: gate and up projections fused, and down projection. `source`: the
+        checkpoint's module; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is
+        `{expert}`."""
         gate, up, down = (f"{source}.{kind}_proj" for kind in ("gate", "up", "down"))
         both = [(gate, (inner, hidden)), (up, (inner, hidden))]
         return (
@@ -110,7 +116,7 @@ class Layer:
         )
 
     def attention(self, sizes: Attention) -> tuple[Row, ...]:
-        """Returns rows of grouped-query attention and the norm before it."""
+        """Returns the rows of grouped-query attention and of the norm before it."""
         heads = InterleaveQKV(sizes.heads, sizes.groups, sizes.head, gated=sizes.output_gate)
         matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
         module = "self_attention."
@@ -135,17 +141,18 @@ class Layer:
         return tuple(rows)
 
     def dense(self, hidden: int, inner: int) -> tuple[Row, ...]:
-        """Returns rows of a gated MLP and the norm before it."""
+        """Returns the rows of a dense layer's gated MLP and of the norm before it. `inner`: intermediate size."""
         norm = self.norm("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", hidden)
         return norm, *self.swiglu("mlp", "mlp", hidden, inner)
 
     def moe(
         self, hidden: int, inner: int, experts: int, *, shared: int = 0, selection: bool = False
     ) -> tuple[Row, ...]:
-        """Returns rows of a router, its gated experts and the norm before them.
+        """Returns the rows of a MoE layer: router, gated experts, and the norm before them.
 
-        `shared`: total inner size of the shared experts; `selection`: the router has a bias used for selection only
-        (DeepSeek-V3 Technical Report, 2412.19437, 2.1.2)."""
+        `inner`: intermediate size of a routed expert. `shared`: total intermediate size of the shared experts; 0: none.
+        `selection`: True if the router has a bias that is used only to select experts (DeepSeek-V3 Technical Report,
+        2412.19437, 2.1.2)."""
         gate = "mlp.gate"
         rows = [
             self.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
@@ -160,8 +167,8 @@ class Layer:
 
 
 def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
-    """Returns the row of the word embedding. The last stage has a second copy for a tied output layer or for `mtp`
-    layers of multi-token prediction; megatron-core sums the gradients of both."""
+    """Returns the row of the word embedding. The last pipeline stage has a second copy if the output layer is tied or
+    `mtp` multi-token prediction layers are trained; megatron-core sums the gradients of both copies."""
     name = "embedding.word_embeddings.weight"
     copies: tuple[tuple[Stage, str], ...] = ()
     if hf.get("tie_word_embeddings", False):
@@ -173,13 +180,14 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
-    """Returns `Table.aliases` of a tied model: some checkpoints store the output layer although it is the embedding
-    (published Qwen3-0.6B and 1.7B do)."""
+    """Returns `Table.aliases` of the model: some checkpoints with tied embeddings, such as the published Qwen3-0.6B and
+    1.7B, also store the output layer. Empty without tied embeddings."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 
 def head(hf: HfConfig) -> tuple[Row, ...]:
-    """Returns rows of the last norm and, unless it is tied to the embedding, the output layer."""
+    """Returns the rows of the final norm and of the output layer; a tied output layer has no row, because it is the
+    embedding."""
     hidden = hf["hidden_size"]
     norm = Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last")
     output = Row("output_layer.weight", (("lm_head.weight", (hf["vocab_size"], hidden)),), axis=0, stage="last")

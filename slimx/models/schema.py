@@ -1,5 +1,5 @@
-"""Types and bounds of config.json fields, for all families. Invalid values are refused by field name where the file is
-read. Bounds are far above those of published models, and low enough to keep every plan cheap."""
+"""Types and bounds of config.json fields, for all families. A field with an invalid value is refused by name when the
+file is read. Bounds are far above the values of published models, but low enough that no plan takes long to compute."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slimx.models.files.index import read_object
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Values that a field may have."""
+    """Valid values of a field: `accepts` tests one, `description` names them in error messages."""
 
     description: str
     accepts: Callable[[object], bool]
     nullable: bool = True
-    """True if null counts as missing."""
+    """True if null is valid and counts as a missing field."""
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -41,7 +41,7 @@ def _even(least: int, most: int) -> Kind:
 
 
 def _number(least: float, most: float) -> Kind:
-    # A comparison with NaN is false.
+    # This also refuses NaN, because each comparison with it is false.
     return Kind(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
 
 
@@ -62,13 +62,13 @@ def _pair(kind: Kind) -> Kind:
 _LAYERS = 1000
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _DECIDED = Kind(_FLAG.description, _FLAG.accepts, nullable=False)
-"""A switch that is on if missing, but that transformers treats as off if null."""
+"""A switch that must not be null: if it is missing it is on, but transformers treats null as off."""
 _NAME = Kind("a string", lambda value: isinstance(value, str))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _OBJECTS = Kind(
     "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())
 )
-_LIMIT = Kind(  # JSON has no infinity: transformers writes {"__float__": "Infinity"}
+_LIMIT = Kind(  # JSON has no infinity, so transformers writes {"__float__": "Infinity"}
     "a number or Infinity",
     lambda value: (_is_number(value) and value == value) or value == {"__float__": "Infinity"},
 )
@@ -161,11 +161,11 @@ _TEXT: Schema = {
     "quantization_config": _QUANTIZATION,
 }
 FIELDS: Schema = {**_TEXT, "text_config": _TEXT, "vision_config": _VISION}
-"""Field -> its kind, or the fields of an object."""
+"""Field of config.json -> its valid values, or the fields of a nested object."""
 
 
 def read_fields(file: Path, unchecked: Collection[str] = ()) -> Json:
-    """Returns the content of a config.json, checked by `check_fields`."""
+    """Returns the content of the config.json `file` after checking its fields with `check_fields`."""
     hf = read_object(file)
     check_fields(hf, file, unchecked)
     return hf
@@ -173,13 +173,14 @@ def read_fields(file: Path, unchecked: Collection[str] = ()) -> Json:
 
 def check_fields(hf: HfConfig, file: Path, unchecked: Collection[str] = ()) -> None:
     """Raises SlimxError for the first field of config.json `hf`, read from `file`, that has an invalid value. Fields in
-    `unchecked` may have any."""
+    `unchecked` may have any value. Unknown fields are not checked."""
     hf = {name: value for name, value in hf.items() if name not in unchecked}
     problem = next(_problems(hf), None)
     if problem is not None:
         name, value, valid = problem
         raise SlimxError(
-            f"{file}: {name} is {reprlib.repr(value)}, but must be {valid}; restore it from the checkpoint's source",
+            f"{file}: {name} is {reprlib.repr(value)}, but must be {valid}; restore the file from the checkpoint's "
+            "source",
             code="model.field",
             about=name,
         )
@@ -214,7 +215,7 @@ def _invalid(fields: HfConfig, schema: Schema) -> Iterator[Problem]:
 
 
 def _contradictions(hf: HfConfig) -> Iterator[Problem]:
-    """Yields fields whose values contradict those of others; all values are of their kinds."""
+    """Yields the fields whose values contradict those of other fields. Each value must be valid by itself."""
     layers = hf.get("num_hidden_layers")
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((name for name in names if hf.get(name) is not None), "")
@@ -226,7 +227,7 @@ def _contradictions(hf: HfConfig) -> Iterator[Problem]:
     }
     for name, bound in most.items():
         if hf.get(name) is not None and hf.get(bound) is not None and hf[name] > hf[bound]:
-            yield name, hf[name], f"at most {hf[bound]}, its {bound}"
+            yield name, hf[name], f"at most {hf[bound]}, the value of {bound}"
     divisors = {
         "num_attention_heads": "num_key_value_heads",
         "linear_num_value_heads": "linear_num_key_heads",
@@ -235,22 +236,23 @@ def _contradictions(hf: HfConfig) -> Iterator[Problem]:
     }
     for name, divisor in divisors.items():
         if hf.get(name) and hf.get(divisor) and hf[name] % hf[divisor]:
-            yield name, hf[name], f"a multiple of {hf[divisor]}, its {divisor}"
+            yield name, hf[name], f"a multiple of {hf[divisor]}, the value of {divisor}"
     for name in ("layer_types", "mlp_layer_types", "indexer_types", "attn_type_list"):
         if hf.get(name) and layers is not None and len(hf[name]) != layers:
-            yield "num_hidden_layers", layers, f"{len(hf[name])}, the entries of {name}"
+            yield "num_hidden_layers", layers, f"{len(hf[name])}, the number of entries in {name}"
     yield from _rotation(hf)
 
 
 def _rotation(hf: HfConfig) -> Iterator[Problem]:
-    """Yields fields that make the rotated dimensions of a head odd in number, although they rotate in pairs."""
+    """Yields the fields that would make the number of rotated dimensions per head odd or out of range; dimensions are
+    rotated in pairs."""
     hidden = hf.get("hidden_size")
     heads = hf.get("num_attention_heads")
     head = hf.get("head_dim")
     if hf.get("qk_rope_head_dim") is not None or hidden is None or heads is None:
         return
     if head is None and hidden % (2 * heads):
-        yield "hidden_size", hidden, f"a multiple of twice num_attention_heads, {heads}, without head_dim"
+        yield "hidden_size", hidden, f"a multiple of twice num_attention_heads ({heads}) if head_dim is missing"
         return
     head = hidden // heads if head is None else head
     for prefix, fields in (("", hf), ("rope_parameters.", hf.get("rope_parameters") or {})):
@@ -259,4 +261,8 @@ def _rotation(hf: HfConfig) -> Iterator[Problem]:
             continue
         rotated = int(head * fraction)
         if rotated % 2 or not 2 <= rotated <= head:
-            yield f"{prefix}partial_rotary_factor", fraction, f"an even number of the {head} dimensions of a head"
+            yield (
+                f"{prefix}partial_rotary_factor",
+                fraction,
+                f"a fraction that rotates an even number of a head's {head} dimensions",
+            )

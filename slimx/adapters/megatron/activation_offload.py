@@ -24,9 +24,9 @@ from megatron.core.transformer import TransformerConfig
 
 @contextmanager
 def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[None]:
-    """Runs one pass over the micro-batches of a model with configuration `transformer` inside the block: it offloads
-    activations as the first pass of a process would if `training`, otherwise not at all. Does nothing if the model does
-    not offload."""
+    """Prepares one pass over the micro-batches of a model with configuration `transformer`, which runs inside the
+    block. If `training`, it offloads activations as the first pass of a process would; otherwise it offloads none. Does
+    nothing if the configuration does not enable offloading."""
     if not transformer.fine_grained_activation_offloading:
         yield
         return

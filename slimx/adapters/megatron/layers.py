@@ -306,8 +306,8 @@ class Adam(torch.optim.Optimizer):
 
 
 def repair_upstream() -> None:
-    """Patches code of megatron-core 0.19.2 that fails or is slow without Transformer Engine's layers. The docstring of
-    each patch names the upstream function and its fault."""
+    """Patches code of megatron-core 0.19.2 that fails or is slow without Transformer Engine's layers. Each patch's
+    docstring names the upstream function and its fault."""
     for repair in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
         repair()
 

@@ -32,11 +32,12 @@ KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""SGLang's method called when the sampling parameters of a batch have been built; its implementation does nothing."""
+"""SGLang's method that is called once the sampling parameters of a batch have been built; SGLang's own version does
+nothing."""
 UNSEEDED = 42
 """Seed of requests that set none: SGLang's default in deterministic inference."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
-"""SGLang's method called exactly once per iteration of a paused scheduler's loop, and nowhere else."""
+"""SGLang's method that is called once per iteration of a paused scheduler's loop, and nowhere else."""
 CREATE_STORE = "torch.distributed.rendezvous._create_c10d_store"
 
 
@@ -132,9 +133,9 @@ def carry_seeds(result: None, info: SamplingInfo, batch: ScheduleBatch, vocab_si
     """Sets `info.sampling_seed` to the requests' seeds, int64 [requests] on the batch's device; runs after
     `adjusted_from_schedule_batch`.
 
-    SGLang passes seeds to its sampler only in deterministic inference: already set, which also disables tuned tile
-    sizes of matrix multiplications, split-KV attention and the custom all-reduce. In slimx's fast mode a policy engine
-    keeps these optimizations, and its sampler (backend pytorch) uses seeds whenever the batch has them.
+    SGLang passes seeds to its sampler only in deterministic inference, which also disables tuned tile sizes of matrix
+    multiplications, split-KV attention and the custom all-reduce. In slimx's fast mode a policy engine keeps these
+    optimizations, and its sampler (backend pytorch) uses seeds whenever the batch has them.
     """
     if info.sampling_seed is not None:  # deterministic inference
         return

@@ -1,4 +1,5 @@
-"""Registry of model families, and what slimx needs to know about a Hugging Face directory's model."""
+"""Registry of model families, and `read_model`, which describes the model in a Hugging Face directory from its
+config.json."""
 
 from __future__ import annotations
 
@@ -24,34 +25,38 @@ from slimx.models.schema import check_fields
 
 
 class FamilyOptions(Protocol):
-    """Names that a family's file may define, with their defaults."""
+    """Optional names that a family's module may define, with their defaults."""
 
     UNTRAINED: Sequence[str] = ()
-    """Globs of parameters that no loss reaches."""
+    """Glob patterns of parameters that get no gradient from any loss and are therefore frozen."""
     UNCHECKED_FIELDS: Collection[str] = ()
-    """Fields of config.json whose types and bounds differ from those of `slimx.models.schema`."""
+    """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because they differ in
+    this family."""
     ENGINE_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
-    """Fields of SGLang's ServerArgs that `engine_table` requires."""
+    """Fields of SGLang's ServerArgs -> the value without which `engine_table` would not describe the server."""
     NO_CPU_ENGINE: str | None = None
-    """The reason why SGLang cannot serve the family on the CPU."""
+    """Reason why SGLang cannot serve the family on the CPU; None if it can."""
     FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM: bool = False
-    """True if SGLang ignores requests to fuse shared experts on the CPU and under expert parallelism."""
+    """True if SGLang fuses shared experts only on GPUs and without expert parallelism, and otherwise ignores requests
+    to do so."""
     draft_rows: Callable[..., tuple[Row, ...]] | None = None
-    """Function of `hf` and `fused_shared_experts`: SGLang's layout of the multi-token prediction layer in its draft
-    model."""
+    """Function (hf, *, fused_shared_experts) that returns the rows of the multi-token prediction layer in SGLang's
+    draft model; None if they are not known."""
 
 
 class Family(FamilyOptions, Protocol):
-    """Names that a family's file must define. `hf` is the content of config.json; a missing field raises KeyError.
+    """Names that a family's module must define in addition. `hf` is the content of config.json, in which looking up a
+    missing field raises KeyError.
 
-    Fields that none of these functions except `engine_table` reads by name are refused (`slimx.models.fields`)."""
+    A field of config.json that none of these functions except `engine_table` reads by name is refused
+    (`slimx.models.fields`)."""
 
     ARCHITECTURE: str
-    """The name in `architectures` of config.json."""
+    """Name of the family in the field `architectures` of config.json."""
 
     def unsupported(self, hf: HfConfig) -> str | None:
-        """Returns the part of config.json `hf` that cannot be built, beginning with the field's name; None if
-        everything can."""
+        """Returns a description, beginning with the field's name, of the first setting in config.json `hf` that slimx
+        cannot build; None if it can build the model."""
         ...
 
     def transformer_config(self, hf: HfConfig) -> Json:
@@ -60,7 +65,7 @@ class Family(FamilyOptions, Protocol):
         ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
-        """Returns arguments of megatron-core's GPTModel."""
+        """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
         ...
 
     def mtp_layers(self, hf: HfConfig) -> int:
@@ -68,37 +73,41 @@ class Family(FamilyOptions, Protocol):
         ...
 
     def layer_kind(self, hf: HfConfig) -> LayerKind:
-        """Returns the parts of the decoder's layers (`slimx.models.layer_kind`)."""
+        """Returns the kind of the decoder's layers, which says what each layer computes (`slimx.models.layer_kind`)."""
         ...
 
     def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-        """Returns SGLang's layout of every checkpoint tensor. `fused_shared_experts`: shared experts follow the routed
-        ones in the same tensors."""
+        """Returns SGLang's weight table: for each parameter of the served model, the checkpoint tensors that it
+        contains. `fused_shared_experts`: True if SGLang stores shared experts after the routed ones in the same
+        parameters."""
         ...
 
     def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
-        """Returns the trainer's layout of every checkpoint tensor. `mtp`: multi-token prediction layers that are
-        trained; further ones are frozen."""
+        """Returns the trainer's weight table: for each parameter of megatron-core's model, the checkpoint tensors that
+        it contains. `mtp`: number of multi-token prediction layers to train; further layers are copied unchanged to
+        exports."""
         ...
 
 
 GROUP = "slimx.families"
-"""Group of the entry points of families, named by architecture."""
+"""Entry point group of family modules, each named by its architecture."""
 
 _VISION = (
-    "slimx trains text alone and would lose the tensors of its vision tower; the same language model saved as "
-    "Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM can be trained"
+    "slimx trains only the text model and would lose the tensors of the vision tower; save the language model alone "
+    "as Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM and train that"
 )
 UNBUILDABLE: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": _VISION,
     "Qwen3_5MoeForConditionalGeneration": _VISION,
 }
-"""Architecture -> why slimx and megatron-core 0.19.2 cannot build it, as the end of "... is not supported: "."""
+"""Architecture -> reason why slimx cannot build it with megatron-core 0.19.2, as a clause that completes an error
+message."""
 
 OUTPUT_LAYER = "output_layer.weight"
-"""Name of the output layer in every family's table (megatron-core's)."""
+"""megatron-core's name of the output layer's weight, which is its row's name in every family's weight table."""
 SCORE = "score.weight"
-"""Name of a reward model's head in transformers and SGLang, which a checkpoint may hold instead of the output layer."""
+"""Name of a reward model's score head in transformers and SGLang; a checkpoint may contain it instead of the output
+layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +117,12 @@ class ModelSpec:
     path: str
     hf: Json
     transformer: Json
-    """Fields of megatron-core's TransformerConfig."""
+    """Fields of megatron-core's TransformerConfig that define the model."""
     gpt: Json
-    """Arguments of megatron-core's GPTModel or HybridModel."""
+    """Further arguments of megatron-core's GPTModel or HybridModel."""
     layer_kind: LayerKind
     table: Table
-    """The trainer's layout of every checkpoint tensor."""
+    """The trainer's weight table."""
     family: Family
 
     @property
@@ -122,17 +131,18 @@ class ModelSpec:
 
     @property
     def prediction_layers(self) -> int:
-        """Multi-token prediction layers that config.json declares; `table` has those that are trained."""
+        """Number of multi-token prediction layers that config.json declares; `table` contains only those that are
+        trained."""
         return self.family.mtp_layers(self.hf)
 
     @property
     def experts(self) -> int:
-        """Routed experts of a MoE layer; 0 for a dense model."""
+        """Number of routed experts in a MoE layer; 0 for a dense model."""
         return self.table.experts
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Indices, from 0, of layers with experts; empty for a dense model."""
+        """Indices, from 0, of the MoE layers; empty for a dense model."""
         if not self.experts:
             return ()
         layers = self.layer_kind.layers(self.transformer)
@@ -140,29 +150,30 @@ class ModelSpec:
 
     @property
     def normalizes_projections(self) -> bool:
-        """True if queries and keys are normalized over all heads together; the norms are then split as the heads
-        are."""
+        """True if queries and keys are each normalized over all heads together; TP then splits these norms' weights
+        like the heads."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     def frozen(self, patterns: Sequence[str]) -> frozenset[Sources]:
-        """Returns the parameters that are not trained, in the form of `select`: those matching `patterns`
-        (`trainer.freeze`) and the family's UNTRAINED."""
+        """Returns the parameters that are not trained, each as the tuple of its sources as in `select`: those that
+        match `patterns` (`trainer.freeze`) or the family's UNTRAINED."""
         configured = select(self.table, patterns, "trainer.freeze")
         return configured | select(self.table, self.family.UNTRAINED, "UNTRAINED")
 
     @property
     def engine_arguments(self) -> Mapping[str, object]:
-        """Fields of SGLang's ServerArgs that `engine_table` requires."""
+        """Fields of SGLang's ServerArgs -> the value that `engine_table` requires."""
         return self.family.ENGINE_ARGUMENTS
 
     @property
     def no_cpu_engine(self) -> str | None:
-        """The reason why SGLang cannot serve the model on the CPU; None if it can."""
+        """Reason why SGLang cannot serve the model on the CPU; None if it can."""
         return self.family.NO_CPU_ENGINE
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
-        """Returns the reason why SGLang ignores a request to fuse shared experts, in an engine of expert parallel size
-        `expert`; None if it fuses them."""
+        """Returns the condition under which SGLang ignores a request to fuse shared experts, as a phrase for an error
+        message, in an engine with expert parallel size `expert`; None if it fuses them. `cpu`: True if the engine runs
+        on the CPU."""
         if not self.family.FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM:
             return None
         if cpu:
@@ -171,11 +182,13 @@ class ModelSpec:
 
     @property
     def has_draft_table(self) -> bool:
-        """True if SGLang's layout of the only multi-token prediction layer in its draft model is known."""
+        """True if the model has exactly one multi-token prediction layer and `draft_rows` describes it in SGLang's
+        draft model."""
         return self.family.draft_rows is not None and self.prediction_layers == 1
 
     def engine_table(self, *, fused_shared_experts: bool = False, draft: bool = False) -> Table:
-        """Returns SGLang's layout of every checkpoint tensor; with `draft` also that of its draft model."""
+        """Returns SGLang's weight table of the model, with `draft` also the rows of its draft model.
+        `fused_shared_experts`: as in `Family.engine_table`."""
         table = self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
         if not draft:
             return table
@@ -184,8 +197,8 @@ class ModelSpec:
         return replace(table, rows=(*table.rows, *rows), mtp_layers=1)
 
     def without_output_layer(self) -> ModelSpec:
-        """Returns the model without its output layer, as value and reward models have it. A checkpoint may still hold
-        that tensor, or a reward model's head."""
+        """Returns the same model without its output layer, for value and reward models. A checkpoint may still contain
+        that layer's tensor or a reward model's score head; trainers do not read them."""
         table = self.table
         shapes = table.checkpoint_shapes()
         rows: list[Row] = []
@@ -194,7 +207,7 @@ class ModelSpec:
             if row.name == OUTPUT_LAYER:
                 unused.update(row.sources)
             else:
-                # The second copy of a tied embedding is the output layer.
+                # A tied embedding's second copy is the output layer.
                 copies = tuple(copy for copy in row.copies if copy[1] != OUTPUT_LAYER)
                 rows.append(replace(row, copies=copies))
         aliases: dict[str, str] = {}
@@ -212,14 +225,15 @@ class ModelSpec:
 
 
 def load_family(path: str, key: str = "model.family") -> Family:
-    """Returns the module with dotted path `path`, an external family. Raises SlimxError, naming `key`, if it cannot be
-    imported or lacks a name of `Family`."""
+    """Imports an external family: the module with dotted path `path`. Raises SlimxError, which names the configuration
+    key `key`, if the import fails or the module lacks a name of `Family`."""
     module = load_module(key, path)
     required = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     missing = [name for name in required if not hasattr(module, name)]
     if missing:
         raise SlimxError(
-            f"{key}: {path} does not define {', '.join(missing)}; docs/models.md lists what a family defines",
+            f"{key}: {path} does not define {', '.join(missing)}; define all names that docs/models.md lists for a "
+            "family",
             code="model.family_part",
             about=missing[0],
         )
@@ -227,7 +241,8 @@ def load_family(path: str, key: str = "model.family") -> Family:
 
 
 def _with_defaults(module: object) -> Family:
-    """Returns a family's module with the default of each option that it does not define."""
+    """Sets each name of `FamilyOptions` that a family's module does not define to its default, and returns the
+    module."""
     for name in FamilyOptions.__annotations__:
         if not hasattr(module, name):
             setattr(module, name, getattr(FamilyOptions, name))
@@ -235,7 +250,8 @@ def _with_defaults(module: object) -> Family:
 
 
 def configured_model(config: Config) -> ModelSpec:
-    """Returns the model that the configuration trains: a policy, or the trunk of a reward model.
+    """Returns the model that a run with this configuration trains: a policy, or a reward model's trunk, which has no
+    output layer.
 
     Raises SlimxError as `read_model` does."""
     family = load_family(config.model.family) if config.model.family else None
@@ -245,16 +261,17 @@ def configured_model(config: Config) -> ModelSpec:
 
 
 def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None = None) -> ModelSpec:
-    """Reads `path`/config.json for a model with `mtp_layers` layers of multi-token prediction.
+    """Returns the model that `path`/config.json describes, of which `mtp_layers` multi-token prediction layers are
+    trained.
 
-    `family`: None to choose by config.json's architecture. Raises SlimxError for a missing directory, an unknown
-    family, a field that is invalid, unsupported or not read by the family, or more multi-token prediction layers than
-    the checkpoint has."""
+    `family`: module that describes the model; None: chosen by config.json's architecture. Raises SlimxError if the
+    directory is missing, the family is unknown, a field is invalid, unsupported or not read by the family, or the
+    checkpoint has fewer multi-token prediction layers."""
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
         raise SlimxError(
-            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is not a number of layers; set 0 or more",
+            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is not a number of layers; set a whole number from 0",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -264,13 +281,14 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         return _spec(str(path), hf, architecture, family, mtp_layers)
     except KeyError as error:
         raise SlimxError(
-            f"{file}: field {error} is missing or null; a {architecture} checkpoint must have it",
+            f"{file}: field {error}, which a {architecture} checkpoint must have, is missing or null; restore the "
+            "file from the checkpoint's source",
             code="model.field_missing",
             about=str(error.args[0]),
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SlimxError(
-            f"{file}: a field has an invalid value for a {architecture} ({error}); restore it from the "
+            f"{file}: a field has an invalid value for a {architecture} ({error}); restore the file from the "
             "checkpoint's source",
             code="model.field",
             about=str(file),
@@ -278,20 +296,22 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
 
 
 def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: int) -> ModelSpec:
-    """Returns the model of a config.json. Raises SlimxError for unsupported and unread fields."""
+    """Returns the model that config.json's content `hf` describes. Raises SlimxError for unsupported fields, fields
+    that the family does not read, and more `mtp_layers` than the checkpoint has."""
     file = Path(path) / "config.json"
     fields = TrackedFields(hf)
     problem = family.unsupported(fields)
     if problem:
         raise SlimxError(
-            f"{file}: {architecture} with {problem} is not supported",
+            f"{file}: {architecture} with {problem} is not supported; choose another checkpoint",
             code="model.unsupported",
             about=problem.split()[0],
         )
     declared = family.mtp_layers(fields)
     if mtp_layers > declared:
         raise SlimxError(
-            f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}",
+            f"{file}: the checkpoint has {declared} multi-token prediction layers, fewer than "
+            f"trainer.megatron.mtp_num_layers={mtp_layers}; lower it",
             code="model.mtp_layers",
             about="trainer.megatron.mtp_num_layers",
         )
@@ -317,14 +337,15 @@ def _spec(path: str, hf: Json, architecture: str, family: Family, mtp_layers: in
 
 
 def read_trunk(model: Model) -> ModelSpec:
-    """Returns the trunk of a policy's `model` for a value model: without multi-token prediction layers and output
-    layer. A checkpoint may still hold their tensors."""
+    """Returns the trunk of `model`, a policy's section of the configuration, for a value model: without output layer
+    and without trained multi-token prediction layers. A checkpoint may still contain their tensors."""
     family = load_family(model.family) if model.family else None
     return read_model(model.path, family=family).without_output_layer()
 
 
 def _config_of(file: Path) -> tuple[Json, str]:
-    """Returns content and architecture of a config.json."""
+    """Returns the content of the config.json `file`, and its architecture. Raises SlimxError if it is missing or not
+    valid."""
     check_downloaded(file.parent)
     if not file.is_file():
         problem = "not a checkpoint (config.json is missing)" if file.parent.exists() else "no such directory"
@@ -342,7 +363,7 @@ def _config_of(file: Path) -> tuple[Json, str]:
     names = hf.get("architectures") or ["nothing"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise SlimxError(
-            f"{file}: architectures is {names!r}, not a list of names; restore it from the source",
+            f"{file}: architectures is {names!r}, not a list of names; restore the file from the checkpoint's source",
             code="model.architectures",
             about=str(file),
         )
@@ -353,23 +374,23 @@ def _family_of(architecture: str, file: Path, configured: Family | None) -> Fami
     if configured is not None:
         if architecture != configured.ARCHITECTURE:
             raise SlimxError(
-                f"{file}: architecture {architecture} is not that of the family, {configured.ARCHITECTURE}; set "
-                "model.family to the checkpoint's family, or leave it out",
+                f"{file}: architecture {architecture} differs from {configured.ARCHITECTURE}, that of model.family; "
+                "set model.family to the checkpoint's family, or leave it out",
                 code="model.other_family",
                 about=architecture,
             )
         return _with_defaults(configured)
     if architecture in UNBUILDABLE:
         raise SlimxError(
-            f"{file}: architecture {architecture} is not supported: {UNBUILDABLE[architecture]}",
+            f"{file}: architecture {architecture} is not supported, because {UNBUILDABLE[architecture]}",
             code="model.unbuildable",
             about=architecture,
         )
     known = entry_points.find(GROUP)
     if architecture not in known:
         raise SlimxError(
-            f"{file}: architecture {architecture} is not supported; slimx supports {', '.join(known)}, and "
-            "docs/models.md shows how to add one (model.family)",
+            f"{file}: architecture {architecture} is not supported; choose one of {', '.join(known)}, or add a family "
+            "(model.family) as docs/models.md shows",
             code="model.unknown",
             about=architecture,
         )

@@ -1,4 +1,5 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B and tiny ones): attention with normed heads and experts in every layer."""
+"""Family Qwen3-MoE (30B-A3B, 235B-A22B and tiny models): every layer has grouped-query attention with a norm per query
+and key head, and experts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def transformer_config(hf: HfConfig) -> Json:
         "num_moe_experts": _experts(hf),
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
-        # Softmax over all experts and renormalizing the kept ones equals softmax over the kept logits.
+        # Softmax over all experts followed by renormalizing the selected ones equals softmax over the selected logits.
         "moe_router_pre_softmax": not hf["norm_topk_prob"],
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
@@ -32,7 +33,8 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     # SGLang 0.5.23 builds only MoE layers for this architecture and could not serve a checkpoint with dense ones. No
     # published checkpoint has any.
     if hf.get("mlp_only_layers"):
@@ -48,7 +50,7 @@ def _attention(hf: HfConfig) -> Attention:
 
 
 def _experts(hf: HfConfig) -> int:
-    """Returns the number of experts: published checkpoints call it num_experts, current transformers
+    """Returns the number of experts, which published checkpoints call num_experts and current transformers calls
     num_local_experts."""
     if "num_local_experts" in hf and "num_experts" not in hf:
         return hf["num_local_experts"]
@@ -56,7 +58,7 @@ def _experts(hf: HfConfig) -> int:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
     experts = _experts(hf)
@@ -66,14 +68,15 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels
-    require.
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_moe`), with tensors fused as its
+    kernels require.
 
-    There are no shared experts to fuse. Raises SlimxError for tied embeddings."""
+    `fused_shared_experts` is ignored, because the family has no shared experts. Raises SlimxError for tied
+    embeddings."""
     if hf.get("tie_word_embeddings"):
         raise SlimxError(
-            f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds a separate output layer for it and would "
-            "serve wrong logits; train it without engines, or untie the embeddings",
+            f"{ARCHITECTURE} with tie_word_embeddings cannot be served, because SGLang 0.5.23 builds a separate "
+            "output layer for it and would return wrong logits; train it without engines, or untie the embeddings",
             code="model.served_field",
             about="tie_word_embeddings",
         )

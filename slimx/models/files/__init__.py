@@ -1,1 +1,2 @@
-"""Checkpoint files of models, Hugging Face and Megatron."""
+"""Reads and writes checkpoint files: Hugging Face directories, and the metadata of Megatron-LM's torch_dist
+checkpoints."""

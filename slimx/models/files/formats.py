@@ -1,4 +1,5 @@
-"""Formats of initial weights other than Hugging Face directories: entry points of `slimx.checkpoint_formats`."""
+"""Interface of checkpoint formats, other than Hugging Face directories, from which a run can load its initial weights.
+Formats are entry points of the group `slimx.checkpoint_formats`."""
 
 from __future__ import annotations
 
@@ -12,26 +13,29 @@ if TYPE_CHECKING:
 
 
 class CheckpointFormat(Protocol):
-    """A format of checkpoint directories that a run may start from."""
+    """A format of checkpoint directories from which a run can load its initial weights."""
 
     name: str
-    """The program that writes them."""
+    """Name of the program that writes checkpoints in this format, for messages."""
 
     def recognizes(self, directory: Path) -> bool:
-        """Returns True if `directory` has this format."""
+        """Returns True if `directory` contains a checkpoint in this format."""
         ...
 
     def check(self, directory: Path, spec: object) -> None:
-        """Raises SlimxError unless the checkpoint fits the model. `spec`: its ModelSpec."""
+        """Raises SlimxError unless the checkpoint in `directory` contains the weights of the model `spec`, a
+        ModelSpec."""
         ...
 
     def load(self, directory: Path, spec: object, chunks: list[torch.nn.Module]) -> None:
-        """Loads the weights into a trainer rank's model chunks; collective."""
+        """Loads the weights in `directory` into a trainer rank's model chunks. Collective over all trainer ranks.
+        `spec`: the ModelSpec."""
         ...
 
 
 def format_of(directory: Path) -> CheckpointFormat | None:
-    """Returns the format of a directory with weights; None for Hugging Face's."""
+    """Returns the format of the checkpoint in `directory`; None if no entry point recognizes it, as for Hugging
+    Face's."""
     for kind in entry_points.load_all("slimx.checkpoint_formats").values():
         checkpoint_format = kind()
         if checkpoint_format.recognizes(directory):

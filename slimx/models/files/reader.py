@@ -1,4 +1,4 @@
-"""Reads slices of tensors from a Hugging Face directory of safetensors files without loading whole files, and refuses
+"""Reads parts of tensors from a Hugging Face directory of safetensors files without loading whole files, and refuses
 weights that are not finite."""
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from slimx.layout.table import Stored, Table, stored
 from slimx.models.files.index import INDEX, SINGLE, indexed_files, read_object
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
-"""Dtypes that are read, by their names in safetensors files."""
+"""Supported dtypes of unquantized tensors, by their names in safetensors files."""
 _FLOATS = ("BF16", "F32", "F16", "F64", "F8_E4M3", "F8_E5M2")
-"""Dtypes that can store NaN and that torch computes with."""
+"""Names in safetensors files of the dtypes that can store NaN and with which torch can compute."""
 _CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-"""The smallest code, without its sign, of an fp8 dtype that is not a finite number."""
+"""fp8 dtype -> smallest code, without the sign bit, that is not a finite number."""
 _BLOCK_BYTES = 32 * 2**20
-"""Bytes of a tensor that are compared or checked at a time."""
+"""Approximate number of bytes of a tensor that are compared or checked at a time."""
 BUFFER = ".rotary_emb.inv_freq"
-"""Suffix of the name of rotary frequencies, which transformers saved until 4.31. In Kimi-K2's files their shape differs
-from its config.json."""
+"""Suffix of the names of rotary frequencies, which transformers saved in checkpoints until 4.31. In Kimi-K2's files
+their shape does not fit its config.json."""
 
 
 class CheckpointReader:
-    """Reads slices of named tensors. Files are opened once and memory-mapped; only requested elements are read."""
+    """Reads parts of named tensors from a Hugging Face directory. Each file is opened once and memory-mapped, and only
+    requested elements are read."""
 
     def __init__(self, path: str | Path, *, formats: Mapping[str, NumberFormat] | None = None):
-        """Opens the checkpoint in `path`. `formats`: replaces `all_formats()`."""
+        """Opens the checkpoint in directory `path`. `formats`: number formats in which tensors may be stored, by name;
+        None: `all_formats()`. Raises SlimxError if `path` contains no checkpoint."""
         self.path = Path(path)
         self._formats = [*(formats or all_formats()).values()]
         self._files: dict[str, safe_open] = {}
@@ -65,33 +67,35 @@ class CheckpointReader:
 
     @property
     def names(self) -> KeysView[str]:
-        """Every tensor of the checkpoint."""
+        """Names of all tensors in the checkpoint."""
         return self._weight_map.keys()
 
     @cached_property
     def config(self) -> Json:
-        """The checkpoint's config.json."""
+        """Content of the checkpoint's config.json."""
         return read_object(self.path / "config.json")
 
     @property
     def buffers(self) -> list[str]:
-        """Names of tensors that every model computes itself: copied to exports, neither read nor compared."""
+        """Names of tensors that every model computes itself (rotary frequencies). They are copied to exports, but
+        neither loaded nor checked."""
         return sorted(name for name in self._weight_map if name.endswith(BUFFER))
 
     def nbytes(self, name: str) -> int:
-        """Returns the size of a tensor, estimated at 4 bytes per element."""
+        """Returns the size in bytes of tensor `name`, estimated at 4 bytes per element."""
         return 4 * math.prod(self.shape(name))
 
     def whole(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor as it is stored, without checking its values."""
+        """Returns tensor `name` completely, as it is stored, without checking its values."""
         return self.view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of tensor `name`."""
+        """Returns the shape of tensor `name` as it is stored."""
         return tuple(self.view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which `read` returns source `name`. Quantized codes are read as bf16."""
+        """Returns the dtype in which `read` returns `name`, a source of a weight table. Quantized tensors are returned
+        as bf16."""
         name = stored(name).name
         if self._format(name) is not None:
             return torch.bfloat16
@@ -101,7 +105,8 @@ class CheckpointReader:
         return _DTYPES[dtype]
 
     def _format(self, name: str) -> NumberFormat | None:
-        """Returns the format in which tensor `name` of a table is stored; None for plain values."""
+        """Returns the number format in which tensor `name` of a weight table is stored; None if it is stored
+        unquantized."""
         for number_format in self._formats:
             if number_format.holds(self, name):
                 return number_format
@@ -111,22 +116,23 @@ class CheckpointReader:
         return SlimxError(f"{self.path}: tensor {name} {problem}", code=f"checkpoint.{code}", about=name)
 
     def _unreadable(self, name: str, dtype: str, dtypes: Collection[str]) -> SlimxError:
-        problem = f"is stored as {dtype}, not {' or '.join(dtypes)}; restore the file from its source"
+        problem = f"is stored as {dtype} instead of {' or '.join(dtypes)}; restore the file from its source"
         if dtypes is _DTYPES:
-            problem = f"is stored as {dtype}, which slimx does not read; store it as bf16 or fp32"
+            problem = f"is stored as {dtype}, which slimx cannot read; store it as bf16 or fp32"
         return self._wrong(name, "dtype", problem)
 
     def reopened(self) -> CheckpointReader:
-        """Returns a reader of the same directory with no file open, for another thread or to release mapped memory."""
+        """Returns a reader of the same directory without open files, for use in another thread or to release mapped
+        memory."""
         other = copy(self)
         other._files = {}
         return other
 
     def check(self, table: Table, *, quantized: bool = False) -> None:
-        """Compares names, shapes and dtypes with a weight table. Raises SlimxError naming the first tensor that does
-        not fit. `check_copies` compares tensors that repeat others.
+        """Compares the names, shapes and dtypes of all tensors with a weight table. Raises SlimxError, which names the
+        first tensor that does not fit. The values of repeated tensors are compared by `check_copies`.
 
-        `quantized`: also accept formats that trainers do not start from (`NumberFormat.CONVERTED`)."""
+        `quantized`: True to accept also number formats from which trainers cannot start (`NumberFormat.CONVERTED`)."""
         shapes = table.checkpoint_shapes()
         transposed = table.transposed()
         optional = {name: shapes[original] for name, original in table.aliases.items()} | dict(table.frozen)
@@ -136,11 +142,18 @@ class CheckpointReader:
                 expected |= self._expected(name, shape, transposed=name in transposed, quantized=quantized)
         for name, (shape, dtypes) in expected.items():
             if name not in self._weight_map:
-                raise self._wrong(name, "missing", "is missing; the checkpoint does not fit its config.json")
+                raise self._wrong(
+                    name,
+                    "missing",
+                    "is missing, so the checkpoint does not fit its config.json; restore both from the same source",
+                )
             view = self.view(name)
             stored_shape = list(view.get_shape())
             if stored_shape != list(shape):
-                problem = f"has shape {stored_shape}, its config.json requires {list(shape)}"
+                problem = (
+                    f"has shape {stored_shape}, but its config.json requires {list(shape)}; restore both from the "
+                    "same source"
+                )
                 raise self._wrong(name, "shape", problem)
             if view.get_dtype() not in dtypes:
                 raise self._unreadable(name, view.get_dtype(), dtypes)
@@ -149,33 +162,40 @@ class CheckpointReader:
             if not quantized:
                 for number_format in self._formats:
                     number_format.refuse(self.path, unknown)
-            raise self._wrong(unknown[0], "unknown", f"is not in the model ({len(unknown)} such tensors)")
+            raise self._wrong(
+                unknown[0],
+                "unknown",
+                f"is not in the model that config.json describes ({len(unknown)} such tensors); restore both from the "
+                "same source",
+            )
 
     def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
-        """Returns the checkpoint's tensors that store tensor `name` of a table."""
+        """Returns shape and possible dtypes of each checkpoint tensor that stores `name`, a tensor of a weight table
+        with shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: as in `check`."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantized):
             return {name: (shape, _DTYPES)}
         return number_format.tensors(self, name, shape, transposed=transposed)
 
     def check_copies(self, table: Table) -> None:
-        """Compares each tensor that should repeat another (a tied output layer, those of multi-token prediction layers)
-        with its original, bit for bit.
+        """Compares each tensor that should repeat another one with its original, bit for bit: a tied output layer, or
+        embedding and output layer of a multi-token prediction layer.
 
-        Raises SlimxError naming one that differs: the trainer keeps only the original and would lose it."""
+        Raises SlimxError, which names the first tensor that differs, because the trainer keeps only the original and
+        would lose the other values."""
         for name, original in table.aliases.items():
             if name not in self._weight_map or self._repeats(self.view(name), self.view(original)):
                 continue
             raise SlimxError(
-                f"{self.path}: tensor {name} differs from {original}, which it repeats in this model, and only one of "
-                "them can be kept; remove it from the checkpoint, or correct tie_word_embeddings if it is independent",
+                f"{self.path}: tensor {name} differs from {original}, although it must repeat that in this model; "
+                f"remove {name} from the checkpoint, or correct tie_word_embeddings if it is independent",
                 code="checkpoint.copy",
                 about=name,
             )
 
     @staticmethod
     def _repeats(copy: TensorSlice, original: TensorSlice) -> bool:
-        """Returns True if two stored matrices have the same dtype and bits."""
+        """Returns True if two stored matrices have the same dtype, shape and bits."""
         rows, cols = copy.get_shape()
         if (copy.get_dtype(), copy.get_shape()) != (original.get_dtype(), original.get_shape()):
             return False
@@ -184,8 +204,8 @@ class CheckpointReader:
         return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
 
     def check_finite(self, name: str) -> None:
-        """Reads a whole tensor piece by piece. Raises SlimxError, naming it, for NaN and infinities in a dtype of
-        `_FLOATS`."""
+        """Reads tensor `name` completely, in blocks. Raises SlimxError, which names it, if it contains NaN or
+        infinities. Tensors with dtypes outside `_FLOATS` and buffers are skipped."""
         view = self.view(name)
         if view.get_dtype() not in _FLOATS or name.endswith(BUFFER):
             return
@@ -197,20 +217,21 @@ class CheckpointReader:
             check_finite(view[start : start + step], name, self.path)
 
     def view(self, name: str) -> TensorSlice:
-        """Returns tensor `name` as its file stores it: a safetensors slice, which reads parts."""
+        """Returns a safetensors slice of tensor `name`, from which parts can be read as they are stored."""
         file = self._weight_map[name]
         try:
             return self._open(file).get_slice(name)
         except SafetensorError as error:
             raise SlimxError(
-                f"{self.path / file}: does not hold tensor {name}, although {INDEX} lists it; download both again",
+                f"{self.path / file}: the file lacks tensor {name}, which {INDEX} lists; download both files again",
                 code="checkpoint.index",
                 about=name,
             ) from error
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Returns the elements of table source `name` that `rect` covers, [rect.rows, rect.cols] as the local tensor
-        holds them. Raises SlimxError, naming the tensor, for NaN and infinities among them."""
+        """Returns the elements [rect.rows, rect.cols] that `rect` takes from `name`, a source of a weight table;
+        quantized tensors are dequantized. Raises SlimxError, which names the tensor, if they contain NaN or
+        infinities."""
         source = stored(name)
         row_count, col_count = rect.extent
         rows = slice(rect.row, rect.row + row_count)
@@ -236,13 +257,13 @@ class CheckpointReader:
         if len(shape) == 1:
             return view[rows].unsqueeze(1)
         if len(shape) == 3 and shape[1] == 1:
-            part = view[rows, :, cols][:, 0]  # a depthwise convolution: one row per channel
+            part = view[rows, :, cols][:, 0]  # a depthwise convolution, read with one row per channel
         elif len(shape) == 3:
-            # A stack of matrices, read as one matrix; no rectangle crosses from one matrix to the next.
+            # A stack of matrices counts as one matrix; no rectangle extends from one matrix of the stack into the next.
             index, row = divmod(rows.start, shape[1])
             part = view[index : index + 1, row : row + rows.stop - rows.start, cols][0]
         elif len(shape) > 3:
-            # A convolution of a vision tower: small enough to read whole.
+            # A convolution of a vision tower is small enough to be read completely.
             part = view[:].reshape(-1, shape[-1])[rows, cols]
         else:
             part = view[rows, cols]
@@ -250,23 +271,24 @@ class CheckpointReader:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes [n] of a tensor in the order of its elements, for bitwise comparison."""
+    """Returns the bytes of a tensor, uint8 [n] in the order of its elements, for bitwise comparison."""
     return values.contiguous().flatten().view(torch.uint8)
 
 
 def check_finite(values: torch.Tensor, name: str, path: Path) -> None:
-    """Raises SlimxError if `values`, read from tensor `name` of the checkpoint `path`, hold NaN or an infinity."""
+    """Raises SlimxError if `values`, read from tensor `name` of the checkpoint in `path`, contain NaN or infinities."""
     if not _finite(values):
         raise SlimxError(
-            f"{path}: tensor {name} holds NaN or infinite values; restore the file from its source",
+            f"{path}: tensor {name} contains NaN or infinite values; restore its file from the checkpoint's source",
             code="checkpoint.finite",
             about=name,
         )
 
 
 def _finite(values: torch.Tensor) -> bool:
-    """Returns True if all values are finite. A sum is not finite if a value is not, and is the cheapest reduction (over
-    columns if memory is not contiguous). Because a sum of finite values may overflow, minimum and maximum decide then.
+    """Returns True if all values are finite. A sum is checked first, because it is the cheapest reduction (over rows if
+    memory is not contiguous) and is finite only if all values are. If it is not, it may have overflowed, so minimum and
+    maximum decide.
     """
     least = _CODES.get(values.dtype)
     if least is not None:

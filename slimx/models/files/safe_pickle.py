@@ -1,7 +1,7 @@
-"""Reads the pickles of torch_dist checkpoints without letting a pickle choose what is called.
+"""Reads the pickles of torch_dist checkpoints without executing code that a pickle names.
 
-Unpickling runs whatever the file names, and a checkpoint may come from anywhere. Only the plain record classes of
-torch's checkpoint format are allowed; any other name is refused, and the error gives it."""
+Unpickling calls any class or function that the file names, and a checkpoint may come from anyone. Only the plain record
+classes of torch's checkpoint format are allowed; any other name is refused with an error that contains it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ALLOWED = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    # torch before 2.3
+    # names in torch before 2.3
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     # save plans, which megatron-core stores in the metadata when it caches them
@@ -67,13 +67,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Empty:
-    """Placeholder for records of megatron-core that are not read."""
+    """Placeholder for megatron-core's records, whose contents are not used."""
 
 
 @contextmanager
 def safe_classes(*classes: type) -> Iterator[None]:
-    """Lets torch's `weights_only` read `classes`, and restores the previous state afterwards. Torch's own context
-    manager also removes classes that were allowed before, as Namespace and BytesIO are once megatron-core is imported.
+    """Allows torch.load(weights_only=True) to unpickle `classes` inside the block, and restores the previous state
+    afterwards. torch's own context manager would also remove classes that were allowed before, as Namespace and BytesIO
+    are once megatron-core has been imported.
     """
     known = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([kind for kind in classes if kind not in known]):
@@ -81,15 +82,18 @@ def safe_classes(*classes: type) -> Iterator[None]:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads the tensors of a torch_dist checkpoint; `path` is its `.metadata`. Raises SlimxError naming the file."""
+    """Returns the metadata of a torch_dist checkpoint: shapes, dtypes and locations of its tensors. `path`: the
+    checkpoint's `.metadata` file. Raises SlimxError, which names the file, if it cannot be read or is not valid."""
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
     except OSError as error:
         raise SlimxError(
-            f"{path}: cannot be read ({error.strerror}); restore the file", code="megatron.metadata", about=str(path)
+            f"{path}: the file cannot be read ({error.strerror}); restore it from its source",
+            code="megatron.metadata",
+            about=str(path),
         ) from error
-    # A damaged pickle raises nearly anything.
+    # A damaged pickle may raise nearly any exception.
     except Exception as error:
         raise _no_metadata(path, " ".join(str(error).split())) from error
     problem = _problem(metadata)
@@ -100,17 +104,17 @@ def read_metadata(path: Path) -> Metadata:
 
 def _no_metadata(path: Path, reason: str) -> SlimxError:
     return SlimxError(
-        f"{path}: not the metadata of a torch_dist checkpoint ({reason}); restore the file from its source",
+        f"{path}: the file is not the metadata of a torch_dist checkpoint ({reason}); restore it from its source",
         code="megatron.metadata",
         about=str(path),
     )
 
 
 def _problem(metadata: object) -> str | None:
-    """Returns a description of content that no writer of checkpoints produces; None if all is valid. Classes are
-    allowed, but their fields may hold anything."""
+    """Returns a description, for an error message, of the first content that no checkpoint writer would produce; None
+    if everything is valid. Unpickling restricts classes, but not the values of their fields."""
     if not isinstance(metadata, Metadata):
-        return f"it holds a {type(metadata).__name__}"
+        return f"it contains a {type(metadata).__name__}"
     tensors = metadata.state_dict_metadata
     locations = metadata.storage_data
     if not isinstance(tensors, dict) or not isinstance(locations, dict):
@@ -120,7 +124,7 @@ def _problem(metadata: object) -> str | None:
             return f"it does not describe {key} as a tensor"
     for index, location in locations.items():
         if not isinstance(index, MetadataIndex) or not _is_location(location):
-            return f"it does not give file and byte range of {getattr(index, 'fqn', index)}"
+            return f"it gives no file and byte range of {getattr(index, 'fqn', index)}"
     return None
 
 

@@ -1,5 +1,5 @@
-"""Names and arguments in checkpoints of runs, which follow Megatron-LM: torch_dist, with arguments and iteration in
-`common.pt`. Source of the names: megatron/training/checkpointing.py of Megatron-LM, core_r0.16.0."""
+"""File names and contents of a run's checkpoints that Megatron-LM also reads: format torch_dist, with arguments and
+iteration in `common.pt`. The names are those of megatron/training/checkpointing.py in Megatron-LM core_r0.16.0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from slimx.json_types import Json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = 3.0
-"""Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
+"""Megatron-LM's `checkpoint_version`, which determines the order of query, key and value in a fused weight."""
 _HEADS_NORM = re.compile(r"(?<=\.self_attention\.out_norm\.)weight$")
-"""Suffix of the key of a delta net's norm of heads. megatron-core 0.19.2 builds it centred on zero, as all norms of
-such a model, and Megatron-Bridge stores the factor minus 1; Hugging Face's weight is the factor itself."""
+"""Pattern of the checkpoint key of a gated delta net's norm over heads. megatron-core 0.19.2 builds it zero-centered,
+like all norms of such a model, so Megatron-Bridge stores the factor minus 1. Hugging Face's weight is the factor
+itself."""
 
 
 def preloaded(
@@ -28,12 +29,14 @@ def preloaded(
     content_metadata: Mapping[str, object],
     **arguments: object,
 ) -> Json:
-    """Returns the content of `common.pt`. Megatron-LM compares the arguments with its own.
+    """Returns the content of `common.pt`, whose arguments Megatron-LM compares with its own when it loads the
+    checkpoint.
 
-    `transformer`: fields of megatron-core's TransformerConfig, of which plain values are copied. `tied`: True if
-    embedding and output layer share one weight. `arguments`: further arguments of Megatron-LM. The names are those of
-    megatron/training/arguments.py, core_r0.16.0."""
-    import torch  # not at module level, as below: callers that only locate checkpoints run without torch
+    `transformer`: fields of megatron-core's TransformerConfig, of which numbers, strings, dtypes and None are copied.
+    `tied`: True if embedding and output layer share one weight. `content_metadata`: megatron-core's description of the
+    checkpoint's content. `arguments`: further arguments of Megatron-LM, named as in megatron/training/arguments.py,
+    core_r0.16.0."""
+    import torch  # not at module level, because callers that only locate checkpoints run without torch
 
     plain = {k: v for k, v in transformer.items() if isinstance(v, int | float | str | torch.dtype | None)}
     return {
@@ -58,8 +61,8 @@ def preloaded(
 
 
 def read_common(path: Path) -> Json:
-    """Returns the contents of `common.pt` in the checkpoint at `path`. Unpickling allows no classes but torch's and
-    argparse.Namespace, that of the arguments."""
+    """Returns the content of `common.pt` in the checkpoint directory `path`. Unpickling allows only torch's classes and
+    argparse.Namespace, the class of the arguments."""
     import torch
 
     from slimx.models.files.safe_pickle import safe_classes
@@ -69,13 +72,14 @@ def read_common(path: Path) -> Json:
 
 
 def iteration_name(step: int) -> str:
-    """Returns the directory name of the checkpoint after step `step`."""
+    """Returns the directory name of the checkpoint saved after training step `step`, such as iter_0000100."""
     return f"iter_{step:07d}"
 
 
 def factor_key(key: str) -> str | None:
-    """Returns slimx's key for the factors of a norm if `key` is that of the factors minus 1; None for other keys.
+    """Returns the checkpoint key under which slimx stores the factors of a delta net's norm over heads if `key` is that
+    of the factors minus 1; None for all other keys.
 
-    Few factors survive the subtraction in bf16, and not all in fp32: slimx writes both, and reads its own where
-    present."""
+    Subtracting 1 rounds most factors in bf16, and some in fp32. slimx therefore writes both, and reads the factors if a
+    checkpoint contains them."""
     return _HEADS_NORM.sub("factor", key) if _HEADS_NORM.search(key) else None

@@ -1,5 +1,5 @@
-"""Writes gathered buckets as a Hugging Face directory: one safetensors shard per bucket, index, config and
-tokenizer."""
+"""Writes an export of a trainer's weights as a Hugging Face directory: one safetensors file per bucket of gathered
+tensors, the index, and the configuration and tokenizer files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Maximum bytes of copied tensors in one file, and in memory at once."""
-# All other files are copied from the directory that the run started from.
+"""Bytes of copied tensors after which a file is closed; they are in memory at once."""
+# Files with these suffixes are not copied from the directory from which the run started; all others are.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
 class BucketTensor(Protocol):
-    """A tensor in a packed bucket."""
+    """Location and type of one tensor in a packed bucket. `offset`: its first byte."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class BucketTensor(Protocol):
 
 
 class Packed(Protocol):
-    """A packed bucket in shared memory (`slimx.reshard.packed.PackedBucket`)."""
+    """A bucket of tensors packed into shared memory at `path` (`slimx.reshard.packed.PackedBucket`)."""
 
     @property
     def path(self) -> str: ...
@@ -51,13 +51,14 @@ class Packed(Protocol):
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
-    """Writes the tensors of `packed`, some of `table`'s, to the safetensors file `path`. Returns their names."""
+    """Writes the tensors in the bucket `packed` to the safetensors file `path`; returns their names. `table`: the
+    weight table, which says which of them are stacks of transposed matrices."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
     transposed = table.transposed()
     tensors = {}
     for t in packed.tensors:
         tensor = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
-        # `checkpoint_parts` yields the matrices of such a stack as the table names them.
+        # `checkpoint_parts` yields the matrices of a stack untransposed.
         tensors[t.name] = tensor.transpose(-2, -1).contiguous() if t.name in transposed else tensor
     return _write(Path(path), tensors)
 
@@ -65,12 +66,12 @@ def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
 def finish_directory(
     directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]], *, weights: Path | None
 ) -> None:
-    """Completes an export into `directory`: tensors that the trainer does not hold, index, and config and tokenizer of
-    `source`.
+    """Completes an export in `directory`: adds tensors that the trainer does not store, the index, and the
+    configuration and tokenizer files of `source`.
 
-    `shards[i]` names the tensors of file `shard_name(i, len(shards))`. Aliases and frozen tensors of `table` are
-    written if the checkpoint `weights` has them: aliases with their original's new bytes, frozen tensors with those of
-    `weights`. None: neither is."""
+    `shards[i]`: names of the tensors in the file `shard_name(i, len(shards))`. `weights`: checkpoint from which frozen
+    tensors of `table` are copied; None: no tensors are added. Aliases that `weights` contains are written with the new
+    values of their originals."""
     weight_map: dict[str, str] = {}
     for i, tensors in enumerate(shards):
         weight_map |= dict.fromkeys(tensors, shard_name(i, len(shards)))
@@ -85,12 +86,13 @@ def finish_directory(
     config = directory / "config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
     plain = without_quantization(fields)
-    if plain != fields:  # exports have the trainer's dtype
+    if plain != fields:  # exported tensors have the trainer's dtype instead
         config.write_text(json.dumps(plain, indent=2) + "\n")
 
 
 def _copy_tensors(directory: Path, reader: CheckpointReader, table: Table, weight_map: dict[str, str]) -> None:
-    """Copies aliases, frozen tensors and buffers into further files of `directory`; adds them to `weight_map`."""
+    """Writes the aliases, frozen tensors and buffers that `reader`'s checkpoint contains to further files in
+    `directory`, and adds their file names to `weight_map`."""
     for index, names in enumerate(_carried(reader, table)):
         file = f"model-carried-{index + 1:05d}.safetensors"
         tensors = {}
@@ -105,7 +107,7 @@ def _copy_tensors(directory: Path, reader: CheckpointReader, table: Table, weigh
 
 
 def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:
-    """Yields names of the tensors that the export copies, in portions of bounded size."""
+    """Yields the names of the tensors that `_copy_tensors` writes, one list per file of about `_SHARD_BYTES`."""
     portion: list[str] = []
     size = 0
     for name in [*table.aliases, *table.frozen, *reader.buffers]:
@@ -128,5 +130,5 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """Returns the file name of shard `index` (from 0) of `count`."""
+    """Returns the name of safetensors file `index`, counted from 0, of `count` files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -347,8 +347,7 @@ class RankReceiver:
                 yield name, slot, slot.shares
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
-        """Returns the checksum shares of the base weights for the adapter-only publication `new`, as they were copied
-        last. Raises SlimxError if this server has no adapter slots or lacks base weights."""
+        """Returns the checksum shares of the base weights under the adapter-only publication `new`."""
         if not self.adapters:
             raise SlimxError(
                 f"{new} contains only adapters, but the server has no slots; start it with the run's adapters",
