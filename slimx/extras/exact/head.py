@@ -1,4 +1,4 @@
-"""The output layer of exact mode: `slimx.numerics.mode.Head`."""
+"""The output layer of exact mode, which implements `slimx.numerics.mode.Head`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from slimx.extras.exact import operations as exact
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns logits [T, V / TP] of hidden [T, h] and weight [V / TP, h]."""
+    """Computes this rank's logits [T, V / TP] from hidden states `hidden` [T, h] and its rows of the output layer,
+    `weight` [V / TP, h]."""
     return exact.linear(hidden, weight)
 
 
 def logprobs(logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Returns the log-probs [T] of labels [T] from scaled fp32 logits [T, V / TP]; every rank of `group` gathers full
-    rows."""
+    """Computes the log-probs [T] of `labels` [T] from this rank's fp32 `logits` [T, V / TP], already divided by the
+    temperature. Every rank of `group` gathers the logits of the whole vocabulary; None: the logits are complete."""
     if group is not None and group.size() > 1:
         shards = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(shards, logits, group=group)

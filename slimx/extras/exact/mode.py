@@ -1,4 +1,5 @@
-"""Entry point of exact mode for the core. Imports neither torch nor the operations until they are needed."""
+"""Exact mode's implementation of `slimx.numerics.mode.NumericsMode`, through which the core uses this extra. It imports
+torch and the operations only when they are needed."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """Exact mode: computes by the contract of numerics.mode exact, row-parallel sums as trees of N leaves."""
+    """The mode `numerics.mode: exact` of a run or a server (`--exact-leaves N`)."""
 
     OPTION: ClassVar[str] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True
 
     leaves: int
-    """Leaves of row-parallel sums."""
+    """Number of leaves of row-parallel sums: equal parts whose partial sums are added in a binary tree."""
 
     @classmethod
     def configured(cls, config: Config) -> Self:
@@ -50,7 +51,8 @@ class Exact(NumericsMode):
         return gpt | {"position_embedding_type": "none"}
 
     def prepare_weights(self, weights: Any, config: Config) -> None:
-        """Makes layers compute with the weights that engines have after an fp8 publication."""
+        """Makes layers compute with the rounded weights that engines have after an fp8 publication, if
+        `publish.quantize` is set."""
         quantize = config.publish.quantize
         if quantize is None:
             return
@@ -73,7 +75,8 @@ class Exact(NumericsMode):
     def server_arguments(self, device: str) -> dict[str, Any]:
         if device == "cpu":
             return {"attention_backend": ATTENTION}
-        # Sizes are read back from the GPU, experts keep their loaded order, and no norm is fused into an all-reduce.
+        # Exact mode reads sizes back from the GPU, which CUDA graphs forbid; Triton's experts keep their loaded order;
+        # and norms must not be fused into an all-reduce.
         return {
             "attention_backend": ATTENTION,
             "disable_cuda_graph": True,
@@ -102,14 +105,16 @@ class Exact(NumericsMode):
 
 
 def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
-    """Returns the number of leaves of row-parallel sums: numerics.leaves, else the largest tensor parallel size of the
-    run."""
+    """Returns the number of leaves of row-parallel sums: `numerics.leaves`, or the run's largest tensor parallel size
+    if it is not set."""
     return numerics.leaves or max(tensor_sizes(trainer, rollout).values())
 
 
 def tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
-    """Returns the tensor parallel sizes of trainer and engines by their names in the configuration."""
+    """Returns the tensor parallel sizes of the trainer and of engines that serve the policy, by a description for
+    messages."""
     sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
-    # A replay starts no engines, but its sums are those of the run that sampled.
+    # Frozen groups need not agree with the trainer. A replay starts no engines, but must compute the sums of the run
+    # that sampled.
     engines = (group for group in rollout.engines if not group.frozen)
     return sizes | {f"tensor of {group.where}": group.tensor for group in engines}

@@ -1,4 +1,4 @@
-"""Rules of `numerics.mode: exact`: requirements on the other sections, the model and the machine."""
+"""Configuration rules of `numerics.mode: exact`: what it requires of the other sections, the model and the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVER_ARGUMENTS = (
     "enforce_shared_experts_fusion",
     "moe_a2a_backend",
 )
-"""SGLang arguments that would change an engine's results."""
+"""Arguments of SGLang servers that would change an engine's results."""
 MEGATRON_FIELDS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -63,8 +63,9 @@ MEGATRON_FIELDS = (
     "deterministic_mode",
     "config_logger_dir",
 )
-"""Megatron-core fields that leave the trainer's forward results unchanged: layer placement, communication, saved
-tensors. An allow list, since every version of megatron-core adds more of the others."""
+"""megatron-core configuration fields that do not change the trainer's forward results: layer placement, communication
+and saved tensors. This is a list of allowed fields, because each version of megatron-core adds fields that do change
+them."""
 
 
 FAMILIES = (
@@ -75,11 +76,12 @@ FAMILIES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures whose trainer and engine log-probs were shown to be bitwise equal (docs/support.md)."""
+"""Architectures whose log-probs were shown to be bitwise equal in trainer and engines (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures whose SGLang path on CUDA was reviewed: all of its special kernels are turned off."""
+"""Architectures whose code in SGLang was reviewed for GPUs: exact mode disables all special kernels that it uses
+there."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures that were also shown with weights in blocks of fp8."""
+"""Architectures whose log-probs were also shown to be bitwise equal with block-fp8 weights."""
 
 
 MODE = "numerics.mode is exact"
@@ -89,32 +91,47 @@ MODE = "numerics.mode is exact"
 def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
-            yield "numerics.leaves splits sums only in numerics.mode exact, but the mode is fast; leave it out"
+            yield (
+                f"numerics.leaves is {numerics.leaves}, but it has an effect only with numerics.mode=exact; leave it "
+                "out or set that mode"
+            )
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
-        yield f"numerics.leaves is {leaves}, which does not make a binary tree; set a power of two"
+        yield (
+            f"row-parallel sums have {leaves} leaves, which do not form a binary tree; set numerics.leaves to a power "
+            "of two"
+        )
     for name, size in tensor_sizes(trainer, rollout).items():
         if leaves % size:
-            yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
+            yield (
+                f"{name} is {size}, which does not divide the {leaves} leaves of row-parallel sums; set "
+                "numerics.leaves to a multiple of all tensor parallel sizes"
+            )
 
 
 @rule("exact.attention", "trainer.attention")
 def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.attention in ("flash", "fused"):
-        yield f"{MODE}, which has its own attention: set trainer.attention=auto"
+        yield (
+            f"{MODE}, which has its own attention, but trainer.attention is {trainer.attention}; set "
+            "trainer.attention=auto"
+        )
 
 
 @rule("exact.replay", "trainer.moe.routing_replay")
 def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
-        yield f"{MODE}, in which both sides choose the same experts: set trainer.moe.routing_replay=none"
+        yield (
+            f"{MODE}, in which trainer and engines select the same experts, but trainer.moe.routing_replay is "
+            f"{trainer.moe.routing_replay}; set trainer.moe.routing_replay=none"
+        )
 
 
 @rule("exact.dispatcher", "trainer.moe.dispatcher")
 def dispatched(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.dispatcher != "alltoall":
-        yield f"{MODE}, which requires trainer.moe.dispatcher=alltoall; set it"
+        yield f"{MODE}, but trainer.moe.dispatcher is {trainer.moe.dispatcher}; set trainer.moe.dispatcher=alltoall"
 
 
 @rule("exact.megatron", "trainer.megatron")
@@ -124,21 +141,25 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if field is not None:
         about = f"trainer.megatron.{field}"
-        yield about, f"{MODE}, and {about} may change what the trainer computes; leave it out"
+        yield about, f"{MODE}, but {about} may change what the trainer computes; leave it out"
 
 
 @rule("exact.recompute", "trainer.recompute.modules")
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield f"{MODE}, in which experts save their activations: leave moe_act out of trainer.recompute.modules"
+        yield (
+            f"{MODE}, in which experts save their activations, but trainer.recompute.modules contains moe_act; leave "
+            "it out"
+        )
 
 
 @rule("exact.sampling", "rollout.sampling")
 def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
         yield (
-            f"{MODE}, whose log-probs are over the full vocabulary: set rollout.sampling.top_p=1 and "
+            f"{MODE}, whose log-probs are over the full vocabulary, but rollout.sampling has "
+            f"top_p={rollout.sampling.top_p} and top_k={rollout.sampling.top_k}; set rollout.sampling.top_p=1 and "
             "rollout.sampling.top_k=-1"
         )
 
@@ -147,8 +168,8 @@ def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
 def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems:
     if numerics.exact and schedule.max_staleness and rollout.gap_probe == 0 and rollout.policy_engines:
         yield (
-            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, so only the probe can detect a gap, but "
-            "rollout.gap_probe is 0; set it to at least 1"
+            f"{MODE} and schedule.max_staleness is {schedule.max_staleness}, so only the gap probe can detect "
+            "different log-probs, but rollout.gap_probe is 0; set it to at least 1"
         )
 
 
@@ -156,40 +177,43 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Problems
 def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Problems:
     if not numerics.exact or publish.quantize is None:
         return
-    problem = f"{MODE}, publish.quantize is {publish.quantize}"
+    problem = f"{MODE} and publish.quantize is {publish.quantize}"
     if not publish.in_fp8:
-        yield "publish.quantize", f"{problem}, but exact mode supports fp8 blocks only: set numerics.mode=fast"
+        yield "publish.quantize", f"{problem}, but exact mode supports only block fp8; set numerics.mode=fast"
         return
     if numerics.dtype != "bfloat16":
         yield (
             "numerics.dtype",
-            f"{problem}, and SGLang combines fp8 weights with bfloat16 only: set numerics.dtype=bfloat16",
+            f"{problem}, but numerics.dtype is {numerics.dtype}, with which SGLang cannot combine fp8 weights; set "
+            "numerics.dtype=bfloat16",
         )
     if publish.encoding == "hf":
         yield (
             "publish.encoding",
-            f"{problem}, and engines on the CPU load codes and scales in their own layout: set publish.encoding=local",
+            f"{problem}, but engines on the CPU load codes and scales only in their own layout; set "
+            "publish.encoding=local",
         )
     if algorithm.teacher is not None:
         yield (
             "algorithm.teacher",
-            f"{problem}, and the trainer would round the weights of algorithm.teacher as well; "
-            "serve it in a frozen group of rollout.engines and set algorithm.teacher_engine to the group's name "
-            "instead",
+            f"{problem}, but the trainer would round the weights of algorithm.teacher, too; serve the teacher in a "
+            "frozen group of rollout.engines and set algorithm.teacher_engine to the group's name instead",
         )
     for group in rollout.policy_engines:
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{problem}, but {group.where} serves model.path, which is not quantized: set its model to the output "
-                "directory of `slimx convert hf-to-fp8`",
+                f"{problem}, but {group.where} serves model.path, which is not quantized; set the group's model to "
+                "the output directory of `slimx convert hf-to-fp8`",
             )
 
 
 @rule("exact.critic", "critic")
 def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
-        yield f"{MODE}, but a critic has no engine to agree with; set numerics.mode=fast"
+        yield (
+            f"{MODE}, but no engine serves the critic, so its values have nothing to agree with; set numerics.mode=fast"
+        )
 
 
 @rule("exact.engines", "rollout.engines")
@@ -201,17 +225,17 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
             if getattr(group, key) > 1:
                 yield (
                     f"rollout.engines.{key}",
-                    f"{MODE}, which supports tensor and expert parallelism of engines only: set {key}=1 in "
-                    f"{group.where}",
+                    f"{MODE}, which supports only tensor and expert parallelism in engines, but {group.where} has "
+                    f"{key}={getattr(group, key)}; set {key}=1",
                 )
         if group.role != "regular":
-            yield "rollout.engines.role", f"{MODE}, but {group.where} has the role {group.role}; set role=regular"
+            yield "rollout.engines.role", f"{MODE}, but {group.where} has role={group.role}; set role=regular"
         argument = next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None)
         if argument is not None:
             yield (
                 f"rollout.engines.sglang.{argument}",
                 f"{MODE}, but {group.where} sets sglang.{argument}, which would change the engine's results; leave "
-                "it out",
+                "the argument out",
             )
 
 
@@ -219,7 +243,7 @@ def serve_the_same(numerics: Numerics, rollout: Rollout) -> Problems:
 def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Problems:
     if numerics.exact and publish.quantize is not None and local_device != "cpu":
         yield (
-            f"{MODE}, which supports publish.quantize={publish.quantize} on the CPU only; set "
+            f"{MODE} and publish.quantize is {publish.quantize}, which exact mode supports only on the CPU; set "
             "publish.quantize=null or numerics.mode=fast"
         )
 
@@ -227,9 +251,11 @@ def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Prob
 @rule("exact.kernels", "numerics.mode")
 def has_kernels(numerics: Numerics, local_device: str) -> Problems:
     if numerics.exact and local_device == "cuda":
-        from slimx.extras.exact.operations.forward import kernel_cuda  # imports torch, which a plan does not load
+        # Not at module level: it imports torch, which planning does not need.
+        from slimx.extras.exact.operations.forward import kernel_cuda
 
-        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)  # plain torch operations would take minutes per token
+        # Raises SlimxError without the library, because plain torch operations would take minutes per token.
+        kernel_cuda.load(kernel_cuda.ordered.LIBRARY)
     yield from ()
 
 
@@ -247,8 +273,8 @@ def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) ->
 
 def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
     return (
-        f"{MODE}, which covers {' and '.join(covered)} on {device}, but {spec.path} is a "
-        f"{spec.family.ARCHITECTURE}: set numerics.mode=fast"
+        f"{MODE}, which covers {', '.join(covered)} on {device}, but {spec.path} is a {spec.family.ARCHITECTURE}; set "
+        "numerics.mode=fast"
     )
 
 
@@ -260,8 +286,8 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
     for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
             yield (
-                f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer "
-                "leaves and smaller tensor parallel sizes"
+                f"row-parallel sums have {leaves} leaves, which do not divide the {width} inputs of {name} in "
+                f"{spec.path}; lower numerics.leaves or the tensor parallel sizes"
             )
 
 
@@ -269,8 +295,8 @@ def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: Mo
 def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Problems:
     if numerics.exact and publish.quantize is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
         yield (
-            f"{MODE}, in which publish.quantize covers {' and '.join(IN_BLOCKS)}, but {spec.path} is a "
-            f"{spec.family.ARCHITECTURE}: set publish.quantize=null"
+            f"{MODE}, in which publish.quantize covers {', '.join(IN_BLOCKS)}, but {spec.path} is a "
+            f"{spec.family.ARCHITECTURE}; set publish.quantize=null"
         )
 
 
@@ -278,18 +304,18 @@ def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Probl
 def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Problems:
     if not numerics.exact or publish.quantize is None:
         return
-    # Imported here because they import torch, which a plan does not load.
+    # Not at module level, because they import torch, which planning does not need.
     from slimx.extras.low_precision.block_fp8 import block_of
     from slimx.layout.number_formats import published_format
     from slimx.reshard.kernels import cpu as kernel
 
     quantization = published_format(publish.quantize).quantization(publish.quantize)
-    if quantization is None:  # refused by exact.quantize
+    if quantization is None:  # refused by the rule exact.quantize
         return
     if quantization.rule == "triton":
-        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table, which only a GPU can make
+        kernel.triton_scales(kernel.TRITON_SCALES)  # raises SlimxError without the table, which only a GPU can compute
     for group in rollout.policy_engines:
-        if group.model is None:  # an external server, whose tensors are compared before a publication
+        if group.model is None:  # an external server; its tensors are compared before a publication
             continue
         try:
             block = block_of(Path(group.model))
@@ -299,17 +325,18 @@ def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: 
             height, width = quantization.block
             present = "none" if block is None else f"{block[0]} x {block[1]}"
             yield (
-                f"publish.quantize makes fp8 blocks of {height} x {width}, but {group.model}, the model of "
-                f"{group.where}, has {present}; make it with slimx convert hf-to-fp8"
+                f"publish.quantize uses fp8 blocks of {height} x {width}, but {group.model}, the model of "
+                f"{group.where}, has {present}; create it with `slimx convert hf-to-fp8`"
             )
 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
-    """Returns the number of elements that a model's row-parallel products sum over, by the product's description."""
+    """Returns the number of elements over which each row-parallel linear layer of a model sums, by a description of the
+    layer. `fields`: those of megatron-core's TransformerConfig."""
     experts = fields.get("moe_ffn_hidden_size")
-    # Heads of values have a different width in latent attention.
+    # In latent attention, the heads of values have a width of their own.
     head_width = fields.get("v_head_dim") or fields["kv_channels"]
-    widths = {"the attention's output projection": fields["num_attention_heads"] * head_width}
+    widths = {"attention's output projection": fields["num_attention_heads"] * head_width}
     if not experts or 0 in fields.get("moe_layer_freq", ()):
         widths["the down projection"] = fields["ffn_hidden_size"]
     widths["the experts' down projection"] = experts

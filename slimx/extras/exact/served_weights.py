@@ -1,4 +1,4 @@
-"""A trainer's weights with the values that engines have after a publication in blocks of fp8."""
+"""Rounds a trainer's weights to the values that engines have after a block-fp8 publication."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import compile_plan
 
 _ONE_BUCKET = 2**62
-"""Bucket size in bytes, larger than any rank's weights."""
+"""Bucket size in bytes that is larger than any rank's weights, so that a plan has a single bucket."""
 
 
 class ServedWeights:
-    """One rank's quantized weights, rounded by the publication's kernel and converted back to the model's dtype.
+    """Copies of one rank's weights that a publication quantizes, rounded to fp8 by the publication's kernel and
+    converted back to the model's dtype.
 
-    A plan from the rank's parts to themselves quantizes them in place. Like any plan, it checks that shards consist of
-    whole blocks of the checkpoint's tensors, so all layouts of trainers and engines produce the same codes. Memory: one
-    byte per weight for the codes, plus a second copy of the weights for the values.
+    They are quantized by a copy plan whose source and target are both the rank's own parts. Like any plan, it checks
+    that shards consist of whole blocks of the checkpoint's tensors, so that all layouts of trainers and engines produce
+    the same codes. The copies need one byte per weight for the codes, and the size of the weights for the values.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class ServedWeights:
         quantization: Quantization,
         dtype: ModelDtype,
     ):
-        """Plans the rounding. `parts`: the rank's parts; `parameters`: tensors by the parts' names, in host memory.
-        Raises SlimxError naming the first shard that splits a block."""
+        """Prepares the rounding. `parts`: the rank's parts of checkpoint tensors; `parameters`: the rank's tensors in
+        host memory, by the parts' names; `quantization`: block size and rule; `dtype`: the model's. Raises SlimxError,
+        which names the first shard that cuts a block."""
         quantized = [part._replace(ranks=(0,)) for part in parts if part.quantized]
         precision = Precision(dtype, dtype, quantization)
         plan = compile_plan(quantized, quantized, precision=precision, bucket_bytes=_ONE_BUCKET)
@@ -41,10 +43,10 @@ class ServedWeights:
         self._codes = torch.zeros(form.size, dtype=torch.uint8)
         values_dtype = getattr(torch, dtype)
         self.values = {part.name: torch.zeros(part.shape, dtype=values_dtype) for part in quantized}
-        """Weights that engines compute with, by name, since the last `refresh`."""
+        """Values that engines have, by parameter name, since the last `refresh`; zeros before the first."""
         self._block = quantization.block
         self._rounded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Codes and scales as matrices, by name."""
+        """Codes and scales as matrices, by parameter name."""
         packed = {}
         for tensor, start in zip(form.tensors, form.offset.tolist(), strict=True):
             data = self._codes[start : start + tensor.nbytes]
@@ -56,8 +58,8 @@ class ServedWeights:
             self._rounded[name] = codes.view(codes_shape), scales.view(torch.float32).view(scales_shape)
 
     def refresh(self) -> None:
-        """Rounds the parameters' current values. Non-finite values show in the loss, and a publication rejects them by
-        name."""
+        """Updates `values` from the parameters' current values. Non-finite values are not checked here: they appear in
+        the loss, and a publication refuses them by name."""
         if not self.values:
             return
         self._packer.refresh_addresses()

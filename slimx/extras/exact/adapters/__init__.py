@@ -1,1 +1,1 @@
-"""Exact mode inside megatron-core and SGLang."""
+"""Installs exact mode in megatron-core's models and SGLang's servers."""

@@ -1,7 +1,7 @@
-"""Operations shared by engine and trainer in exact mode, whose log-probabilities therefore agree to the last bit.
+"""Operations of exact mode, which trainer and engines share so that their log-probs are bitwise equal.
 
-`docs/numerics.md` has the contract. A row's forward result depends on that row alone: not on the batch, the position in
-the batch, the number of threads, the packing or the code path. The backward pass is ordinary torch.
+They follow the contract in `docs/numerics.md`. A row's forward result depends only on that row, not on the batch, the
+position in the batch, the number of threads, the packing or the code path. The backward pass is ordinary torch.
 """
 
 from slimx.extras.exact.operations.activation import silu_and_mul as silu_and_mul

@@ -1,4 +1,4 @@
-"""The gated activation of exact mode."""
+"""SwiGLU activation of exact mode."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,8 @@ from slimx.extras.exact.operations.forward import ExactForward, forward_on
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up in fp32, rounded once to x's dtype: x [..., 2 n], gates then ups -> [..., n]."""
+    """Computes silu(gate) * up [..., n] in fp32 and rounds once to x's dtype. x [..., 2 n] contains the n gates, then
+    the n ups."""
     return ExactForward.apply(_exact, _plain, x)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention of exact mode over packed sequences or gathered keys."""
+"""Causal attention of exact mode over packed sequences, and over keys and values gathered from a KV cache."""
 
 import torch
 
@@ -18,13 +18,14 @@ def attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes causal attention within each packed sequence; a row reads its keys in order of position.
+    """Computes causal attention within each packed sequence, [T, heads, dv] in the dtype of `query`. Each query reads
+    its keys in order of position.
 
-    query [T, heads, d], key [T, groups, d], value [T, groups, dv], cu_seqlens [sequences + 1] from 0 to T; returns [T,
-    heads, dv] of query's dtype. `rows` [R]: positions in the pack of the queries, if only some are computed (context
-    parallelism; the same fraction of every sequence, keys and values of all T): query [R, heads, d] -> [R, heads, dv].
-    `window`: number of tokens that a token attends to, including itself. `sinks` [heads]: an additional first score per
-    head, without a value.
+    `query` [T, heads, d], `key` [T, groups, d], `value` [T, groups, dv]; `cu_seqlens` [sequences + 1]: bounds of the
+    sequences, from 0 to T. `scale`: factor of the scores. `rows` [R]: positions in the pack of the queries if `query`
+    [R, heads, d] contains only some, the same fraction of every sequence (context parallelism); the result is then [R,
+    heads, dv]. `window`: number of tokens to which a token attends, including itself; None: all before it. `sinks`
+    [heads]: additional first score of each head, without a value.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
 
@@ -33,7 +34,7 @@ def attention(
     ) -> torch.Tensor:
         sizes = torch.tensor(lengths, dtype=torch.int64, device=query.device)
         position = torch.arange(int(sizes.sum()), device=query.device)
-        first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # first row of each row's sequence
+        first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # first row of the sequence that contains each row
         if window is not None:
             first = torch.maximum(first, position - (window - 1))
         last = position if rows is None else rows
@@ -43,7 +44,7 @@ def attention(
     def plain(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the same with torch's attention in fp32."""
+        """Computes the same attention with torch's kernels in fp32, for the gradient."""
         query_fp32 = query.float()
         key_fp32 = key.float()
         value_fp32 = value.float()
@@ -72,12 +73,13 @@ def gathered_attention(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes attention of each row r of query [R, heads, d] over cache rows index[begin[r] : begin[r] + length[r]],
-    in order.
+    """Computes attention [R, heads, dv] of each row r of `query` [R, heads, d] over the cache slots index[begin[r] :
+    begin[r] + length[r]], in that order, without gradient.
 
-    key [slots, groups, d], value [slots, groups, dv]; index: int32 of any shape, read flat (an engine's table of
-    slots); begin, length [R]; returns [R, heads, dv]. The bits equal those of `attention` for a row with the same keys,
-    decoded, prefilled or after a cached prefix. A window is a later `begin`. No gradient.
+    `key` [slots, groups, d], `value` [slots, groups, dv]; `index`: slots, int32 of any shape, read as if flattened (an
+    engine's table of slots per request); `begin`, `length` [R]. A row has the same bits as in `attention` with the same
+    keys, whether it is decoded, prefilled or computed after a cached prefix. For a sliding window, `begin` is the
+    window's first key.
     """
     read = Gathered(*(t.contiguous() for t in (key, value, index, begin.long(), length.long())))
     return forward_on(query.device).attend(query.contiguous(), read, scale, sinks)

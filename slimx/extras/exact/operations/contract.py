@@ -1,4 +1,4 @@
-"""Attestation of numerics: both sides of a run must have the same."""
+"""Attestation of a process's arithmetic: that of the trainer and of all engines of a run must be equal."""
 
 import functools
 import hashlib
@@ -24,10 +24,11 @@ from slimx.extras.exact.operations.sizes import CONTRACT_VERSION, check_leaves
 
 
 def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -> dict[str, int | str]:
-    """Returns the attestation by name. `leaves`: those of row-parallel linears. `dtype`: of weights and activations.
+    """Returns the attestation of this process: contract version, leaves, dtype, and a digest of results. `leaves`:
+    number of leaves of row-parallel sums; `dtype`: that of weights and activations.
 
-    `bits` is a digest of the operations' results for fixed inputs on `device`: it differs between machines or builds
-    that compute differently, and a GPU that follows the contract has the same one as a CPU.
+    The entry `bits` is a digest of the operations' results for fixed inputs on `device`. It differs between machines or
+    builds that compute differently, and is the same for a CPU and a GPU that both follow the contract.
     """
     check_leaves(leaves)
     bits = fingerprint(getattr(torch, dtype), device)
@@ -36,7 +37,7 @@ def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -
 
 @functools.cache
 def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
-    """Returns a hexadecimal digest of the bits of every operation's result for inputs of `dtype`."""
+    """Returns a hexadecimal digest of the bits of all operations' results for fixed inputs of `dtype` on `device`."""
     digest = hashlib.blake2b(digest_size=8)
     with torch.no_grad():
         for result in _results(dtype, torch.device(device)):
@@ -46,7 +47,8 @@ def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
 
 def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     def values(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
-        """Returns the same values on every machine: integers, hashed (Knuth's multiplicative hash), then divided."""
+        """Returns pseudorandom values in [-size, size) that are the same on every machine: hashed integers (Knuth's
+        multiplicative hash), divided."""
         count = torch.arange(seed, seed + torch.Size(shape).numel(), dtype=torch.int64) * 2654435761 % 2**32
         return ((count - 2**31).double() / 2**31 * size).view(shape).to(device, dtype)
 
@@ -60,7 +62,7 @@ def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     weights, ids = route(logits, 4)
     by_bias, ids_by_bias = route(logits, 4, score="sigmoid", bias=logits[0], groups=4, top_groups=2, factor=2.5)
     scalings: tuple[Llama3 | Yarn, ...] = (Llama3(8.0, 1.0, 4.0, 8192), Yarn(40.0, 4096, 32.0, 1.0, 1.25))
-    # Only these values depend on a C library; SGLang takes their logarithm from it too.
+    # Only these values depend on the C library, from which SGLang takes their logarithm, too.
     lengthening = torch.tensor([yarn_lengthening(factor, 1.0) for factor in range(2, 66)], dtype=torch.float64)
     return [
         lengthening,

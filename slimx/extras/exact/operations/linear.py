@@ -1,4 +1,4 @@
-"""Linear layers of exact mode: single or one per expert, complete or a tensor-parallel rank's part."""
+"""Linear layers of exact mode: a single one or one per expert, complete or a tensor-parallel rank's part of the sum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ def linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Computes a linear layer, accumulated in fp32 and rounded once to `dtype` (default: x's).
+    """Computes a linear layer [..., N], accumulated in fp32 and rounded once to `dtype` (None: x's dtype).
 
-    x [..., K], weight [N, K], bias [N] -> [..., N]. `leaves`: number of equal parts of K whose sums are added in a
-    binary tree; tensor-parallel ranks own complete parts. The bias is added in fp32, before the rounding. x and weight
-    of different dtypes are computed as fp32.
+    `x` [..., K], `weight` [N, K], `bias` [N]. `leaves`: number of equal parts of K whose sums are added in a binary
+    tree; each tensor-parallel rank owns complete parts. The bias is added in fp32 before rounding. If x and weight have
+    different dtypes, both are converted to fp32.
     """
     check_leaves(leaves, x.shape[-1])
     out_dtype = dtype or x.dtype
@@ -35,16 +35,18 @@ def linear(
 
 
 def linear_partial(x: torch.Tensor, weight: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """Computes one rank's part of a row-parallel linear: x [..., K / ranks], weight [N, K / ranks] -> [..., N] fp32,
-    unrounded.
+    """Computes one rank's part of a row-parallel linear layer's sum, [..., N] in fp32, not rounded. `x` [..., K /
+    ranks], `weight` [N, K / ranks].
 
-    `leaves`: leaves of this rank (those of the layer divided by the ranks). `combine_leaves` adds the ranks' parts.
+    `leaves`: leaves on this rank, which are those of the layer divided by the number of ranks. `combine_leaves` adds
+    the parts of all ranks.
     """
     return linear(x, weight, leaves, dtype=torch.float32)
 
 
 def combine_leaves(parts: Sequence[torch.Tensor] | torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Adds the partial results of all ranks, in rank order, as the upper levels of the tree: [...] of `dtype`.
+    """Adds the partial sums of all ranks, in rank order, as the upper levels of the binary tree, and rounds to `dtype`
+    (None: fp32).
 
     `parts`: 2^n fp32 tensors of one shape, or one tensor that stacks them along its first dimension.
     """
@@ -52,7 +54,7 @@ def combine_leaves(parts: Sequence[torch.Tensor] | torch.Tensor, dtype: torch.dt
     check_leaves(len(ordered))
     if any(part.dtype != torch.float32 for part in ordered):
         raise SlimxError(
-            f"partial sums of {ordered[0].dtype} would be rounded twice: pass those of linear_partial",
+            f"partial sums of dtype {ordered[0].dtype} would be rounded twice; pass the fp32 results of linear_partial",
             code="exact.dtype",
             about=str(ordered[0].dtype),
         )
@@ -68,16 +70,17 @@ def grouped_linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Computes one linear layer per expert.
+    """Computes one linear layer per expert, [T, N].
 
-    x [T, K], sorted by expert, counts[e] rows for expert e; weights [experts, N, K] or a list of [N, K] -> [T, N]. Each
-    row's result is that of `linear`. `dtype=torch.float32` gives one rank's part (`linear_partial`).
+    `x` [T, K], sorted by expert; `counts`: number of rows of each expert; `weights` [experts, N, K], or a list of [N,
+    K]. Each row's result equals that of `linear`. With `dtype=torch.float32` it is a rank's unrounded part, as in
+    `linear_partial`.
     """
     check_leaves(leaves, x.shape[1])
     if len(weights) != len(counts) or sum(counts) != len(x):
         raise SlimxError(
-            f"{len(x)} rows for {len(weights)} experts are counted as {sum(counts)} for {len(counts)}: pass one count "
-            "for each expert",
+            f"x has {len(x)} rows for {len(weights)} experts, but counts has {len(counts)} entries with sum "
+            f"{sum(counts)}; pass the number of rows of each expert",
             code="exact.counts",
             about="counts",
         )
@@ -99,7 +102,7 @@ class _ExactLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Computes ordinary matrix products in x's dtype."""
+        """Computes the gradients with ordinary matrix products in x's dtype."""
         x, *weights = ctx.saved_tensors
         rows = gradient.to(x.dtype).split(ctx.counts)
         x_gradient = None

@@ -1,4 +1,4 @@
-"""Log-probabilities of exact mode."""
+"""Log-probs of exact mode."""
 
 from typing import Any
 
@@ -8,20 +8,22 @@ from slimx.extras.exact.operations.forward import forward_on
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Computes (z - max z) - log(sum(exp(z - max z))) of logits z in fp32.
+    """Computes the log-softmax (z - max z) - log(sum(exp(z - max z))) of logits z, in fp32 with the shape of z.
 
-    Logits [rows, vocabulary] of any dtype, scaled -> fp32 of the same shape.
+    `logits` [rows, vocabulary] of any dtype, already divided by the temperature.
     """
     return _LogSoftmax.apply(logits)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities of tokens [rows] alone, fp32 [rows]: `log_softmax` without its full result."""
+    """Returns the log-prob of one token per row, fp32 [rows], as in `log_softmax` but without the log-probs of all
+    other tokens. `logits`: as in `log_softmax`; `tokens`: token ids [rows]."""
     return _TokenLogprobs.apply(logits, tokens)
 
 
 def _normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns max z and log(sum(exp(z - max z))), each [rows] fp32."""
+    """Returns the two terms that log-softmax subtracts from logits z, max z and log(sum(exp(z - max z))), each fp32
+    [rows]."""
     temperature = torch.ones(len(logits), device=logits.device)
     return forward_on(logits.device).log_normalizer(logits.contiguous(), temperature)
 

@@ -1,4 +1,4 @@
-"""Routing to experts and combination of their outputs in exact mode."""
+"""Routing of tokens to experts, and combination of expert outputs, in exact mode."""
 
 from typing import Any
 
@@ -20,17 +20,18 @@ def route(
     renormalize: bool = True,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses each token's experts: logits [T, experts] fp32 -> weights [T, top_k] fp32, ids [T, top_k] int64
-    ascending.
+    """Selects each token's experts from `logits` [T, experts]; returns their weights [T, top_k] fp32 and their ids [T,
+    top_k] int64, ascending.
 
-    `score`: "softmax" over all experts, or "sigmoid". The experts with the largest scores (softmax: logits) are chosen,
-    of equal ones the lower id; `bias` [experts] fp32 is added for the choice only. With `groups` > 1, only experts of
-    the `top_groups` groups with the largest sum of their two best scores are eligible (DeepSeek-V3, 2412.19437). The
-    weights are the scores; `renormalize` divides them by their sum, in order of id; `factor` multiplies them last.
+    `score`: "softmax" over all experts, or "sigmoid". The experts with the largest scores (with softmax: logits) are
+    selected; of equal ones, that with the lower id. `bias` [experts] is added only for the selection. With `groups` >
+    1, only experts in the `top_groups` groups with the largest sums of their two highest scores are eligible
+    (DeepSeek-V3, 2412.19437). The weights are the scores, divided by their sum in order of id if `renormalize`, and
+    finally multiplied by `factor`.
     """
     if score not in ("softmax", "sigmoid"):
         raise SlimxError(
-            f"unknown router score {score!r}: use softmax or sigmoid", code="exact.router_score", about=score
+            f"the router score {score!r} is unknown; use softmax or sigmoid", code="exact.router_score", about=score
         )
     logits = logits.float()
     scores = _Scores.apply(logits, score)
@@ -47,8 +48,8 @@ def route(
 
 
 def _choose(choice: torch.Tensor, top_k: int, groups: int, top_groups: int) -> torch.Tensor:
-    """Chooses experts: choice [T, experts] -> ids [T, top_k], ascending. A stable sort keeps equal scores in order of
-    id."""
+    """Returns the ids [T, top_k], ascending, of the experts with the largest values in `choice` [T, experts]. Stable
+    sorting keeps experts with equal values in order of id. `groups`, `top_groups`: as in `route`."""
     if groups > 1:
         by_group = choice.view(len(choice), groups, -1)
         best = by_group.sort(dim=2, descending=True).values[..., :2]
@@ -80,10 +81,11 @@ class _Scores(torch.autograd.Function):
 
 
 def moe_combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums each token's expert outputs times weights, in ascending id, in fp32, rounded once: [T, hidden].
+    """Returns each token's weighted sum of expert outputs, [T, hidden], added in fp32 in order of expert id and rounded
+    once to outputs' dtype.
 
-    outputs [T, top_k, hidden], weights [T, top_k] fp32 in the same order; `shared` [T, hidden]: output of the shared
-    experts, added last, before the rounding.
+    `outputs` [T, top_k, hidden] and `weights` [T, top_k] are in ascending order of expert id. `shared` [T, hidden]:
+    output of the shared experts, added last, before rounding.
     """
     return _Combine.apply(outputs, weights, shared)
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalization of exact mode."""
+"""RMSNorm of exact mode."""
 
 import torch
 import torch.nn.functional as F
@@ -7,9 +7,9 @@ from slimx.extras.exact.operations.forward import ExactForward, forward_on
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded to x's dtype once.
+    """Computes `x / sqrt(mean(x^2) + eps) * weight` over the last dimension in fp32, and rounds once to x's dtype.
 
-    x [..., hidden], weight [hidden].
+    `x` [..., hidden], `weight` [hidden].
     """
 
     def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -24,9 +24,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the normalized sum and the sum of x and residual, both [..., hidden].
+    """Returns RMSNorm(x + residual), and x + residual, both [..., hidden].
 
-    The sum is rounded to x's dtype before the norm, as in a trainer that adds in one module and normalizes in the next.
+    The sum is rounded to x's dtype before the norm, as in a trainer, which adds in one module and normalizes in the
+    next.
     """
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -1,5 +1,5 @@
-"""Rotary position embedding of exact mode (Su et al., 2104.09864): the rotation, its table, and a description of a
-model's embedding that gives the same table on both sides."""
+"""Rotary position embedding of exact mode (Su et al., 2104.09864): the rotation, its table of cosines and sines, and
+`Rotary`, a model's settings from which trainer and engines compute the same table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slimx.extras.exact.operations.forward.elementary import sine_and_cosine
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
-    """Computes the fp32 table [positions, 2 f] of cosines, then sines, of position * frequency, times `factor`
-    (YaRN's).
+    """Computes the fp32 table [positions, 2 f] of `factor` times the cosines, then the sines, of position * frequency.
+    `factor`: YaRN's magnitude.
 
-    `frequencies` [f]: radians per position. Computed in fp64 in a fixed order of operations and rounded once: equal on
-    every machine.
+    `frequencies` [f]: radians per position. The table is computed in fp64 in a fixed order of operations and rounded
+    once, so it is bitwise equal on every machine.
     """
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies.double().cpu()
     sine, cosine = sine_and_cosine(angle)
@@ -27,14 +27,15 @@ def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -
 
 
 _POWERS = Context(prec=60)
-"""Decimal digits of a power before rounding: enough to decide every rounding to fp32."""
+"""Context for decimal powers with 60 digits, enough to round every power to fp32 correctly."""
 
 
 def rope_frequencies(dimensions: int, base: float) -> torch.Tensor:
-    """Computes 1 / base^(2 i / dimensions), [dimensions / 2] fp32: exponent, power and quotient each rounded to fp32.
+    """Computes the frequencies 1 / base^(2 i / dimensions), fp32 [dimensions / 2], with exponent, power and quotient
+    each rounded to fp32.
 
-    The formula of transformers and SGLang, but their power depends on the C library; here it is the nearest fp32 number
-    on every machine. Exponents are rounded too because models were trained with rounded ones.
+    transformers and SGLang use the same formula, but their power depends on the C library. Here it is the nearest fp32
+    number on every machine. Exponents are rounded, too, because models were trained with rounded exponents.
     """
     exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
     powers = [float(_POWERS.power(Decimal(base), Decimal(exponent))) for exponent in exponents.tolist()]
@@ -49,10 +50,11 @@ def rope(
     *,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates query [T, heads, d] and key [T, groups, d] by their positions [T], in fp32, rounded to their dtype once.
+    """Applies the rotary embedding to query [T, heads, d] and key [T, groups, d] at `positions` [T], in fp32, and
+    rounds once to their dtype.
 
-    `cos_sin`: a table of `rope_table`; dimensions beyond its width are left unchanged. `interleaved`: pairs are
-    neighbouring dimensions, else the two halves of the rotated dimensions.
+    `cos_sin`: table from `rope_table`; dimensions beyond its width are unchanged. `interleaved`: True if a pair is two
+    adjacent dimensions, False if it is the same dimension of the two halves of the rotated dimensions.
     """
     cosine, sine = cos_sin[positions].chunk(2, dim=1)
     return _Rotation.apply(query, cosine, sine, interleaved), _Rotation.apply(key, cosine, sine, interleaved)
@@ -67,7 +69,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Rotates by the negative angle: the inverse of a rotation is its transpose."""
+        """Rotates the gradient by the negative angles, because a rotation's transpose is its inverse."""
         cosine, sine = ctx.saved_tensors
         rotated = forward_on(gradient.device).rotate(gradient, cosine.contiguous(), -sine, ctx.interleaved)
         return rotated, None, None, None
@@ -75,45 +77,49 @@ class _Rotation(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`): long wavelengths are multiplied by
-    `factor`."""
+    """Llama 3.1's scaling of rotary frequencies (`_compute_llama3_parameters` in transformers): long wavelengths are
+    multiplied by `factor`, short ones are kept, and those in between are interpolated."""
 
     factor: float
     low: float
-    """Wavelengths above `original / low` are stretched."""
+    """Wavelengths above `original / low` positions are multiplied by `factor`."""
     high: float
-    """Wavelengths below `original / high` are left unchanged."""
+    """Wavelengths below `original / high` positions are unchanged."""
     original: int
-    """Context length of the model before the extension."""
+    """Context length for which the model was trained before the extension."""
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Scales fp64 `frequencies` [f] to fp32."""
-        turns = self.original * frequencies / (2 * math.pi)  # within the original positions
+        """Returns the scaled fp64 `frequencies` [f], rounded to fp32."""
+        turns = self.original * frequencies / (2 * math.pi)  # rotations within the original context length
         blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return ((1 - blend) * frequencies / self.factor + blend * frequencies).float()
 
 
 def yarn_lengthening(factor: float, magnitude: float) -> float:
-    """Returns YaRN's attention factor ("mscale") for a context extended by `factor`."""
+    """Returns YaRN's attention factor ("mscale") for a context length extended by `factor`. `magnitude`: its
+    coefficient, mscale or mscale_all_dim in config.json."""
     return 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN (Peng et al., 2309.00071) as in DeepSeek-V3."""
+    """YaRN's scaling of rotary frequencies (Peng et al., 2309.00071), as in DeepSeek-V3: high frequencies are kept, low
+    ones are divided by `factor`, and those in between are interpolated."""
 
     factor: float
     original: int
-    """Context length of the model before the extension."""
+    """Context length for which the model was trained before the extension."""
     fast: float
-    """Rotations within `original` positions from which a dimension keeps its frequency (beta_fast)."""
+    """Rotations within `original` positions at or above which a dimension keeps its frequency (beta_fast)."""
     slow: float
-    """Rotations below which its frequency is divided by `factor` (beta_slow)."""
+    """Rotations within `original` positions at or below which a dimension's frequency is divided by `factor`
+    (beta_slow)."""
     magnitude: float
-    """Factor of both queries and keys."""
+    """Factor by which both queries and keys are multiplied."""
 
     def scaled(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
-        """Scales fp64 `frequencies` [f] of 2 f dimensions to fp32."""
+        """Returns the scaled fp64 `frequencies` [f] of 2 f dimensions, rounded to fp32. `base`: the embedding's base
+        (rope_theta)."""
         dimensions = 2 * len(frequencies)
 
         def dimension(turns: float) -> float:
@@ -128,14 +134,15 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotary embedding of `dimensions` of a head."""
+    """Settings of a model's rotary embedding. `dimensions`: rotated dimensions of each head; `base`: rope_theta;
+    `scaling`: None if frequencies are not scaled."""
 
     dimensions: int
     base: float
     scaling: Llama3 | Yarn | None = None
 
     def table(self, positions: int) -> torch.Tensor:
-        """Returns the table that `rope` reads: [positions, dimensions] fp32."""
+        """Returns the table of cosines and sines for `rope`, fp32 [positions, dimensions]."""
         frequencies = rope_frequencies(self.dimensions, self.base).double()
         match self.scaling:
             case Llama3():

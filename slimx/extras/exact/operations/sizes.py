@@ -1,27 +1,32 @@
-"""Sizes that determine the order of operations of exact mode. `docs/numerics.md` has the contract in words."""
+"""Sizes that determine the order of operations in exact mode. The contract of which they are part is in
+`docs/numerics.md`."""
 
 from slimx.errors import SlimxError
 
 CONTRACT_VERSION = 3
-"""Version of the order of operations, rounding points and constants below: both sides must have the same."""
+"""Version of exact mode's contract: order of operations, roundings, and the constants below. Trainer and engines must
+have the same version."""
 
 LANES = 16
-"""Number of partial sums of a row reduction, and of a dot product of query and key."""
+"""Number of partial sums in a row's sum, and in the dot product of a query and a key."""
 SUM_BLOCK = 1024
-"""Elements of a row that are summed before the result is added to the total."""
+"""Number of a row's elements that form a block, whose sum is added to the row's total."""
 KEY_BLOCK = 128
-"""Keys whose values are summed before the result is added to the total."""
+"""Number of keys that form a block, whose sums of weights and values are added to attention's totals."""
 
 
 def check_leaves(leaves: int, columns: int | None = None) -> None:
-    """Raises SlimxError unless `leaves` is a power of two that divides `columns` (if not None)."""
+    """Raises SlimxError unless `leaves`, a number of leaves, is a power of two and divides `columns`, the elements of a
+    dot product. None: only the first is checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
-            f"{leaves} leaves do not make a binary tree: set a power of two", code="exact.leaves", about=str(leaves)
+            f"{leaves} leaves do not form a binary tree; set numerics.leaves to a power of two",
+            code="exact.leaves",
+            about=str(leaves),
         )
     if columns is not None and columns % leaves:
         raise SlimxError(
-            f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves: use fewer",
+            f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves; lower numerics.leaves",
             code="exact.leaves",
             about=str(leaves),
         )

@@ -1,5 +1,5 @@
-"""Python interface of the CPU kernel of products with a fixed order of summation (`csrc/exact.h`): same bits as
-`reference.py`."""
+"""Python interface of the CPU kernel for products with a fixed order of summation (`csrc/exact.h`), whose results are
+bitwise equal to those of `reference.py`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import ctypes
 import functools
 from pathlib import Path
 
-import torch  # before the library is loaded, so both share one OpenMP runtime
+import torch  # imported before the library is loaded, so that both share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact.so"
 ABI = 1
-"""SLIMX_EXACT_ABI in csrc/exact.h."""
+"""Version of the library's interface: SLIMX_EXACT_ABI in csrc/exact.h."""
 ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 FP32 = 1
-"""Code of fp32 in kernel calls."""
+"""Code for fp32 in kernel calls."""
 
 
 class WeightGroup(ctypes.Structure):
-    """Struct SlimxExactGroup: a weight matrix and the number of rows that it multiplies."""
+    """A weight matrix and the number of rows that it multiplies: the struct SlimxExactGroup in csrc/exact.h."""
 
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.product` of fp32 tensors."""
+    """Computes `reference.product` for fp32 tensors on the CPU."""
     x = x.contiguous()
     weight = weight.contiguous()
     out = x.new_empty(len(x), len(weight))
@@ -39,21 +39,28 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     )
     if status:
         raise SlimxError(
-            f"not enough memory for the scratch space of a product with {list(weight.shape)}: use fewer threads",
+            f"not enough memory for the scratch space of a product with a matrix {list(weight.shape)}; use fewer "
+            "threads",
         )
     return out
 
 
 def isas() -> tuple[str, ...]:
-    """Returns the instruction sets of this processor that the library has kernels for; empty if it is not x86-64."""
+    """Returns the names of this processor's instruction sets for which the library has kernels; empty on processors
+    other than x86-64."""
     return tuple(name for name, code in ISAS.items() if load().slimx_exact_has_isa(code) and name != "best")
 
 
 @functools.cache
 def load(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Loads the library at `path` and declares its linear. Raises SlimxError if it is missing, broken or stale."""
+    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if it is
+    missing, outdated or cannot be loaded."""
     library = load_library(
-        path, what="the library of ordered sums", version="slimx_exact_abi", abi=ABI, remedy="run `make build`"
+        path,
+        what="the library of products with ordered sums",
+        version="slimx_exact_abi",
+        abi=ABI,
+        remedy="run `make build`",
     )
     address = ctypes.c_void_p
     count = ctypes.c_int64

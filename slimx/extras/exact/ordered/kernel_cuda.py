@@ -1,7 +1,8 @@
-"""Python interface of the CUDA kernel of products with a fixed order of summation (`csrc/exact_interface.cuh`): same
-bits as `reference.py`.
+"""Python interface of the CUDA kernel for products with a fixed order of summation (`csrc/exact_interface.cuh`), whose
+results are bitwise equal to those of `reference.py`.
 
-Work is queued on the current stream. The module can be imported without the library, which is checked on first use.
+Kernels run in the current stream. This module can be imported without the compiled library, which is loaded on first
+use.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-import torch  # before the library is loaded, as in kernel.py
+import torch  # imported before the library is loaded, as in kernel.py
 
 from slimx.errors import SlimxError
 from slimx.extras.exact.ordered.kernel import FP32
@@ -18,11 +19,11 @@ from slimx.library import load_library
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
 ABI = 102
-"""SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
+"""Version of the library's interface: SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes `reference.product` of fp32 tensors."""
+    """Computes `reference.product` for fp32 tensors on a GPU."""
     x = x.contiguous()
     weight = weight.contiguous()
     rows = len(x)
@@ -37,8 +38,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call(name: str, on: torch.Tensor, *arguments: object) -> None:
-    """Calls a kernel with a declared signature on the device of tensor `on`. Raises SlimxError if it cannot be
-    launched."""
+    """Launches the kernel `name`, whose signature has been declared, on the device of tensor `on`. Raises SlimxError if
+    it cannot be launched."""
     library = load(LIBRARY)
     with torch.cuda.device(on.device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -46,19 +47,21 @@ def call(name: str, on: torch.Tensor, *arguments: object) -> None:
     if status:
         reason = library.slimx_exact_cuda_error_string(status).decode()
         raise SlimxError(
-            f"{name} cannot be launched on {on.device}: {reason} (CUDA error {status})",
+            f"exact mode's CUDA kernel {name} cannot be launched on {on.device}: {reason} (CUDA error {status}); "
+            "check the GPU with nvidia-smi",
         )
 
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """Loads the library at `path` and declares its linear. Raises SlimxError if it is missing, broken or stale."""
+    """Loads the compiled library at `path` and declares the signature of its linear kernel. Raises SlimxError if it is
+    missing, outdated or cannot be loaded."""
     library = load_library(
         path,
-        what="the CUDA library of ordered sums",
+        what="the CUDA library of products with ordered sums",
         version="slimx_exact_cuda_abi",
         abi=ABI,
-        remedy="run `make build` where nvcc is (CUDA 12.8 or later)",
+        remedy="run `make build` on a host with nvcc (CUDA 12.8 or later)",
     )
     address = ctypes.c_void_p
     count = ctypes.c_int64

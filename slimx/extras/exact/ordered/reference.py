@@ -1,22 +1,22 @@
-"""Products with a fixed order of summation in torch, on any device: slow and obvious. This is the specification: the
-kernels of `csrc/exact.h` have the same bits, and their Python interfaces (`kernel.py`, `kernel_cuda.py`) the same
-function."""
+"""Matrix products with a fixed order of summation in torch, slow but simple, for any device. This is the specification:
+the kernels in `csrc/exact.h` return the same bits, through the same function in `kernel.py` and `kernel_cuda.py`."""
 
 import torch
 import torch.nn.functional as F
 
 K_BLOCK = 32
-"""Elements of a block of a dot product, whose even and odd elements form two chains."""
+"""Number of elements of a dot product that form a block; its even and its odd elements are two chains of
+multiply-adds."""
 LEAST_NORMAL = 2.0**-126
 _MOST = 2**20
-"""Elements of a temporary: rows are processed in parts below this size."""
+"""Maximum number of elements in a temporary tensor; rows are processed in parts of at most this size."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes x [M, K] times weight [N, K] transposed -> [M, N] fp32; bf16 is widened.
+    """Computes x [M, K] times weight [N, K] transposed, fp32 [M, N]. bf16 inputs are converted to fp32.
 
-    K is summed in blocks of K_BLOCK, padded with zeros: a block's even and odd elements are two chains of multiply-adds
-    from zero; their sum is added to the total. Denormals are treated as zeros.
+    K is padded with zeros and summed in blocks of K_BLOCK. A block's even and odd elements are two chains of
+    multiply-adds that start from zero; the sum of the two chains is added to the total. Denormals count as zeros.
     """
     if not len(x):
         return x.new_zeros(0, len(weight), dtype=torch.float32)
@@ -37,24 +37,26 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """Pads x [rows, K] and returns it as fp64 [rows, blocks, K_BLOCK / 2, 2], denormals flushed."""
+    """Returns x [rows, K], padded with zeros and with denormals replaced by zeros, as fp64 [rows, blocks, K_BLOCK / 2,
+    2]."""
     padded = F.pad(flushed(x.float()), (0, -x.shape[1] % K_BLOCK))
     return padded.double().view(len(x), -1, K_BLOCK // 2, 2)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = False) -> torch.Tensor:
-    """Computes a * b + c in fp32, rounded once; a, b fp64 tensors with fp32 values, c fp32.
+    """Computes a * b + c, rounded once to fp32. `a` and `b` are fp64 tensors whose values are fp32 numbers; `c` is
+    fp32.
 
-    fp64 represents the product exactly but not always the sum, and rounding twice differs from rounding once. The sum
-    is therefore rounded to odd, which gives the same second rounding to fewer than 52 bits as the exact sum (Boldo and
-    Melquiond, IEEE TC 57(4), 2008). `flush`: results below the least normal number after rounding become zeros of the
-    same sign.
+    fp64 represents the product exactly but not always the sum, and rounding twice can differ from rounding once. The
+    sum is therefore rounded to odd, after which rounding to fewer than 52 bits gives the same result as from the exact
+    sum (Boldo and Melquiond, IEEE TC 57(4), 2008). `flush`: True to replace results that are denormal after rounding by
+    zeros of the same sign.
     """
     both = a * b
     c = c.double()
     total = both + c
     second = total - both
-    error = (both - (total - second)) + (c - second)  # TwoSum: total + error is exact
+    error = (both - (total - second)) + (c - second)  # TwoSum: total + error equals the exact sum
     bits = total.view(torch.int64)
     even = (error != 0) & (bits & 1 == 0) & total.isfinite()
     outwards = torch.where((error > 0) == (total > 0), 1, -1)
@@ -65,5 +67,5 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = Fals
 
 
 def flushed(x: torch.Tensor) -> torch.Tensor:
-    """Replaces denormals of fp32 `x` by zeros of the same sign."""
+    """Returns fp32 `x` with denormals replaced by zeros of the same sign."""
     return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x)

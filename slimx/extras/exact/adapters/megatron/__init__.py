@@ -1,1 +1,1 @@
-"""Exact mode inside megatron-core."""
+"""Installs exact mode in megatron-core's models."""

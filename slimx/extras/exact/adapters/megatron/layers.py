@@ -1,10 +1,12 @@
-"""Exact mode in the trainer: megatron-core's modules with the operations of the contract.
+"""Exact mode in the trainer: megatron-core's modules with the arithmetic of exact mode
+(`slimx.extras.exact.operations`).
 
-The modules are those of `slimx.adapters.megatron.layers` and megatron-core with different arithmetic; names, shapes and
-checkpoint keys of parameters are the same. `install` puts them into a layer's spec. Written for megatron-core 0.19.2.
+Each module replaces one of `slimx.adapters.megatron.layers` or megatron-core; names, shapes and checkpoint keys of
+parameters stay the same. `install` replaces them in a decoder's spec. Written for megatron-core 0.19.2.
 
-Tensor parallelism: partial sums of row-parallel products stay in fp32. Every rank gathers them, adds them in the order
-of the tree and rounds the sum once. A reduction by the communication library would add in its own order.
+Under tensor parallelism, partial sums of row-parallel products stay in fp32. Every rank gathers them, adds them in the
+order of the binary tree and rounds the sum once. A reduction by the communication library would add them in an order of
+its own.
 """
 
 from __future__ import annotations
@@ -57,21 +59,22 @@ from slimx.extras.low_precision.megatron import CustomProduct
 WITHOUT_ARITHMETIC = (
     IdentityFuncOp,
     IdentityOp,
-    Linear,  # replaced by ExactLatentAttention, the only module that has it
+    Linear,  # ExactLatentAttention, the only module that contains it, replaces it
     MLP.as_mlp_submodule,
     SelfAttention,
     SharedExpertMLP,
     TransformerLayer,
-    get_bias_dropout_add,  # without bias and dropout, the residual's sum, as engines compute it
+    get_bias_dropout_add,  # without bias and dropout it only adds the residual, as engines do
 )
-"""Other modules that a spec may contain: only their parts round."""
+"""Modules that a spec may contain unchanged, because they round nothing themselves; their submodules are replaced or
+checked."""
 
 
 def install(block: Any, *, leaves: int, rotary: exact.Rotary) -> None:
-    """Replaces the modules in a decoder's spec (TransformerBlockSubmodules) by those of exact mode.
+    """Replaces the modules in the decoder's spec `block`, a TransformerBlockSubmodules, by those of exact mode.
 
-    `leaves`: those of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself. Raises
-    SlimxError for a spec with a module that has no counterpart.
+    `leaves`: number of leaves of row-parallel sums. `rotary`: the model's rotary embedding, which core attention
+    applies itself. Raises SlimxError if the spec contains a module without a counterpart in exact mode.
     """
     parts = {
         ColumnParallelLinear: ModuleSpec(ExactColumn),
@@ -103,12 +106,13 @@ def _exchange_activations(builder: Builder) -> None:
 
 
 def _check(builder: Builder, role: str) -> None:
-    """Raises SlimxError for a module that would round differently. `role`: the builder's role in a layer."""
+    """Raises SlimxError if `builder` or a submodule would build a module that rounds differently from exact mode.
+    `role`: name of the builder's field in its spec, for the error."""
     kind = kind_of(builder)
     if kind not in WITHOUT_ARITHMETIC and kind is not ExactRouter and getattr(kind, "__module__", None) != __name__:
         raise SlimxError(
-            f"numerics.mode exact does not support {getattr(kind, '__name__', kind)}, which is {role} of this model in "
-            "megatron-core; set numerics.mode=fast",
+            f"numerics.mode=exact does not support {getattr(kind, '__name__', kind)}, which megatron-core uses as "
+            f"{role} of this model; set numerics.mode=fast",
             code="exact.module",
             about=getattr(kind, "__name__", str(kind)),
         )
@@ -116,13 +120,14 @@ def _check(builder: Builder, role: str) -> None:
         _check(value, name)
 
 
-# Weights with the rounded values of engines -----------------------------------------------------------------------
+# Weights with the values that engines have after an fp8 publication
+# -----------------------------------------------------------------------
 
 
 def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
-    """Makes layers multiply by `rounded` [as parameter] instead of `parameter`, reading its memory at each call: the
-    values that engines compute with if weights are published in fp8. The gradient of `rounded` is passed on
-    unchanged."""
+    """Makes layers multiply by `rounded`, which has the shape of `parameter`, instead of by `parameter`. It contains
+    the values that engines have after an fp8 publication; updates of its memory take effect at the next call. The
+    gradient with respect to `rounded` becomes that of `parameter`, unchanged."""
     serve(parameter, lambda: _StraightThrough.apply(parameter, rounded))
 
 
@@ -162,8 +167,8 @@ class ExactLinear(DownProjection):
 
 
 class _TreeSum(torch.autograd.Function):
-    """Sum of the fp32 partial sums of all ranks, added as the upper levels of the tree. Each rank's part gets the full
-    gradient, which is the same on all ranks."""
+    """Adds the fp32 partial sums of all ranks as the upper levels of the binary tree. In the backward pass, each rank's
+    part gets the full gradient, which is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -177,14 +182,15 @@ class _TreeSum(torch.autograd.Function):
 
 
 class ExactRow(RowParallelLinear):
-    """A row-parallel layer outside of experts."""
+    """Row-parallel linear layer outside of experts. `leaves`: number of leaves of its sum over all TP ranks."""
 
     def __init__(self, *args: Any, leaves: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.leaves = leaves // self.tp_group.size()
         if self.bias is not None:
             raise SlimxError(
-                "exact mode does not support a bias in a row-parallel layer; set numerics.mode=fast",
+                "numerics.mode=exact does not support a bias in a row-parallel layer, which this model has; set "
+                "numerics.mode=fast",
             )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -197,8 +203,8 @@ class ExactRow(RowParallelLinear):
 
 
 class _FirstRankOnly(torch.autograd.Function):
-    """The input on the first rank of expert tensor parallelism, zeros on the others: the dispatcher adds the ranks. In
-    the backward pass every rank gets the full gradient."""
+    """Returns the input on the first rank of expert tensor parallelism and zeros on the others, because the dispatcher
+    then sums over these ranks. In the backward pass, every rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -210,8 +216,8 @@ class _FirstRankOnly(torch.autograd.Function):
 
 
 class ExactSwiGLU(MegatronModule):
-    """The activation of a spec (`use_te_activation_func`), a module because checkpoints save the state of every part of
-    an MLP."""
+    """SwiGLU as the activation module of an MLP's spec (`use_te_activation_func`). It must be a module, because
+    checkpoints save the state of each of an MLP's submodules."""
 
     def __init__(self, config: Any, **_: Any):
         super().__init__(config)
@@ -224,8 +230,8 @@ class ExactSwiGLU(MegatronModule):
 
 
 class ExactAttention(PackedAttention):
-    """Core attention that rotates queries and keys itself with an fp32 table of `rotary`: the last dimensions in latent
-    attention, else the first ones."""
+    """Core attention that applies the rotary embedding `rotary` itself, with an fp32 table of cosines and sines. It
+    rotates the last dimensions of queries and keys in latent attention, otherwise the first ones."""
 
     def __init__(self, config: Any, *args: Any, rotary: exact.Rotary, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -259,7 +265,8 @@ class ExactAttention(PackedAttention):
         )
 
     def _table_and_positions(self, lengths: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rotary table and the positions of this rank's tokens in their sequences."""
+        """Returns the table of cosines and sines, and the position of each of this rank's tokens in its sequence.
+        `lengths`: tokens of each sequence in the pack."""
         if max(lengths) > len(self._table):
             self._table = self.rotary.table(1 << (max(lengths) - 1).bit_length()).to(device)
         rows = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))
@@ -283,7 +290,8 @@ class ExactAttention(PackedAttention):
 
 
 class ExactLatentAttention(LatentAttention):
-    """Latent attention whose core attention rotates; megatron-core only separates the pairs."""
+    """Latent attention (MLA) whose core attention applies the rotary embedding. megatron-core's code only reorders the
+    rotary pairs, because it gets zero angles."""
 
     rotary_pos_emb: Any
 
@@ -292,11 +300,12 @@ class ExactLatentAttention(LatentAttention):
         exchange_down_projections(self, ExactLinear)
         self.rotary_pos_emb = _ZeroRotary(self.rotary_pos_emb)
         magnitude = exact.yarn_lengthening(self.config.rotary_scaling_factor, self.config.mscale_all_dim)
-        self.core_attention.scale = self.q_head_dim**-0.5 * magnitude * magnitude  # SGLang's order of operations
+        self.core_attention.scale = self.q_head_dim**-0.5 * magnitude * magnitude  # in SGLang's order of operations
 
 
 class _ZeroRotary(torch.nn.Module):
-    """A rotary embedding whose angles are all zero: rotation by them is exact. Shapes are those of `rotary`."""
+    """Replaces the rotary embedding `rotary` by one with the same shapes whose angles are all zero, so that rotating
+    changes no value."""
 
     def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
@@ -314,7 +323,7 @@ class _ZeroRotary(torch.nn.Module):
 
 
 class _ExactGrouped(GroupedLinear):
-    """The products of all local experts in one call."""
+    """Linear layers of all local experts, computed in one call. `local_leaves`: leaves of each sum on this rank."""
 
     experts: list[ColumnParallelLinear | RowParallelLinear]
 
@@ -345,7 +354,7 @@ class ExactRowGrouped(_ExactGrouped, RowGroupedLinear):
 
 
 class ExactExperts(TEGroupedMLP):
-    """Outputs of experts without the router's weights, which `ExactMoe` applies."""
+    """Experts that return their outputs unweighted; `ExactMoe` applies the router's weights."""
 
     def forward(
         self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -356,18 +365,19 @@ class ExactExperts(TEGroupedMLP):
 
 
 class ExactMoe(MoELayer):
-    """Adds each token's expert outputs in ascending order of id, in fp32."""
+    """MoE layer that adds each token's weighted expert outputs in fp32, in ascending order of expert id."""
 
     _routed: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Probabilities and routing map between `preprocess` and `postprocess`."""
+    """Router probabilities and routing map of the current call, from `preprocess` until `postprocess`."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         self._routed = probs, routing_map
         return super().preprocess(hidden_states, probs, routing_map)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Combines `output`, which has one row per token and expert, sorted by expert and then token."""
-        assert self._routed is not None, "preprocess comes first"
+        """Returns each token's weighted sum of expert outputs. `output` has one row per token and selected expert,
+        sorted by expert and then by token."""
+        assert self._routed is not None, "call preprocess before postprocess"
         probs, routing_map = self._routed
         self._routed = None
         dispatcher = self.token_dispatcher

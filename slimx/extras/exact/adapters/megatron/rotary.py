@@ -1,4 +1,5 @@
-"""Describes the rotary embedding of a megatron-core model for exact mode. Written for 0.19.2."""
+"""Describes the rotary embedding of a megatron-core model, so that exact mode can compute it. Written for megatron-core
+0.19.2."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from slimx.extras.exact.operations import Llama3, Rotary, Yarn, yarn_lengthening
 
 
 def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
-    """Returns the rotary embedding of a model with GPTModel arguments `gpt`. Raises SlimxError for other position
-    embeddings."""
+    """Returns the rotary embedding of the model with configuration `transformer` and GPTModel arguments `gpt`. Raises
+    SlimxError if it uses other position embeddings."""
     scaling: Llama3 | Yarn | None
     if isinstance(transformer, MLATransformerConfig):
         scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
     if gpt["position_embedding_type"] != "rope":
         raise SlimxError(
-            f"numerics.mode exact does not support position_embedding_type {gpt['position_embedding_type']} of this "
-            "model in megatron-core; set numerics.mode=fast",
+            f"numerics.mode=exact does not support position_embedding_type {gpt['position_embedding_type']}, which "
+            "this model has in megatron-core; set numerics.mode=fast",
             code="exact.rotary",
             about=gpt["position_embedding_type"],
         )
-    # The constants are megatron-core's (RotaryEmbedding._apply_scaling).
+    # megatron-core's constants (RotaryEmbedding._apply_scaling).
     scaling = Llama3(float(gpt["rope_scaling_factor"]), 1.0, 4.0, 8192) if gpt.get("rope_scaling") else None
     dimensions = int(transformer.kv_channels * gpt.get("rotary_percent", 1.0))
     return Rotary(dimensions, float(gpt["rotary_base"]), scaling)

@@ -1,4 +1,4 @@
-"""The router of exact mode."""
+"""megatron-core's MoE router with the arithmetic of exact mode."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from slimx.trainer.moe.router import PolicyRouter
 
 
 class _ExactRouting(TopKRouter):
-    """The arithmetic of exact mode: fp32 logits; of equal experts the lower id."""
+    """Routing with fp32 logits; of experts with equal scores, the one with the lower id is selected."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Computes logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
+        """Computes the router's logits, fp32 [t, 1, experts], from `input` [t, 1, hidden]."""
         return exact.linear(input.float(), served(self.weight).float())
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns probabilities and routing map, both [t, experts], by the rounding rules of exact mode."""
+        """Returns each token's expert probabilities (0 for unselected experts) and routing map (True for selected
+        ones), both [t, experts], from `logits` [t, 1, experts]."""
         config = self.config
         flat = logits.view(-1, config.num_moe_experts)
-        # megatron-core renormalizes sigmoid scores of several experts, and softmax scores unless softmax comes first.
+        # As in megatron-core: sigmoid scores are renormalized if several experts are selected, and softmax scores
+        # unless softmax precedes the selection.
         renormalize = self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax
         weights, experts = exact.route(
             flat,
@@ -35,13 +37,13 @@ class _ExactRouting(TopKRouter):
             renormalize=renormalize,
             factor=config.moe_router_topk_scaling_factor or 1.0,
         )
-        if self.router_replay is not None:  # records the choice; exact mode never replays one
+        if self.router_replay is not None:  # only records the selected experts; exact mode never replays them
             self.router_replay.get_replay_topk(flat, self.topk, None, None, lambda *_, **__: (weights, experts))
         probs = torch.zeros_like(flat).scatter(1, experts, weights)
         return probs, torch.zeros_like(flat, dtype=torch.bool).scatter(1, experts, True)
 
 
 class ExactRouter(PolicyRouter, _ExactRouting):
-    """PolicyRouter in exact mode."""
+    """slimx's router (`PolicyRouter`) with the arithmetic of exact mode."""
 
     gating = _ExactRouting.gating

@@ -1,4 +1,4 @@
-"""Exact mode inside SGLang."""
+"""Installs exact mode in SGLang's servers."""
 
 ATTENTION = "slimx_exact"
-"""Name of the attention backend."""
+"""Name under which exact mode's attention backend is registered in SGLang."""

@@ -1,8 +1,8 @@
-"""Block-fp8 weights of an SGLang server in exact mode: stored as published, dequantized when used.
+"""Block-fp8 weights in an SGLang server in exact mode: stored as published, and dequantized for each use.
 
-Written for sglang 0.5.23, whose fp8 layers on the CPU repack weights for AMX kernels that no wheel contains. Here the
-codes and scales stay as SGLang allocates and loads them: a publication writes in place, a verification reads the same
-bytes, and a linear computes with the dequantized values.
+Written for sglang 0.5.23, whose fp8 layers on the CPU repack weights for AMX kernels that no wheel contains. Here codes
+and scales stay as SGLang allocates and loads them. Publications write them in place, verification reads the same bytes,
+and layers compute with the dequantized values.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ EXPERTS_LOADED = f"{_MODULE}.Fp8MoEMethod.process_weights_after_loading"
 
 
 class BlockOperations:
-    """Replacements for SGLang's fp8 layers in its HookRegistry."""
+    """Functions that replace those of SGLang's fp8 layers, through its HookRegistry."""
 
     def __init__(self, linear: Callable[..., torch.Tensor]):
-        """Takes `linear`, the replacement for a linear layer: (method, layer, input, bias) -> output."""
+        """Stores `linear`, the function (method, layer, input, bias) -> output that replaces fp8 linear layers."""
         self._linear = linear
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Returns the replacements by target."""
+        """Returns the replacement functions, by dotted name of the SGLang function that each replaces."""
         loaded = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
         return {LINEAR: self._linear, EXPERTS: self.experts, **loaded}
 
     def used(self, model: torch.nn.Module) -> set[str]:
-        """Returns the targets that `model` calls."""
+        """Returns the dotted names of the replaced functions that `model` calls."""
         targets = set()
         methods = methods_of(model)
         if "Fp8LinearMethod" in methods:
@@ -44,7 +44,8 @@ class BlockOperations:
         return targets
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
-        """Calls SGLang's function for unquantized experts on the CPU, which exact mode replaces."""
+        """Computes experts with SGLang's function for unquantized experts on the CPU, which exact mode replaces in
+        turn."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
@@ -52,18 +53,20 @@ class BlockOperations:
         return StandardCombineInput(hidden_states=fused_moe_native.moe_forward_native(layer, *inputs))
 
     def keep(self, method: Any, layer: Any) -> None:
-        """Does nothing, so that weights keep their loaded order: SGLang would repack them."""
+        """Does nothing, so that weights keep the order in which they were loaded; SGLang's function would repack
+        them."""
 
 
 def methods_of(model: torch.nn.Module) -> set[str]:
-    """Returns the class names of the quantization methods of `model`'s layers."""
+    """Returns the class names of the quantization methods (`quant_method`) of `model`'s layers."""
     return {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
 
 
 def quantized_otherwise(module: Any) -> str | None:
-    """Returns the reason why the weights of a linear layer or of experts are not supported, else None.
+    """Returns a description, for an error message, of why exact mode does not support the weights of a linear layer or
+    of experts; None if it does.
 
-    Unquantized weights are supported, and e4m3 codes with one fp32 scale per block in host memory.
+    It supports unquantized weights, and e4m3 codes with one fp32 scale per block in host memory.
     """
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
@@ -76,11 +79,11 @@ def quantized_otherwise(module: Any) -> str | None:
     covered = {(False, torch.float8_e4m3fn, "cpu"), (True, torch.float32, "cpu")}
     if isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)) and method.block_quant and forms == covered:
         return None
-    return "has weights that are quantized in another way than in blocks of fp8 on the CPU"
+    return "has weights in a quantization other than block fp8 on the CPU"
 
 
 def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weight of a linear layer [rows, cols], dequantized to `dtype` if the layer stores codes."""
+    """Returns the weight of a linear layer, [rows, cols]; fp8 codes are dequantized to `dtype`."""
     weight = layer.weight
     if weight.dtype != torch.float8_e4m3fn:
         return weight
@@ -88,10 +91,10 @@ def weight_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expert_weights(layer: Any, name: str, counts: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Returns the weights `name` of all experts of a layer, each [rows, cols].
+    """Returns the weight `name`, such as w13_weight, of each expert in a layer, [rows, cols].
 
-    If the layer stores codes, only experts with tokens (`counts`) are dequantized to `dtype`; the other entries are
-    uninitialized and must not be read.
+    `counts`: number of tokens of each expert. fp8 codes are dequantized to `dtype`, but only for experts with tokens;
+    the entries of other experts are uninitialized and must not be read.
     """
     weights = getattr(layer, name)
     if weights.dtype != torch.float8_e4m3fn:

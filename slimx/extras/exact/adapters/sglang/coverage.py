@@ -1,6 +1,7 @@
-"""Check that exact mode covers a served model: `numerics.py` replaces all of its rounding operations.
+"""Checks that exact mode covers a served model: `numerics.py` must replace all of the model's operations that round.
 
-Written for sglang 0.5.23. Any other module with parameters would round differently from the trainer.
+Written for sglang 0.5.23. A model with any other module that has parameters is refused, because the module would round
+differently from the trainer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from slimx.extras.exact.adapters.sglang.experts import BLOCKS
 from slimx.extras.exact.adapters.sglang.rotary import KINDS
 
 GATES = ("MoEGate", "Glm4MoeGate")
-"""Modules with routers' weights, which the layers of BLOCKS multiply by."""
+"""Class names of modules that only store a router's weight; the MoE layers of BLOCKS multiply by it."""
 
 
 def uncovered(model: torch.nn.Module) -> Iterator[str]:
-    """Yields a phrase for each part of a model that these operations do not compute."""
+    """Yields a clause for each module of `model` that exact mode does not cover: its name, its class, and what it does
+    differently."""
     latent = {id(module.rotary_emb) for module in model.modules() if type(module).__name__ == "DeepseekV2AttentionMLA"}
     for name, module in model.named_modules():
         problem = _problem(module, in_latent=id(module) in latent)
@@ -28,9 +30,10 @@ def uncovered(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
-    """Returns the reason why a module's own arithmetic does not follow the contract, or None.
+    """Returns what `module` computes that exact mode does not cover, as a predicate for an error message; None if exact
+    mode covers it. Submodules are not considered.
 
-    `in_latent`: the module is the rotary embedding of latent attention.
+    `in_latent`: True if the module is the rotary embedding of latent attention.
     """
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import LinearBase, RowParallelLinear
@@ -45,29 +48,33 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
             return quantized_otherwise(module) or "has a bias"
         return quantized_otherwise(module)
     if isinstance(module, FusedMoE):
-        # A subclass such as DeepEPMoE sends tokens by its own kernels.
-        return _problem_of_experts(module) if type(module) is FusedMoE else "computes its experts in another way"
+        # A subclass such as DeepEPMoE exchanges tokens with kernels of its own.
+        return (
+            _problem_of_experts(module)
+            if type(module) is FusedMoE
+            else "computes experts with other kernels than FusedMoE"
+        )
     if isinstance(module, TopK):
         return _problem_of_choice(module.topk_config)
     name = type(module).__name__
     if isinstance(module, RMSNorm):
         if module.cast_x_before_out_mul or module.fp32_residual or module.variance_size_override:
-            return "normalizes in another way"
+            return "rounds or normalizes differently from a plain RMSNorm"
     elif isinstance(module, RadixAttention):
         if (module.sliding_window_size or -1) > -1 or module.logit_cap or module.is_cross_attention:
             return "attends to a window or caps its logits"
     elif isinstance(module, RotaryEmbedding):
         plain = name in KINDS and module.is_neox_style != in_latent
         if not plain or (hasattr(module, "mscale") and not in_latent):
-            return "rotates in another way"
+            return "is a rotary embedding of an unsupported kind"
     elif name in BLOCKS:
         if module.num_fused_shared_experts:
-            return "computes its shared experts with the others"
+            return "fuses shared experts with the routed ones"
     elif name == "DeepseekV2AttentionMLA":
         if module.use_dsa:
-            return "attends to chosen tokens only"
+            return "uses sparse attention"
     elif getattr(module, "use_fused_qk_norm_rope", False) or getattr(module, "use_fused_qk_norm_rope_cpu", False):
-        return "normalizes and rotates in a special kernel"
+        return "fuses the norm of queries and keys with the rotary embedding"
     elif not isinstance(module, VocabParallelEmbedding) and name not in GATES:
         unknown = next(module.parameters(recurse=False), None) is not None
         return "is unknown" if unknown else None
@@ -75,13 +82,14 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 
 def _problem_of_experts(module: Any) -> str | None:
-    """Returns the reason why SGLang's FusedMoE does not follow the contract, or None."""
+    """Returns what SGLang's FusedMoE `module` computes that exact mode does not cover, as a predicate; None if exact
+    mode covers it."""
     reason = quantized_otherwise(module)
     if reason is not None:
         return reason
     method = module.quant_method
     if not method.runner.runner_backend.is_triton() or getattr(method, "w13_swiglu_interleaved", False):
-        return "stores its weights in another order"
+        return "stores expert weights in an unsupported order"
     plain = module.moe_runner_config.activation == "silu" and module.moe_runner_config.gemm1_alpha is None
     if not plain or getattr(module, "w13_weight_bias", None) is not None:
         return "is not a plain SwiGLU"
@@ -89,11 +97,11 @@ def _problem_of_experts(module: Any) -> str | None:
 
 
 def _problem_of_choice(config: Any) -> str | None:
-    """Returns the problem with SGLang's TopKConfig, or None. With groups and a bias, SGLang uses sigmoid scores
-    whatever `scoring_func` is."""
+    """Returns why exact mode does not cover the selection of experts by SGLang's TopKConfig `config`, as a predicate;
+    None if it does. With groups and a bias, SGLang uses sigmoid scores regardless of `scoring_func`."""
     if config.use_grouped_topk:
         plain = config.correction_bias is not None
     else:
         plain = config.correction_bias is None and config.scoring_func == "softmax"
     plain = plain and config.custom_routing_function is None and not config.num_shared_topk_slots
-    return None if plain else "chooses experts by another rule"
+    return None if plain else "selects experts by an unsupported rule"

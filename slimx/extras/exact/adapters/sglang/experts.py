@@ -1,6 +1,7 @@
-"""Exact mode in an SGLang server: the choice of experts, their products, and the sum of their outputs.
+"""MoE layers of an SGLang server in exact mode: selection of experts, their linear layers, and the sum of their
+outputs.
 
-Written for sglang 0.5.23; `numerics.py` registers these operations as replacements of SGLang's.
+Written for sglang 0.5.23; `numerics.py` registers these operations in place of SGLang's.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ BLOCKS = {
     "DeepseekV2MoE": "sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal",
     "Glm4MoeSparseMoeBlock": "sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.forward_normal",
 }
-"""Layers with a sigmoid router and shared experts, by class."""
+"""Class name of each MoE layer with a sigmoid router and shared experts -> dotted name of its forward method."""
 
 
 class ExpertOperations:
-    """The operations of a server's MoE layers. `leaves`: leaves of row-parallel sums."""
+    """Operations of a server's MoE layers. `leaves`: number of leaves of row-parallel sums."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves
         self._shared: torch.Tensor | None = None
-        """Output of the shared experts, waiting for the next sum of the other experts."""
+        """Output of the current layer's shared experts, until `experts` adds it to the sum of the routed ones."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Returns replacements for SGLang's HookRegistry, by target."""
+        """Returns the replacement functions for SGLang's HookRegistry, by dotted name of the function that each
+        replaces."""
         blocks = dict.fromkeys(BLOCKS.values(), self.block)
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Returns the targets called by a model with modules of the classes `kinds`."""
+        """Returns the dotted names of the replaced functions that a model calls. `kinds`: class names of the model's
+        modules."""
         blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
         if not blocks and "FusedMoE" not in kinds:
             return set()
         return {EXPERTS, GROUPED_TOP_K if blocks else TOP_K} | blocks
 
     def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Computes a layer of BLOCKS: the shared experts' output is added before the sum is rounded."""
+        """Computes a MoE layer of a class in BLOCKS for `hidden` [tokens, hidden]. The shared experts' output is added
+        before the sum of the experts is rounded."""
         from sglang.srt.layers.moe.utils import post_experts_all_reduce
 
         logits = exact.linear(hidden, layer.gate.weight, dtype=torch.float32)
@@ -69,7 +73,8 @@ class ExpertOperations:
         routed_scaling_factor: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses as `top_k`, by sigmoid scores; the weights include the factor."""
+        """Selects experts by sigmoid scores within groups, and returns weights and ids like `top_k`. The weights
+        include `routed_scaling_factor`."""
         weights, ids = exact.route(
             gating_output,
             topk,
@@ -92,13 +97,16 @@ class ExpertOperations:
         scoring_func: str = "softmax",
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
+        """Selects each token's experts by softmax scores; returns their weights [tokens, k] fp32 and ids [tokens, k]
+        int32, in ascending order of id."""
         weights, ids = exact.route(gating_output, topk, renormalize=renormalize)
         return weights, ids.to(torch.int32)
 
     def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
-        """Computes x [tokens, hidden] -> [tokens, hidden] with this rank's weights w13 [experts, 2 n, hidden] and w2
-        [experts, hidden, n]. `choice` has a token's experts in ascending order, -1 for those of other ranks."""
+        """Computes the routed experts of `layer` for x [tokens, hidden] and returns their weighted sum [tokens,
+        hidden], which is zero on all TP ranks but the first. This rank stores w13 [experts, 2 n, hidden] and w2
+        [experts, hidden, n]. `choice`: each token's selected experts in ascending order, with id -1 for experts on
+        other ranks."""
         weights = choice.topk_weights
         ids = choice.topk_ids.long()
         tokens, choices = ids.shape
@@ -124,8 +132,9 @@ class ExpertOperations:
 
 
 def _sum_over_ranks(partial: torch.Tensor, parts: int) -> torch.Tensor:
-    """Returns the fp32 outputs of all experts. Each rank has some of them, as `parts` partial sums on consecutive ranks
-    (SGLang's initialize_model_parallel); they are zero on all other ranks, so adding those changes no value."""
+    """Returns the complete fp32 outputs of all selected experts from this rank's `partial` outputs. Each expert is
+    split into `parts` partial sums on consecutive ranks (SGLang's initialize_model_parallel). Other ranks contribute
+    zeros, so adding them changes no value."""
     from sglang.srt.runtime_context import get_parallel
 
     by_rank = sglang_ranks.gathered(partial, get_parallel().tp_group)

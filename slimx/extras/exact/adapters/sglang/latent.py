@@ -1,8 +1,8 @@
-"""Exact mode in an SGLang server: latent attention (DeepSeek-V3's MLA). Written for sglang 0.5.23.
+"""Latent attention (DeepSeek-V3's MLA) of an SGLang server in exact mode. Written for sglang 0.5.23.
 
-SGLang's CPU path multiplies the up projection into queries and outputs ("absorbed"), which rounds differently from a
-trainer. Here keys and values are projected from the cached latents, as in training, for every token that a step reads.
-The cache has the same contents as SGLang's, except for the order of the rotated dimensions.
+SGLang's CPU path applies the up projection to queries and outputs ("absorbed" attention), which rounds differently from
+a trainer. Here, as in training, keys and values are projected from the cached latents, for every token that a step
+attends to. The cache has the same contents as SGLang's, except for the order of the rotated dimensions.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ CORE = f"{_MLA}.forward_absorb_core"
 
 
 def is_latent(kinds: set[str]) -> bool:
-    """Returns True if the module classes `kinds` of a model include latent attention."""
+    """Returns True if `kinds`, the class names of a model's modules, include latent attention."""
     return "DeepseekV2AttentionMLA" in kinds
 
 
 class LatentOperations:
-    """Latent attention of a server.
+    """Operations of a server's latent attention.
 
-    `rotate`(rotary, positions [T], query [T, heads, d], key [T, 1, d]) rotates by the halves of d.
+    `rotate`: function (rotary module, positions [T], query [T, heads, d], key [T, 1, d]) that applies the rotary
+    embedding to the pairs (i, i + d / 2).
     """
 
     def __init__(self, rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
         self.rotate = rotate
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Returns replacements for SGLang's HookRegistry, by target."""
+        """Returns the replacement functions for SGLang's HookRegistry, by dotted name of the function that each
+        replaces."""
         return {PREPARE: self.prepare, CORE: self.attend}
 
     def used(self, kinds: set[str]) -> set[str]:
-        """Returns the targets called by a model with modules of the classes `kinds`."""
+        """Returns the dotted names of the replaced functions that a model calls. `kinds`: class names of the model's
+        modules."""
         return {PREPARE, CORE} if is_latent(kinds) else set()
 
     def prepare(self, attention: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, *_: Any) -> tuple:
-        """Returns the arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent +
-        rotated]."""
+        """Computes the arguments of `attend` from `hidden` [T, hidden]: query [T, heads, content + rotated], the key to
+        cache [T, 1, latent + rotated], and `batch`."""
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
 
         latent = attention.kv_lora_rank
@@ -62,7 +65,7 @@ class LatentOperations:
         return query, torch.cat((content[:, None], key), dim=-1), batch
 
     def attend(self, attention: Any, query: torch.Tensor, key: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Writes the keys into the cache and attends; returns [T, hidden], after the output projection."""
+        """Writes `key` to the KV cache and computes attention; returns the output projection's result [T, hidden]."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         mixed = get_attn_backend().attend_latent(attention, query, key, batch)
@@ -70,5 +73,5 @@ class LatentOperations:
 
 
 def _pairs_as_halves(x: torch.Tensor) -> torch.Tensor:
-    """Reorders neighbouring pairs of the last dimension into two halves."""
+    """Reorders the last dimension from adjacent pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...)."""
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)

@@ -1,11 +1,12 @@
-"""Exact mode in an SGLang server: operations of the contract as replacements of SGLang's.
+"""Exact mode in an SGLang server: replaces SGLang's operations that round by those of exact mode.
 
 Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`. Weight loading, scheduling,
-the KV cache and sampling are SGLang's. Functions that round are replaced: norms, linear layers, rotary embedding,
-SwiGLU, attention, top-k, experts, output layer and log_softmax. A model with any other module with parameters is
-rejected, because it would round differently.
+the KV cache and sampling remain SGLang's. Norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts,
+output layer and log_softmax are replaced. A model that has any other module with parameters is refused, because that
+would round differently.
 
-The other operations are in `experts.py`, `attention.py` and `latent.py`, sums over ranks in `ranks.py`.
+Operations of MoE layers are in `experts.py`, of attention in `attention.py` and `latent.py`, and sums over ranks in
+`ranks.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
 def open_choices() -> None:
-    """Adds the attention backend to SGLang's choices, also in deterministic mode and with a radix cache."""
+    """Adds exact mode's attention backend to the choices of SGLang's server arguments, also for deterministic mode and
+    for a radix cache."""
     from sglang.srt.arg_groups import choices
 
     for listed in (
@@ -43,7 +45,8 @@ def open_choices() -> None:
 
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
-    """Registers the operations with SGLang's HookRegistry (`kinds`: its HookType), and the attention backend."""
+    """Registers exact mode's operations with SGLang's HookRegistry, and its attention backend. `kinds`: SGLang's
+    HookType; `leaves`: number of leaves of row-parallel sums."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     server = ExactServer(leaves)
@@ -54,7 +57,7 @@ def register(registry: Any, kinds: Any, leaves: int) -> None:
 
 
 def installed(registry: Any) -> ExactServer | None:
-    """Returns the operations registered in this process; None in fast mode."""
+    """Returns exact mode's operations that are registered in this process; None in fast mode."""
     for hooks in registry._hooks.values():
         for _, hook, _ in hooks:
             owner = getattr(hook, "__self__", None)
@@ -69,11 +72,12 @@ ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 LOG_SOFTMAX = "torch.nn.functional.log_softmax"
-"""The sampler and the scoring of prompts compute log-probs with it."""
+"""Function with which SGLang's sampler and prompt scoring compute log-probs."""
 
 
 class ExactServer:
-    """The operations of one server process, with a call count per operation."""
+    """Exact mode's operations in one server process. `calls`: number of calls of each operation, by dotted name of the
+    function that it replaces; `leaves`: leaves of row-parallel sums."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves
@@ -82,11 +86,12 @@ class ExactServer:
         self.blocks = BlockOperations(self.linear)
         self.latent = LatentOperations(self._rotate)
         self._gates: set[int] = set()
-        """Ids of the linear layers that compute a router's logits, which stay fp32."""
+        """Values of id() for the linear layers that compute router logits, whose outputs stay in fp32."""
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Returns replacements for SGLang's HookRegistry, by target; each counts its calls."""
+        """Returns the replacement functions for SGLang's HookRegistry, by dotted name of the function that each
+        replaces. Each counts its calls."""
         operations: dict[str, Callable[..., Any]] = {
             NORM: self.rms_norm,
             ACTIVATION: self.silu_and_mul,
@@ -104,8 +109,8 @@ class ExactServer:
         return operation(*args, **kwargs)
 
     def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
-        """Returns by target whether it is replaced and, if the model needs it to generate, has been called. Valid after
-        a server's first token."""
+        """Returns, by dotted name, True for each function that is replaced and, if `model` needs it to generate, has
+        been called. Call it after the server's first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         used = {NORM, HEAD} | self.experts.used(kinds) | self.latent.used(kinds) | self.blocks.used(model)
         if "SiluAndMul" in kinds:
@@ -115,13 +120,15 @@ class ExactServer:
         if not is_latent(kinds):
             used.add(ROTARY)
         parts = {}
-        for target in (*self.replacements(), LOG_SOFTMAX):  # greedy health checks request no log-probs
+        # Log_softmax need not be called: greedy health checks request no log-probs.
+        for target in (*self.replacements(), LOG_SOFTMAX):
             called = target not in used or self.calls[target] > 0
             parts[target] = target in registry._patched and called
         parts[ATTENTION] = self.calls[ATTENTION] > 0
         return parts
 
-    # Operations, with the signatures of those that they replace -----------------------------------------------------
+    # Operations, with the signatures of the functions that they replace
+    # -----------------------------------------------------
 
     def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
         if residual is None:
@@ -141,8 +148,9 @@ class ExactServer:
         fused_set_kv_buffer_arg: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates queries and keys. `fused_set_kv_buffer_arg`: destination of keys and values, for models on CUDA that
-        write the KV cache here."""
+        """Applies the module `rotary` to query and key, [T, heads * head size] each, at `positions` [T].
+        `fused_set_kv_buffer_arg`: KV cache to which the keys and values are also written, for models on CUDA that do so
+        here."""
         if offsets is not None:
             positions = positions + offsets
         positions = positions.flatten()
@@ -158,7 +166,8 @@ class ExactServer:
     def _rotate(
         self, rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates query [T, heads, d] and key [T, groups, d] by the halves of the rotary dimensions."""
+        """Applies the module `rotary` to query [T, heads, d] and key [T, groups, d], as pairs (i, i + rotated / 2) of
+        dimensions. Extends the cached table of cosines and sines if a position is beyond its end."""
         description = rotary_of(rotary)
         index = description, positions.device
         last = int(positions.max()) if len(positions) else 0
@@ -192,27 +201,28 @@ class ExactServer:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def attention_backend(self, runner: Any) -> Any:
-        """Creates the backend: SGLang's factory, called once the model is loaded and the runner has the names of its
-        backends. Raises SlimxError for a model with other operations, and if SGLang would use another backend for
+        """Creates the attention backend. SGLang calls it once the model is loaded and `runner` knows the names of its
+        backends. Raises SlimxError if exact mode does not cover the model, or if SGLang would use another backend for
         prefill or decode."""
         for step in ("prefill", "decode"):
             backend = getattr(runner, f"{step}_attention_backend_str")
             if backend != ATTENTION:
                 raise SlimxError(
-                    f"numerics.mode exact uses the attention backend {ATTENTION}, but {step} in this server uses "
-                    f"{backend}; leave "
-                    f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments",
+                    f"numerics.mode=exact needs the attention backend {ATTENTION}, but {step} in this server uses "
+                    f"{backend}; remove {step}_attention_backend from rollout.engines.sglang or from the server's "
+                    "arguments",
                     code="exact.backend",
                     about=f"{step}_attention_backend",
                 )
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
-        set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, instead of other GPU kernels
+        # Selects forward_native, which is replaced, instead of other GPU kernels.
+        set_fused_op_backend(KernelBackend.TORCH)
         problems = list(uncovered(runner.model))
         if problems:
             raise SlimxError(
-                f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
-                "set numerics.mode=fast",
+                f"numerics.mode=exact does not cover {type(runner.model).__name__}, because {problems[0]}; set "
+                "numerics.mode=fast",
             )
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
         return attention_class()(runner, self.calls)

@@ -1,4 +1,4 @@
-"""Describes SGLang's rotary embeddings for exact mode. Written for sglang 0.5.23."""
+"""Describes SGLang's rotary embeddings, so that exact mode can compute them. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from slimx.extras.exact.operations import Llama3, Rotary, Yarn
 
 KINDS = ("RotaryEmbedding", "Llama3RotaryEmbedding", "DeepseekScalingRotaryEmbedding")
-"""Class names that `rotary_of` supports."""
+"""Class names of the rotary embeddings that `rotary_of` supports."""
 
 
 def rotary_of(module: Any) -> Rotary:
-    """Returns the description of a module of one of these classes."""
+    """Returns the description of `module`, an SGLang rotary embedding of a class in KINDS."""
     scaling: Llama3 | Yarn | None = None
     if type(module).__name__ == "Llama3RotaryEmbedding":
         scaling = Llama3(
@@ -23,7 +23,7 @@ def rotary_of(module: Any) -> Rotary:
     elif type(module).__name__ == "DeepseekScalingRotaryEmbedding":
         scaling = Yarn(
             float(module.scaling_factor),
-            int(module.max_position_embeddings),  # before the extension
+            int(module.max_position_embeddings),  # context length before the extension
             float(module.beta_fast),
             float(module.beta_slow),
             float(module.mscale),

@@ -1,5 +1,5 @@
-"""Forward functions of exact mode in three implementations with the same bits: in torch (`reference`), as CPU kernels
-(`kernel`) and as CUDA kernels (`kernel_cuda`). `forward_on` chooses by device."""
+"""Forward functions of exact mode, in three implementations whose results are bitwise equal: torch (`reference`), CPU
+kernels (`kernel`) and CUDA kernels (`kernel_cuda`). `forward_on` selects one by device."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -12,13 +12,14 @@ from slimx.extras.exact.ordered import module_for
 
 
 def forward_on(device: torch.device) -> ModuleType:
-    """Returns the module with the forward functions of `reference.py` for tensors on `device`: kernels if available."""
+    """Returns the module that implements the forward functions for tensors on `device`: the kernels' if they are
+    available, otherwise `reference`."""
     return module_for(device, kernel, kernel_cuda, reference)
 
 
 class ExactForward(torch.autograd.Function):
-    """Exact forward with the gradients of a plain torch function of the same inputs, recomputed in the backward
-    pass."""
+    """Autograd function whose forward pass is `exact` and whose gradients are those of `plain`, an ordinary torch
+    function of the same inputs that the backward pass recomputes."""
 
     @staticmethod
     def forward(

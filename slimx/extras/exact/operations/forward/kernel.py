@@ -1,4 +1,5 @@
-"""Python interface of the CPU kernels of exact mode (`csrc/exact.h`): same functions and bits as `reference.py`."""
+"""Python interface of exact mode's CPU kernels (`csrc/exact.h`), whose results are bitwise equal to those of the same
+functions in `reference.py`."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ import torch
 
 from slimx.errors import SlimxError
 
-# Elementwise operations are as fast in torch.
+# `combine` and `rotate` are elementwise and as fast in torch.
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
 from slimx.extras.exact.ordered.kernel import ISAS, WeightGroup, load
 
 MOST_LEAVES = 64
-"""SLIMX_MOST_LEAVES in csrc/exact.h."""
+"""Maximum number of leaves that the kernels support: SLIMX_MOST_LEAVES in csrc/exact.h."""
 _WIDE = {torch.float32: 1, torch.bfloat16: 0}
 
 
 class AttentionCall(ctypes.Structure):
-    """Struct SlimxExactAttention."""
+    """Arguments of an attention kernel: the struct SlimxExactAttention in csrc/exact.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "index", "begin", "length", "sinks", "out")),
@@ -35,11 +36,13 @@ class AttentionCall(ctypes.Structure):
     def of(
         cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> AttentionCall:
-        """Builds the struct from contiguous tensors, which the caller keeps alive."""
+        """Builds the struct from contiguous tensors, which the caller must keep alive during the call. Raises
+        SlimxError for unsupported dtypes."""
         key, value, index, begin, length = read
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
-                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype",
+                f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}; convert them to "
+                "one dtype",
                 code="exact.dtype",
                 about="query, key and value",
             )
@@ -61,10 +64,11 @@ def linear(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """Computes `reference.linear`; `isa`: one of `isas()`, here and below."""
+    """Computes `reference.linear`. `isa`: instruction set of the kernel, one of `ordered.kernel.isas()`; "best": the
+    fastest that this processor supports."""
     if leaves > MOST_LEAVES:
         raise SlimxError(
-            f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer",
+            f"row-parallel sums of {leaves} leaves exceed the kernels' limit of {MOST_LEAVES}; lower numerics.leaves",
             code="exact.leaves",
             about=str(leaves),
         )
@@ -82,17 +86,20 @@ def linear(
 
 
 def check_dtype(name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises SlimxError unless `t` is of `dtype`: kernels receive only its address."""
+    """Raises SlimxError unless the tensor `t` has dtype `dtype`, because kernels receive only its address. `name`: its
+    name in the error."""
     if t.dtype != dtype:
-        raise SlimxError(f"{name} is {t.dtype}: pass {dtype}", code="kernel.dtype", about=name)
+        raise SlimxError(f"{name} has dtype {t.dtype}; convert it to {dtype}", code="kernel.dtype", about=name)
 
 
 def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """Returns the rows of each weight. Raises SlimxError unless all have one shape that fits `x` [T, K]."""
+    """Returns N, the number of rows of each of `weights` [N, K]. Raises SlimxError unless all have the same shape,
+    which fits `x` [T, K], and x's dtype."""
     columns = weights[0].shape[0]
     if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
         raise SlimxError(
-            f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})",
+            f"weights do not all have shape {[columns, x.shape[1]]} and the dtype {x.dtype} of x; pass matrices that "
+            "fit x",
             code="exact.weights",
             about="weights",
         )
@@ -100,7 +107,8 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
-    """Computes `reference.rms_norm`; if the dtypes of x and weight differ, both are converted to fp32."""
+    """Computes `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to fp32. `isa`: as
+    in `linear`."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
     x = x.contiguous()
@@ -111,7 +119,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "b
 
 
 def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
-    """Computes `reference.silu_and_mul`."""
+    """Computes `reference.silu_and_mul`. `isa`: as in `linear`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", isa, x.data_ptr(), *out.shape, wide_of(x), out.data_ptr())
@@ -121,7 +129,7 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
 def log_normalizer(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `reference.log_normalizer`."""
+    """Computes `reference.log_normalizer`. `isa`: as in `linear`."""
     check_dtype("temperature", temperature, torch.float32)
     logits = logits.contiguous()
     temperature = temperature.contiguous()
@@ -134,7 +142,7 @@ def log_normalizer(
 def attend(
     query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
 ) -> torch.Tensor:
-    """Computes `reference.attend`; all tensors except `sinks` must be contiguous."""
+    """Computes `reference.attend`. All tensors except `sinks` must be contiguous. `isa`: as in `linear`."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     record = AttentionCall.of(query, read, scale, sinks, out)
@@ -144,7 +152,7 @@ def attend(
 
 @functools.cache
 def _declare() -> None:
-    """Declares the signatures of the kernels of this module."""
+    """Declares the signatures of this module's kernels to ctypes."""
     library = load()
     address = ctypes.c_void_p
     count = ctypes.c_int64
@@ -160,10 +168,11 @@ def _declare() -> None:
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """Returns the kernels' code for the dtype of `t`. Raises SlimxError for a dtype that they do not support."""
+    """Returns the code by which kernels know the dtype of `t`: 1 for fp32, 0 for bf16. Raises SlimxError for any other
+    dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
-            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
+            f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",
             code="exact.dtype",
             about=str(t.dtype),
         )
@@ -175,7 +184,7 @@ def _call(name: str, isa: str, *arguments: object) -> None:
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, ISAS[isa], torch.get_num_threads())
     if status == 1:
         raise SlimxError(
-            f"not enough memory for the scratch space of exact mode's {name}: use smaller microbatches",
+            f"not enough memory for the scratch space of exact mode's kernel {name}; use smaller micro-batches",
         )
     if status:
-        raise SlimxError(f"this processor lacks the instruction set {isa} of exact mode's {name}: use best")
+        raise SlimxError(f"this processor lacks the instruction set {isa} for exact mode's kernel {name}; use best")

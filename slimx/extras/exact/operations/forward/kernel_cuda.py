@@ -1,7 +1,8 @@
-"""Python interface of the CUDA kernels of exact mode (`csrc/exact_interface.cuh`): same functions and bits as
-`reference.py`.
+"""Python interface of exact mode's CUDA kernels (`csrc/exact_interface.cuh`), whose results are bitwise equal to those
+of the same functions in `reference.py`.
 
-Work is queued on the current stream. The module can be imported without the library, which is checked on first use.
+Kernels run in the current stream. This module can be imported without the compiled library, which is loaded on first
+use.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from slimx.errors import SlimxError
 from slimx.extras.exact.operations.forward.elementary import tree
 from slimx.extras.exact.operations.forward.kernel import AttentionCall, check_dtype, check_weights, wide_of
 
-# Elementwise operations of torch round as the contract requires.
+# torch's elementwise operations in `combine` and `rotate` round as exact mode requires.
 from slimx.extras.exact.operations.forward.reference import Gathered
 from slimx.extras.exact.operations.forward.reference import combine as combine
 from slimx.extras.exact.operations.forward.reference import rotate as rotate
 from slimx.extras.exact.ordered import kernel_cuda as ordered
 
 MOST_WIDTH = 524288
-"""SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
+"""Maximum number of elements in a row that the kernels can sum: SLIMX_EXACT_MOST_WIDTH in csrc/exact_interface.cuh."""
 _MOST_SCORES = 2**26
-"""Attention scores in memory at a time (256 MiB); rows are processed in parts below this size."""
+"""Maximum number of fp32 attention scores in memory at a time (256 MiB); queries are processed in parts of at most this
+size."""
 
 
 def linear(
@@ -36,7 +38,7 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Computes `reference.linear`, one launch per leaf; the leaves are added in torch."""
+    """Computes `reference.linear` with one kernel launch per leaf; torch adds the leaves."""
     x = x.contiguous()
     weights = [weight.contiguous() for weight in weights]
     columns = check_weights(x, weights)
@@ -56,7 +58,7 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes `reference.rms_norm`; if the dtypes of x and weight differ, both are converted to fp32."""
+    """Computes `reference.rms_norm`. If the dtypes of x and weight differ, both are first converted to fp32."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     x = x.contiguous()
@@ -90,7 +92,7 @@ def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes `reference.attend`; waits for the device once, for the largest length and whether rows share keys."""
+    """Computes `reference.attend`. Waits for the GPU once, to read the largest length and whether rows share keys."""
     out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
@@ -109,17 +111,20 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
 
 
 def missing() -> str | None:
-    """Returns the reason why this process cannot compute on a GPU, in one sentence; None if it can."""
+    """Returns the reason why this process cannot run exact mode on a GPU, as a sentence; None if it can."""
     try:
         load(ordered.LIBRARY)
     except SlimxError as error:
         return str(error)
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} finds no CUDA device"
+    return (
+        None if torch.cuda.is_available() else f"torch {torch.__version__} finds no CUDA device; run this on a GPU host"
+    )
 
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """Loads the library at `path` and declares the kernels of this module. Raises SlimxError as `ordered.load` does."""
+    """Loads the compiled library at `path` and declares the signatures of this module's kernels. Raises SlimxError as
+    `ordered.kernel_cuda.load` does."""
     library = ordered.load(path)
     address = ctypes.c_void_p
     count = ctypes.c_int64
@@ -133,11 +138,11 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _checked_shape(x: torch.Tensor) -> tuple[int, int]:
-    """Returns rows and width of a tensor whose rows are summed. Raises SlimxError if they are too wide for the
-    kernels."""
+    """Returns the number of rows of `x` and their width. Raises SlimxError if the width exceeds MOST_WIDTH."""
     if x.shape[1] > MOST_WIDTH:
         raise SlimxError(
-            f"rows of {x.shape[1]} elements are wider than the CUDA kernels' {MOST_WIDTH}: split them",
+            f"rows of {x.shape[1]} elements exceed the CUDA kernels' limit of {MOST_WIDTH}; run this model on the CPU "
+            "or with numerics.mode=fast",
             code="exact.width",
             about=str(x.shape[1]),
         )

@@ -1,7 +1,7 @@
-"""Forward functions of exact mode in torch, on any device: slow and obvious. This is the specification; the kernels of
-`csrc/exact.h` have the same bits, and their Python interfaces (`kernel.py`, `kernel_cuda.py`) the same functions.
+"""Forward functions of exact mode in torch, slow but simple, for any device. They are the specification: the kernels in
+`csrc/exact.h` return the same bits, through the same functions in `kernel.py` and `kernel_cuda.py`.
 
-Every row of a result is computed from the same row of the input, in an order that depends on the widths alone.
+Each row of a result is computed from the same row of the input, in an order that depends only on the widths.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from slimx.extras.exact.operations.sizes import KEY_BLOCK, LANES
 from slimx.extras.exact.ordered.reference import fma, product
 
 _MOST = 2**20
-"""Elements of a temporary: rows are processed in parts below this size."""
+"""Maximum number of elements in a temporary tensor; rows are processed in parts of at most this size."""
 
 
 def linear(
@@ -25,11 +25,12 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Computes linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... ->
-    [T, N].
+    """Computes one linear layer per expert, [T, N]: the first counts[0] rows of x [T, K] times weights[0] [N, K]
+    transposed, the next counts[1] rows times weights[1] transposed, and so on.
 
-    Each of `leaves` equal parts of K is a separate product (`slimx.extras.exact.ordered.reference.product`). Leaves are
-    added in a binary tree, and the sum is rounded to `dtype` once.
+    K is cut into `leaves` equal parts, each of which is a separate product
+    (`slimx.extras.exact.ordered.reference.product`). Their results are added in a binary tree, and the sum is rounded
+    to `dtype` once.
     """
     parts = []
     width = x.shape[1] // leaves
@@ -41,7 +42,8 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes (x * (1 / sqrt(sum(x^2) / hidden + eps))) * weight of x [rows, hidden] in fp32, rounded to x's dtype."""
+    """Computes (x * (1 / sqrt(sum(x^2) / hidden + eps))) * weight for x [rows, hidden] in fp32 and rounds to x's
+    dtype."""
     wide = x.float()
     size = torch.tensor(x.shape[1], dtype=torch.float32, device=x.device)
     least = torch.tensor(eps, dtype=torch.float32, device=x.device)
@@ -51,34 +53,35 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes (gate / (1 + e^-gate)) * up in fp32: x [rows, 2 n], gate then up -> [rows, n] of x's dtype."""
+    """Computes (gate / (1 + e^-gate)) * up [rows, n] in fp32 and rounds to x's dtype. x [rows, 2 n] contains the n
+    gates, then the n ups."""
     gate, up = x.float().chunk(2, dim=1)
     return ((gate / (1.0 + exp(-gate))) * up).to(x.dtype)
 
 
 class Gathered(NamedTuple):
-    """Cached keys and values, and those that each query row reads: row r reads the ones at index[begin[r] : begin[r] +
+    """Cached keys and values, and which of them each query row reads. Row r reads the slots index[begin[r] : begin[r] +
     length[r]], at least one, in that order."""
 
     key: torch.Tensor
-    """[slots, groups, d]."""
+    """Cached keys, [slots, groups, d]."""
     value: torch.Tensor
-    """[slots, groups, dv]."""
+    """Cached values, [slots, groups, dv]."""
     index: torch.Tensor  # type: ignore[assignment]  # the field hides tuple.index, which nothing calls
-    """int32 of any shape, read flat."""
+    """Slots, int32 of any shape, read as if flattened."""
     begin: torch.Tensor
-    """int64 [R]."""
+    """First element of `index` that each query row reads, int64 [R]."""
     length: torch.Tensor
-    """int64 [R]."""
+    """Number of elements of `index` that each query row reads, int64 [R]."""
 
 
 def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes attention of query [R, heads, d] over the keys and values that its rows read: [R, heads, dv].
+    """Computes attention [R, heads, dv] of query [R, heads, d] over the keys and values that each row reads.
 
-    Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest score). Sums of
-    weights (`row_sum`), and of weights times values (multiply-adds in order), are computed in blocks of KEY_BLOCK keys,
-    which are added in order; the quotient of the two is rounded. `sinks` [heads] fp32: an additional first score
-    without a value.
+    A score is the sum of LANES chains of multiply-adds over d, times `scale`, and its weight is exp(score - largest
+    score). The sum of weights (`row_sum`) and the sum of weights times values (multiply-adds in order) are computed in
+    blocks of KEY_BLOCK keys, and blocks are added in order. The quotient of the two sums is rounded to query's dtype.
+    `sinks` [heads] fp32: additional first score of each head, without a value.
     """
     out = torch.empty(*query.shape[:2], read.value.shape[2], dtype=query.dtype, device=query.device)
     values_per_key = query.shape[1] * max(query.shape[2], read.value.shape[2])
@@ -99,7 +102,7 @@ def _attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tens
     position = torch.arange(longest, device=query.device)
     seen = position < length[:, None]
     slots = index.reshape(-1)[begin[:, None] + torch.minimum(position, length[:, None] - 1)].long()
-    # Both [rows, heads, longest, d or dv].
+    # Both have shape [rows, heads, longest, d or dv].
     key = key[slots].double().repeat_interleave(heads // groups, dim=2).transpose(1, 2)
     value = value[slots].double().repeat_interleave(heads // groups, dim=2).transpose(1, 2)
     steps = F.pad(query.double(), (0, -width % LANES)).view(rows, heads, 1, -1, LANES)
@@ -116,7 +119,7 @@ def _attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tens
     total = torch.zeros_like(most) if sinks is None else exp(sinks.float() - most)
     mixed = torch.zeros(rows, heads, value.shape[3], device=query.device)
     for start in range(0, longest, KEY_BLOCK):
-        part = row_sum(weight[:, :, start : start + KEY_BLOCK].flatten(0, 1)).view(total.shape)  # 0 beyond the end
+        part = row_sum(weight[:, :, start : start + KEY_BLOCK].flatten(0, 1)).view(total.shape)  # 0 after the last key
         mixed_part = torch.zeros_like(mixed)
         for j in range(start, min(start + KEY_BLOCK, longest)):
             joined = fma(weight[:, :, j, None].double(), value[:, :, j], mixed_part)
@@ -128,16 +131,17 @@ def _attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tens
 
 
 def log_normalizer(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes both terms of a log-softmax of z = logits / temperature in fp32: max z and log(sum(exp(z - max z))),
-    each [rows] fp32, of logits [rows, vocabulary] and temperature [rows] fp32."""
+    """Computes the two terms that log-softmax subtracts from z = logits / temperature, in fp32: max z and log(sum(exp(z
+    - max z))), each [rows]. `logits` [rows, vocabulary], `temperature` [rows] fp32."""
     z = logits.float() / temperature[:, None]
     most = z.amax(1)
     return most, log(row_sum(exp(z - most[:, None])))
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    """Computes the weighted sum of experts' outputs, in order and in fp32: outputs [T, k, hidden], weights [T, k] fp32
-    -> [T, hidden] of outputs' dtype; `shared` [T, hidden] is added last."""
+    """Computes each token's weighted sum of expert outputs in fp32, in order, and rounds it to outputs' dtype, [T,
+    hidden]. `outputs` [T, k, hidden], `weights` [T, k] fp32; `shared` [T, hidden]: output of the shared experts, added
+    last."""
     total = outputs[:, 0].float() * weights[:, 0, None]
     for choice in range(1, outputs.shape[1]):
         total = total + outputs[:, choice].float() * weights[:, choice, None]
@@ -145,10 +149,11 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor |
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotates pairs of dimensions of x [T, heads, d] by cosine and sine [T, rotated / 2] fp32, in x's dtype.
+    """Rotates pairs of dimensions of x [T, heads, d] by the angles with `cosine` and `sine` [T, rotated / 2] fp32, and
+    rounds to x's dtype.
 
-    Dimensions from `rotated` on are unchanged. Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) if `interleaved`; (a,
-    b) becomes (a * cos - b * sin, b * cos + a * sin) in fp32.
+    Dimensions from `rotated` on are unchanged. Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) if `interleaved`. A
+    pair (a, b) becomes (a * cos - b * sin, b * cos + a * sin), computed in fp32.
     """
     half = cosine.shape[1]
     rotated = x[..., : 2 * half].float()
