@@ -91,17 +91,11 @@ MODE = "numerics.mode is exact"
 def leaves_divide(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> Problems:
     if not numerics.exact:
         if numerics.leaves is not None:
-            yield (
-                f"numerics.leaves is {numerics.leaves}, but it has an effect only with numerics.mode=exact; leave it "
-                "out or set that mode"
-            )
+            yield f"numerics.leaves={numerics.leaves} has an effect only with numerics.mode=exact; leave it out"
         return
     leaves = tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
-        yield (
-            f"row-parallel sums have {leaves} leaves, which do not form a binary tree; set numerics.leaves to a power "
-            "of two"
-        )
+        yield f"{leaves} leaves of row-parallel sums form no binary tree; set numerics.leaves to a power of two"
     for name, size in tensor_sizes(trainer, rollout).items():
         if leaves % size:
             yield (
@@ -122,10 +116,7 @@ def exact_attention(numerics: Numerics, trainer: Trainer) -> Problems:
 @rule("exact.replay", "trainer.moe.routing_replay")
 def same_experts(numerics: Numerics, trainer: Trainer) -> Problems:
     if numerics.exact and trainer.moe.routing_replay != "none":
-        yield (
-            f"{MODE}, in which trainer and engines select the same experts, but trainer.moe.routing_replay is "
-            f"{trainer.moe.routing_replay}; set trainer.moe.routing_replay=none"
-        )
+        yield f"{MODE}, which makes trainer.moe.routing_replay={trainer.moe.routing_replay} unnecessary; set it to none"
 
 
 @rule("exact.dispatcher", "trainer.moe.dispatcher")
@@ -148,20 +139,13 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield (
-            f"{MODE}, in which experts save their activations, but trainer.recompute.modules contains moe_act; leave "
-            "it out"
-        )
+        yield "numerics.mode is exact, where experts save activations; leave moe_act out of trainer.recompute.modules"
 
 
 @rule("exact.sampling", "rollout.sampling")
 def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
-        yield (
-            f"{MODE}, whose log-probs are over the full vocabulary, but rollout.sampling has "
-            f"top_p={rollout.sampling.top_p} and top_k={rollout.sampling.top_k}; set rollout.sampling.top_p=1 and "
-            "rollout.sampling.top_k=-1"
-        )
+        yield "numerics.mode=exact needs the full vocabulary; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
 
 
 @rule("exact.gap_probe", "rollout.gap_probe")
@@ -211,9 +195,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
 @rule("exact.critic", "critic")
 def no_critic(numerics: Numerics, critic: Critic | None) -> Problems:
     if numerics.exact and critic is not None:
-        yield (
-            f"{MODE}, but no engine serves the critic, so its values have nothing to agree with; set numerics.mode=fast"
-        )
+        yield "numerics.mode is exact, but no engine computes the critic's values; set numerics.mode=fast"
 
 
 @rule("exact.engines", "rollout.engines")

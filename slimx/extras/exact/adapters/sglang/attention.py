@@ -6,35 +6,22 @@ Written for sglang 0.5.23, whose torch backend still manages the KV cache.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from slimx.extras.exact import operations as exact
 from slimx.extras.exact.adapters.sglang import ATTENTION
 
-if TYPE_CHECKING:
 
-    class _TorchBackend:
-        """The part of SGLang's TorchNativeAttnBackend that `ExactAttention` uses."""
+class ExactAttention:
+    """Mixin for SGLang's torch backend that computes attention with exact mode's kernels."""
 
-        token_to_kv_pool: Any
-        req_to_token_pool: Any
-        swa_out_cache_loc: Any
-
-        def __init__(self, runner: Any) -> None: ...
-else:
-    _TorchBackend = object
-
-
-class ExactAttention(_TorchBackend):
-    """Mixin for SGLang's torch backend that computes attention with exact mode's kernels.
-
-    `calls`: counter of kernel calls, which this class increments under the key ATTENTION."""
-
-    def __init__(self, runner: Any, calls: Counter[str]):
-        super().__init__(runner)
-        self.calls = calls
+    calls: Counter[str]
+    """Number of kernel calls, under the key ATTENTION."""
+    token_to_kv_pool: Any
+    req_to_token_pool: Any
+    swa_out_cache_loc: Any
 
     def _run_sdpa_forward_extend(
         self,
@@ -126,6 +113,10 @@ def attention_class() -> type:
 
     class ExactAttentionBackend(ExactAttention, TorchNativeAttnBackend):
         """SGLang's torch backend with exact mode's kernels."""
+
+        def __init__(self, runner: Any, calls: Counter[str]):
+            super().__init__(runner)
+            self.calls = calls
 
     return ExactAttentionBackend
 
