@@ -145,7 +145,7 @@ def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
 @rule("exact.sampling", "rollout.sampling")
 def whole_vocabulary(numerics: Numerics, rollout: Rollout) -> Problems:
     if numerics.exact and (rollout.sampling.top_p < 1 or rollout.sampling.top_k != -1):
-        yield "numerics.mode=exact needs the full vocabulary; set rollout.sampling.top_p=1 and rollout.sampling.top_k=-1"
+        yield "numerics.mode=exact samples from the full vocabulary; set top_p=1 and top_k=-1 in rollout.sampling"
 
 
 @rule("exact.gap_probe", "rollout.gap_probe")
