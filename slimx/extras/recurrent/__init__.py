@@ -1,1 +1,1 @@
-"""Recurrent layers: gated delta nets and Mamba-2, and the families that contain them."""
+"""Model families with recurrent layers: gated delta nets (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H)."""

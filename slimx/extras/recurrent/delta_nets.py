@@ -1,4 +1,4 @@
-"""Decoders with gated delta nets (Yang et al., 2412.06464) and attention, as a kind of layers."""
+"""Kind of decoder layers with gated delta nets (Yang et al., 2412.06464) in some layers and attention in the others."""
 
 from __future__ import annotations
 
@@ -20,62 +20,63 @@ SIZES = {
     "value_head": "linear_value_head_dim",
     "width": "linear_conv_kernel_dim",
 }
-"""Names in config.json of DeltaNet's fields."""
+"""Field of DeltaNet -> its name in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """Sizes of a gated delta net. Each key head serves `values // keys` consecutive value heads."""
+    """Sizes of a gated delta net. Each query and key head is used for `values // keys` consecutive value heads."""
 
     hidden: int
     keys: int
-    """Number of key heads, and of query heads."""
+    """Number of key heads, which is also that of query heads."""
     values: int
     """Number of value heads."""
     key_head: int
-    """Dimension of a key head."""
+    """Dimensions of a key head and of a query head."""
     value_head: int
-    """Dimension of a value head."""
+    """Dimensions of a value head."""
     width: int
-    """Width of the convolution, in tokens."""
+    """Width of the causal convolution, in tokens."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Returns the sizes from config.json or megatron-core's TransformerConfig, which use the same names."""
+        """Returns the sizes in `config`, the content of config.json or fields of megatron-core's TransformerConfig,
+        which have the same names."""
         return cls(**{field: config[key] for field, key in SIZES.items()})
 
     def __post_init__(self) -> None:
         if self.values % self.keys:
-            raise ValueError(f"{self.keys} key heads of a delta net cannot serve {self.values} value heads")
+            raise ValueError(f"{self.values} value heads of a delta net are not a multiple of {self.keys} key heads")
 
     @property
     def key(self) -> int:
-        """Rows of all queries, and of all keys."""
+        """Number of projection rows of all query heads, which is also that of all key heads."""
         return self.keys * self.key_head
 
     @property
     def value(self) -> int:
-        """Rows of all values, and of all output gates."""
+        """Number of projection rows of all value heads, which is also that of all output gates."""
         return self.values * self.value_head
 
     @property
     def channels(self) -> int:
-        """Rows of queries, keys and values: the input of the convolution."""
+        """Number of projection rows of queries, keys and values together, the input channels of the convolution."""
         return 2 * self.key + self.value
 
     @property
     def value_rows(self) -> int:
-        """Rows of the values of one key head."""
+        """Number of value rows that belong to one key head."""
         return self.value // self.keys
 
     @property
     def rates(self) -> int:
-        """Number of learning rates, and of decays, of one key head."""
+        """Number of learning rates that belong to one key head, which is also that of decays."""
         return self.values // self.keys
 
     @property
     def mixed(self) -> tuple[Cut, Cut, Cut]:
-        """Queries, keys and values, one kind after the other in the first source."""
+        """Cuts of query, key and value rows per key head, from a first source that stores one kind after the other."""
         queries = Cut(0, 0, self.key_head, self.key_head)
         keys = Cut(0, self.key, self.key_head, self.key_head)
         values = Cut(0, 2 * self.key, self.value_rows, self.value_rows)
@@ -84,7 +85,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class DeltaNets(LayerKind):
-    """Delta nets in the layers with a 1 in `linear_attention_freq`, attention in the others."""
+    """Decoder with delta nets in the layers with a 1 in `linear_attention_freq`, and attention in the others."""
 
     unproven = {
         "delta nets": ("rollout.engines.role", "rollout.engines.sglang.speculative_algorithm"),
@@ -103,11 +104,12 @@ class DeltaNets(LayerKind):
         return (shares_key_heads,)
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
-        """Counts products with weights, including the convolution's, and of the chunk rule (2412.06464, section 3.3) in
-        chunks of 64 tokens, as in flash-linear-attention.
+        """Returns the multiply-adds per token of one delta net in the forward pass: products with weights, including
+        the convolution's, and those of the gated delta rule (2412.06464, section 3.3) in chunks of 64 tokens, as in
+        flash-linear-attention.
 
-        Per value head the rule multiplies key and query with the chunk's keys, the chunk's scores with its new values,
-        and three vectors with the state. Its triangular systems are not counted.
+        For each value head, the rule multiplies key and query by the chunk's keys, the chunk's scores by its new
+        values, and three vectors by the state. Solving triangular systems is not counted.
         """
         net = DeltaNet.of(model)
         weights = net.hidden * (net.channels + 2 * net.value + 2 * net.values) + net.width * net.channels
@@ -115,29 +117,31 @@ class DeltaNets(LayerKind):
         return weights + net.values * (inside + 3 * net.key_head * net.value_head)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
-        """Returns the bytes of a delta net's activations. Never measured.
+        """Returns the bytes of one delta net's activations by field of `LayerBytes`; None for a layer with attention.
+        The result was never compared with a measurement.
 
-        Heads are split over the tensor-parallel ranks, tokens are not. Under context parallelism a rank has fewer heads
-        of more tokens, with the same number of elements. Keys and queries are repeated for the value heads that they
-        serve, as in megatron-core."""
+        Tensor-parallel ranks split heads, but not tokens. Under context parallelism a rank has fewer heads of more
+        tokens, which is the same number of elements. Keys and queries are repeated for each value head, as in
+        megatron-core."""
         if parts.mixer == "attention":
             return None
         net = DeltaNet.of(model)
         head = net.key_head
         wide = net.value_head
-        heads = setting.tokens * net.values / setting.sizes.tensor  # elements with one per token and value head
+        # Elements of a tensor with one per token and value head.
+        heads = setting.tokens * net.values / setting.sizes.tensor
         mixed = setting.tokens * net.channels / setting.sizes.tensor
         value = heads * wide
         repeated = 2 * heads * head
-        # The projection, the convolution's result, both normed; gate and values separately; decays and rates.
+        # The projection; the convolution's result; normalized queries and keys; gates and values; decays and rates.
         projected = (3 * mixed + repeated + 3 * value + 2 * heads) * setting.itemsize + 4 * heads * FP32
         states = heads / CHUNK * head * wide * FP32
         if setting.kernels == "torch":
-            # Saved in fp32 by `numerics.delta_rule`: inputs and their weighted copies, scores of chunks, states.
+            # `numerics.delta_rule` saves in fp32: inputs and their weighted copies, scores within chunks, and states.
             core = heads * (8 * head + 6 * wide + 5 * CHUNK) * FP32 + 2 * states + 4 * mixed * FP32
             work = heads * (4 * head + 4 * wide + 2 * CHUNK) * FP32
         else:
-            core = (value + heads * CHUNK) * setting.itemsize  # the output, and a chunk's solved system
+            core = (value + heads * CHUNK) * setting.itemsize  # the output, and the solution of each chunk's system
             work = (repeated + 2 * value) * setting.itemsize + 2 * states
         return {
             "attention_input": setting.share * net.hidden * setting.itemsize,
@@ -153,7 +157,8 @@ class DeltaNets(LayerKind):
         return nets * net.channels * (net.width - 1), nets * net.value * net.key_head
 
     def exchanged(self, model: Mapping[str, Any]) -> int:
-        """Counts a delta net's projected inputs and its outputs."""
+        """Returns the number of elements per token that context-parallel ranks exchange in one delta net: projected
+        inputs, and outputs."""
         net = DeltaNet.of(model)
         return 2 * net.key + 3 * net.value + 2 * net.values
 
@@ -170,5 +175,5 @@ class DeltaNets(LayerKind):
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of models with Qwen3-Next's architecture."""
+    """Returns the layer kind of Qwen3-Next and Qwen3.5."""
     return DeltaNets()

@@ -1,4 +1,5 @@
-"""Hybrid decoders as a kind of layers: each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or experts."""
+"""Kind of decoder layers of hybrid models: each layer is Mamba-2 (Dao and Gu, 2405.21060), attention, an MLP or
+experts."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ _PARTS: Mapping[str, LayerParts] = {
 
 @dataclass(frozen=True)
 class HybridLayers(LayerKind):
-    """Layers of megatron-core's HybridModel."""
+    """Decoder whose layers are built by megatron-core's HybridModel."""
 
     pattern: str
-    """One character per layer: Mamba-2, attention, MLP, experts (M * - E)."""
+    """One character per layer: M for Mamba-2, * for attention, - for an MLP, E for experts."""
 
     unproven = {"Mamba-2": ("trainer.qat", "trainer.optimizer.kind", "trainer.freeze", "trainer.offload_activations")}
 
@@ -39,27 +40,30 @@ class HybridLayers(LayerKind):
         return (shares_groups,)
 
     def mixer_products(self, model: Mapping[str, Any]) -> int:
-        """Counts the products of a Mamba-2 layer with its weights, including the convolution's, and of the state-space
-        rule."""
+        """Returns the multiply-adds per token of one Mamba-2 layer in the forward pass: products with weights,
+        including the convolution's, and those of the state-space rule."""
         sizes = StateSpace.of(model)
         weights = sizes.hidden * (sizes.projected + sizes.inner) + sizes.width * sizes.mixed
         return weights + sizes.rule(STATE_CHUNK)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float] | None:
-        """Returns the bytes of a Mamba-2 layer's activations. Never measured.
+        """Returns the bytes of one Mamba-2 layer's activations by field of `LayerBytes`; None for a layer with
+        attention. The result was never compared with a measurement.
 
-        Groups of heads are split over the tensor-parallel ranks, tokens are not."""
+        Tensor-parallel ranks split groups of heads, but not tokens."""
         if parts.mixer == "attention":
             return None
         sizes = StateSpace.of(model)
-        tokens = setting.tokens / setting.sizes.tensor  # as if every rank had all channels of fewer tokens
+        # Counts elements as if every rank had all channels of fewer tokens.
+        tokens = setting.tokens / setting.sizes.tensor
         inner = tokens * sizes.inner
         mixed = tokens * sizes.mixed
         heads = tokens * sizes.heads
         itemsize = setting.itemsize
         if setting.kernels == "torch":
-            # The projection; the convolution's fp32 inputs per tap, its result and silu's. In fp32, saved by
-            # `numerics.state_space`: inputs, keys and queries, scores and weights of chunks, states.
+            # The projection; the convolution's fp32 inputs per tap, its result and silu's result.
+            # `numerics.state_space` saves in fp32: inputs, keys and queries, scores and weights within chunks, and
+            # states.
             projected = (tokens * sizes.projected + 2 * mixed) * itemsize + (sizes.width + 1) * mixed * FP32
             states = heads / CHUNK * sizes.head * sizes.state * FP32
             scores = (2 * heads + tokens * sizes.groups) * CHUNK * FP32
@@ -67,14 +71,14 @@ class HybridLayers(LayerKind):
             core += scores + 2 * states
             work = scores + (2 * inner + 2 * heads * sizes.state) * FP32
         else:
-            # mamba_ssm's fused function saves its input and the scan's output, and recomputes the rest.
+            # mamba_ssm's fused function saves its input and the scan's output, and recomputes everything else.
             projected = tokens * sizes.projected * itemsize
             core = inner * itemsize
             states = heads / STATE_CHUNK * sizes.head * sizes.state * FP32
             work = (2 * tokens * sizes.projected + 2 * inner) * itemsize + 2 * states
         return {
             "attention_input": setting.share * model["hidden_size"] * itemsize,
-            # All saved: recomputation of core attention does not apply to a mixer.
+            # Always saved, because recomputation of core attention does not apply to a mixer.
             "projected": projected + core,
             "context": inner * itemsize + setting.norm(inner),
             "core_work": work,
@@ -105,7 +109,7 @@ class HybridLayers(LayerKind):
         return partial(HybridPolicyModel, hybrid_layer_pattern=segments(self.pattern, sizes.split, sizes.stages))
 
     def fp32_parameters(self, module: Any) -> Iterator[Any]:
-        """Yields the parameters that megatron-core creates in fp32."""
+        """Yields the parameters of a Mamba-2 mixer that megatron-core creates in fp32: A_log and D."""
         from megatron.core.ssm.mamba_mixer import MambaMixer
 
         if isinstance(module, MambaMixer):

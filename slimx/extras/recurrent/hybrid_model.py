@@ -1,4 +1,4 @@
-"""megatron-core's HybridModel with the output of a policy."""
+"""megatron-core's HybridModel with the outputs that policy training needs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slimx.trainer.model.policy_model import PolicyOutput
 
 
 class HybridPolicyModel(PolicyOutput, HybridModel):
-    """megatron-core's HybridModel for policy training; its own forward pass ends in logits or a loss. Written for
-    megatron-core 0.19.2."""
+    """megatron-core's HybridModel for policy training: its forward pass ends like PolicyModel's, instead of in logits
+    or a loss. Written for megatron-core 0.19.2."""
 
     def forward(
         self,
@@ -27,8 +27,10 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Any:
-        """Computes the same as PolicyModel; input_ids [1, T] of packed sequences, on every pipeline stage."""
-        # Mamba-2 layers take each token's sequence index instead of the bounds.
+        """Computes the same outputs as PolicyModel. `input_ids` [1, T]: packed sequences, given on every pipeline
+        stage."""
+        # With total_tokens, PackedSeqParams has the sequence index of each token, which Mamba-2 layers need instead of
+        # the bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=attention_mask, packed_seq_params=packed)
@@ -36,8 +38,8 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
 
 
 def segments(pattern: str, layers: Sequence[int], stages: int) -> str:
-    """Returns the pattern of layers with a | between pipeline stages. `layers`: number of layers of each stage; empty:
-    equal stages."""
+    """Returns `pattern`, one character per layer, with a | between pipeline stages. `layers`: number of layers in each
+    stage; empty: equal stages, `stages` in number."""
     counts = layers or [len(pattern) // stages] * stages
     cut = []
     start = 0

@@ -1,4 +1,5 @@
-"""Rules for recurrent layers: how their heads are split, and their limits in trainer and engines."""
+"""Configuration rules for recurrent layers: parallel sizes that split their heads, and what trainers and engines do not
+support."""
 
 from __future__ import annotations
 
@@ -24,12 +25,16 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
         return
     heads = spec.transformer["linear_num_key_heads"]
     if heads % sizes.tensor:
-        yield f"delta nets of {spec.path} have {heads} key heads; choose a divisor of {heads}"
+        yield (
+            f"trainer.tensor={sizes.tensor} does not divide the {heads} key heads of delta nets in {spec.path}; "
+            f"choose a divisor of {heads}"
+        )
     elif heads // sizes.tensor % sizes.context:
         yield (
             "trainer.context",
-            f"a rank of trainer.tensor={sizes.tensor} has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, which context-parallel ranks divide among them; choose a divisor of {heads // sizes.tensor}",
+            f"with trainer.tensor={sizes.tensor}, a rank has {heads // sizes.tensor} key heads in each delta net of "
+            f"{spec.path}, which {sizes.context} context-parallel ranks cannot divide among them; choose a divisor of "
+            f"{heads // sizes.tensor}",
         )
 
 
@@ -39,12 +44,15 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
     if groups is None or not any(layer.mixer == "recurrent" for layer in spec.layer_kind.layers(spec.transformer)):
         return
     if groups % sizes.tensor:
-        yield f"Mamba-2 layers of {spec.path} have {groups} groups; choose a divisor of {groups}"
+        yield (
+            f"trainer.tensor={sizes.tensor} does not divide the {groups} groups of Mamba-2 layers in {spec.path}; "
+            f"choose a divisor of {groups}"
+        )
     if sizes.context > 1:
         yield (
             "trainer.context",
-            f"context parallelism is not proven for the Mamba-2 layers of {spec.path}, which megatron-core "
-            "0.19.2 combines by Transformer Engine; set it to 1",
+            f"the model {spec.path} has Mamba-2 layers, whose context parallelism in megatron-core 0.19.2 needs "
+            "Transformer Engine and was never tested; set it to 1",
         )
 
 
@@ -52,8 +60,8 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
 def has_no_values(algorithm: Algorithm, critic: Critic | None, spec: ModelSpec) -> Problems:
     if spec.transformer.get("is_hybrid_model") and (algorithm.scores or critic is not None):
         yield (
-            "its layers are those of megatron-core's HybridModel, for which critics and reward models are not "
-            "supported; choose an algorithm without values (algorithm.name)"
+            "the model is a megatron-core HybridModel, which slimx does not support as a critic or reward model; "
+            "choose an algorithm without values (algorithm.name)"
         )
 
 
@@ -64,6 +72,6 @@ def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Pro
     for group in rollout.policy_engines:
         if not group.sglang.get("disable_radix_cache"):
             yield (
-                f"{group.where} serves {spec.path}: requests would start from delta-net states of SGLang's prefix "
-                "cache, which were never compared with a request's; set it to true"
+                f"{group.where} serves {spec.path}, whose requests would start from delta-net states in SGLang's "
+                "prefix cache, and their results were never compared with those without the cache; set it to true"
             )

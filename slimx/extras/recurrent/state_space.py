@@ -1,5 +1,4 @@
-"""Hybrid decoders of Mamba-2 layers (Dao and Gu, 2405.21060), attention, MLPs and experts: their pattern, and the sizes
-of a Mamba-2 layer."""
+"""Layer kinds of hybrid decoders, and the sizes of a Mamba-2 layer (Dao and Gu, 2405.21060)."""
 
 from __future__ import annotations
 
@@ -8,27 +7,27 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 Kind = Literal["M", "*", "-", "E"]
-"""Mamba-2, attention, MLP, experts."""
+"""Kind of a layer in a hybrid decoder: M for Mamba-2, * for attention, - for an MLP, E for experts."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace:
-    """Sizes of a Mamba-2 layer. `heads // groups` consecutive heads share one B and C."""
+    """Sizes of a Mamba-2 layer. `heads // groups` consecutive heads share one B and one C."""
 
     hidden: int
     heads: int
     head: int
-    """Dimension of a head."""
+    """Dimensions of a head."""
     groups: int
     state: int
-    """Dimension of B and C."""
+    """Dimensions of each group's B and C."""
     width: int = 4
-    """Width of the convolution, in tokens; megatron-core's mixer supports no other."""
+    """Width of the convolution, in tokens; megatron-core's mixer supports only this width."""
 
     @classmethod
     def of(cls, transformer: Mapping[str, Any]) -> Self:
-        """Returns the sizes from fields of megatron-core's TransformerConfig."""
+        """Returns the sizes in `transformer`, fields of megatron-core's TransformerConfig."""
         return cls(
             hidden=transformer["hidden_size"],
             heads=transformer["mamba_num_heads"],
@@ -39,29 +38,30 @@ class StateSpace:
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
-            raise ValueError(f"{self.heads} heads of a Mamba-2 layer cannot share {self.groups} groups")
+            raise ValueError(f"{self.heads} heads of a Mamba-2 layer are not a multiple of {self.groups} groups")
 
     @property
     def inner(self) -> int:
-        """Channels of all heads: of the input x, of the gate z, and of the output."""
+        """Number of channels of all heads: that of the input x, of the gate z, and of the output."""
         return self.heads * self.head
 
     @property
     def keys(self) -> int:
-        """Rows of all B, and of all C."""
+        """Number of projection rows of B for all groups, which is also that of C."""
         return self.groups * self.state
 
     @property
     def mixed(self) -> int:
-        """Channels of the convolution: x, B and C."""
+        """Number of input channels of the convolution: those of x, B and C."""
         return self.inner + 2 * self.keys
 
     def rule(self, chunk: int) -> int:
-        """Counts products of the state-space rule per token, in chunks of `chunk` tokens (2405.21060, section 6): per
-        group C with the chunk's B, per head the scores with the chunk's inputs, and writing and reading the state."""
+        """Returns the multiply-adds of the state-space rule per token, in chunks of `chunk` tokens (2405.21060, section
+        6): for each group, C times the chunk's B; for each head, the scores times the chunk's inputs, and updating and
+        reading the state."""
         return chunk * (self.keys + self.inner) + 2 * self.inner * self.state
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection: z, x, B, C, and a step per head."""
+        """Number of rows of the input projection: those of z, x, B and C, and one time step per head."""
         return self.inner + self.mixed + self.heads

@@ -1,8 +1,8 @@
-"""Hybrid decoders of Qwen3-Next's architecture: the common part of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE. Most layers are
-gated delta nets (Yang et al., 2412.06464), the others attention with an output gate; norms are zero-centred.
+"""Common part of the families Qwen3-Next, Qwen3.5 and Qwen3.5-MoE. Most layers are gated delta nets (Yang et al.,
+2412.06464), the others attention with an output gate. Norms are zero-centered.
 
-The families differ in how their checkpoints store a delta net's input projections (`Projections`), and SGLang serves
-each from different tensors.
+The families differ in how checkpoints store a delta net's input projections (`Projections`), and in how SGLang stores
+them (`Served`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _KINDS = {_DELTA_NET, "full_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """A checkpoint's input projections of a delta net: names and rows of its tensors, and the cuts of each kind of
-    row."""
+    """How tensors store the input projections of a delta net. `sources`: name and number of rows of each tensor."""
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
-    """Queries, keys, values, output gates, learning rates (beta), decays (alpha): megatron-core's order."""
+    """Where `sources` store each kind of row, in megatron-core's order: queries, keys, values, output gates, learning
+    rates (beta), decays (alpha)."""
 
 
 Store = Callable[[DeltaNet], Projections]
 
 
 def by_key_head(net: DeltaNet) -> Projections:
-    """Returns Qwen3-Next's projections: all rows of one key head are adjacent."""
+    """Returns how Qwen3-Next's checkpoints store the input projections: all rows that belong to one key head are
+    adjacent."""
     head = net.key_head
     values = net.value_rows
     rates = net.rates
@@ -58,8 +59,8 @@ def by_key_head(net: DeltaNet) -> Projections:
 
 
 def by_kind(net: DeltaNet) -> Projections:
-    """Returns Qwen3.5's projections: queries, keys and values in one tensor, each other kind in a tensor of its
-    kind."""
+    """Returns how Qwen3.5's checkpoints store the input projections: queries, keys and values in one tensor, and each
+    other kind in a tensor of its own."""
     return Projections(
         (
             ("in_proj_qkv", net.channels),
@@ -77,11 +78,12 @@ def by_kind(net: DeltaNet) -> Projections:
 
 
 Served = Callable[[DeltaNet], dict[str, Projections]]
-"""SGLang's input projections of a delta net: the sources of each of its tensors."""
+"""Function that returns SGLang's parameters of a delta net's input projections: name -> the checkpoint tensors that it
+contains, and their order in it."""
 
 
 def as_stored(net: DeltaNet) -> dict[str, Projections]:
-    """Returns Qwen3-Next's served projections: the checkpoint's tensors."""
+    """Returns SGLang's parameters for Qwen3-Next's input projections, which are the checkpoint's tensors."""
     served = {}
     for name, rows in by_key_head(net).sources:
         head_rows = rows // net.keys
@@ -90,8 +92,8 @@ def as_stored(net: DeltaNet) -> dict[str, Projections]:
 
 
 def merged(net: DeltaNet) -> dict[str, Projections]:
-    """Returns Qwen3.5's served projections: the first two of the checkpoint's four tensors in one, the last two in
-    another."""
+    """Returns SGLang's parameters for Qwen3.5's input projections: one contains the checkpoint's in_proj_qkv and
+    in_proj_z, the other in_proj_b and in_proj_a."""
     qkv, z, b, a = by_kind(net).sources
     rates = net.rates
     return {
@@ -101,12 +103,13 @@ def merged(net: DeltaNet) -> dict[str, Projections]:
 
 
 def attention_of(hf: HfConfig) -> Attention:
-    """Returns the sizes of the attention layers."""
+    """Returns the sizes of the attention layers of the model in config.json `hf`."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
 
 
 def layers_of(hf: HfConfig, kind: str) -> tuple[int, ...]:
-    """Returns the indices of the layers of one kind, "linear_attention" or "full_attention"."""
+    """Returns the indices, from 0, of the layers of kind `kind`: "linear_attention" (delta nets) or
+    "full_attention"."""
     count = hf["num_hidden_layers"]
     interval = hf.get("full_attention_interval") or 4
     kinds = hf.get("layer_types")
@@ -114,14 +117,15 @@ def layers_of(hf: HfConfig, kind: str) -> tuple[int, ...]:
         kinds = [_DELTA_NET] * count
         kinds[interval - 1 :: interval] = ["full_attention"] * (count // interval)
     if len(kinds) != count:
-        raise ValueError(f"layer_types names {len(kinds)} layers of {count}")
+        raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
     return tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind)
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define a model without experts."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism, dtype and
+    experts (`moe_fields`)."""
     linear = layers_of(hf, _DELTA_NET)
-    # The config.json of a model with experts in all layers may omit intermediate_size.
+    # If all layers have experts, config.json may omit intermediate_size.
     fields = ChainMap(cast(Json, hf), {"intermediate_size": hf.get("moe_intermediate_size")})
     return {
         **decoder.decoder_fields(fields, attention_of(hf)),
@@ -133,7 +137,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def moe_fields(hf: HfConfig) -> dict[str, Any]:
-    """Returns the additional fields of a model with experts."""
+    """Returns the fields of megatron-core's TransformerConfig that define a model's experts and router."""
     return {
         "num_moe_experts": hf["num_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
@@ -148,12 +152,13 @@ def moe_fields(hf: HfConfig) -> dict[str, Any]:
 
 
 def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of megatron-core's GPTModel except its TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.25)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all of it is supported."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     scaled = decoder.scaled_otherwise(hf, "default")
     if scaled:
         return scaled
@@ -161,7 +166,7 @@ def unsupported(hf: HfConfig) -> str | None:
     if odd:
         return f"layer_types with {min(odd)}"
     if hf.get("quantization_config"):
-        return "quantization_config (fp8 files were never tested; take the bf16 ones)"
+        return "quantization_config (fp8 files were never tested; use the bf16 checkpoint)"
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         key = "mlp_only_layers" if hf.get("mlp_only_layers") else "decoder_sparse_step"
         return f"{key} {hf[key]} (dense layers among the MoE layers)"
@@ -180,7 +185,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...]] | None = None) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `store`: how the checkpoint stores a delta net's input projections; `frozen`:
+    names and shapes of checkpoint tensors that are not trained, but copied to exports."""
     attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
     linear = Layer(layers=layers_of(hf, _DELTA_NET))
     experts = hf.get("num_experts") or 0
@@ -202,7 +208,8 @@ def weight_table(hf: HfConfig, store: Store, frozen: Mapping[str, tuple[int, ...
 
 
 def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
-    """Returns the norm before a delta net, and the net as stored by megatron-core's GatedDeltaNet."""
+    """Returns the rows of a delta net as megatron-core's GatedDeltaNet stores it, and of the norm before it. `store`:
+    as in `weight_table`."""
     prefix = "self_attention."
     source_prefix = "linear_attn."
     stored = store(net)
@@ -231,7 +238,8 @@ def _trained(layer: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
 
 
 def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) -> tuple[Row, Row]:
-    """Returns decays and time biases: one element per value head, with the same names everywhere."""
+    """Returns the rows of A_log and dt_bias, which have one element per value head. megatron-core, SGLang and
+    checkpoints use these names after the prefix of a delta net: `prefix` or `source_prefix`."""
 
     def row(name: str) -> Row:
         source = f"{layer.source_prefix}{source_prefix}{name}", (net.values,)
@@ -241,7 +249,7 @@ def _head_vectors(layer: Layer, prefix: str, source_prefix: str, net: DeltaNet) 
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the norm before the experts, a router, experts, and a gated shared expert."""
+    """Returns the rows of a MoE layer: router, routed experts, gated shared expert, and the norm before them."""
     hidden = hf["hidden_size"]
     inner = hf["moe_intermediate_size"]
     shared = hf["shared_expert_intermediate_size"]
@@ -253,14 +261,15 @@ def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
 
 
 def _unquantized(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    # Neither reading nor publishing fp8 weights of these families was tested.
+    # Reading and publishing fp8 weights of these families was never tested.
     return tuple(replace(row, quantized=False) for row in rows)
 
 
 def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns names and shapes of the multi-token prediction layer, a layer of gated attention.
+    """Returns the names and shapes of the checkpoint tensors of the multi-token prediction layer, which is a layer with
+    gated attention.
 
-    Published checkpoints contain it; config.json need not declare it."""
+    Published checkpoints contain this layer even if config.json does not declare it."""
     hidden = hf["hidden_size"]
     layer = Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
     rows = (
@@ -276,41 +285,49 @@ def prediction_tensors(hf: HfConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_served(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> None:
-    """Raises SlimxError if SGLang 0.5.23 would build a different model, for every family of this architecture."""
+    """Raises SlimxError if SGLang 0.5.23 would build a different model from config.json `hf`; checks what Qwen3-Next
+    and Qwen3.5 have in common. `architecture`: name for the error."""
     if hf.get("full_attention_interval") is None:
         raise unserved(
             architecture,
             "full_attention_interval",
-            "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
+            "is missing, so SGLang 0.5.23 would serve a different model; add it to config.json",
         )
     interval = hf["full_attention_interval"]
     layers = hf["num_hidden_layers"]
     if interval > layers:
-        raise unserved(architecture, "full_attention_interval", f"is {interval}: none of {layers} layers has attention")
+        raise unserved(
+            architecture,
+            "full_attention_interval",
+            f"is {interval}, so none of the {layers} layers has attention; restore config.json from the checkpoint's "
+            "source",
+        )
     if layers_of(hf, "full_attention") != tuple(range(interval - 1, layers, interval)):
         raise unserved(
             architecture,
             "layer_types",
-            f"is not one attention layer in {interval}, the only pattern that SGLang 0.5.23 builds",
+            f"does not have one attention layer in every {interval}, the only pattern that SGLang 0.5.23 builds; "
+            "train the model without engines",
         )
     if fused_shared_experts:
         raise unserved(
             architecture,
             "shared_expert_intermediate_size",
-            "belongs to a gated expert, whose position among the others was never compared; leave "
+            "belongs to a gated shared expert, and its fusion with the routed experts was never tested; leave "
             "rollout.engines.sglang.enforce_shared_experts_fusion out",
         )
 
 
 def unserved(architecture: str, key: str, problem: str) -> SlimxError:
-    """Returns the error for a field `key` of config.json that SGLang does not serve. `problem`: continues the sentence
-    after `key`."""
+    """Returns the error for a field `key` of config.json with which SGLang cannot serve the model. `problem`: rest of
+    the sentence that starts with `key`."""
     return SlimxError(f"{architecture}: {key} {problem}", code="model.served_field", about=key)
 
 
 def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the group of ranks that share the word
-    embedding; `tied`: it is also the output layer."""
+    """Returns the weight table of SGLang 0.5.23's model. `served`: its parameters for a delta net's input projections;
+    `embedding`: group of ranks that share the word embedding; `tied`: True if the embedding is also the output
+    layer."""
     layers = hf["num_hidden_layers"]
     hidden = hf["hidden_size"]
     experts = hf.get("num_experts") or 0
@@ -328,12 +345,13 @@ def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention"
 
 
 def _without_attention_module(row: Row) -> Row:
-    # SGLang's attention layer has its tensors itself, without a submodule self_attn.
+    # SGLang stores attention's parameters in the decoder layer itself, not in a submodule self_attn.
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
 def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns a router, experts, and a gated shared expert (`Qwen2MoeSparseMoeBlock`)."""
+    """Returns the rows of a MoE layer in SGLang (`Qwen2MoeSparseMoeBlock`): router, routed experts and gated shared
+    expert."""
     hidden = hf["hidden_size"]
     return (
         *engine_rows.moe(layer, hidden, hf["moe_intermediate_size"], hf["num_experts"]),
@@ -343,7 +361,8 @@ def _served_experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
 
 
 def _served(layer: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
-    """Returns a delta net and the norms around it (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`)."""
+    """Returns the rows of a delta net in SGLang (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`), and of the norms before
+    and after it. `served`: as in `engine_table`."""
     source_prefix = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
     projections = []

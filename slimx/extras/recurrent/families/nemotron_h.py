@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny ones): Mamba-2 layers, attention without positions, MLPs and experts
-in a model-specific order; squared ReLU without gates, experts chosen as in DeepSeek-V3."""
+"""Family Nemotron-H and Nemotron-3 (Nano 30B-A3B and tiny models). Each layer is Mamba-2, attention without position
+embeddings, an MLP or experts, in an order that config.json defines. MLPs and experts use squared ReLU without gates,
+and experts are selected as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -28,30 +29,32 @@ _NAMES: dict[str, Kind] = {
     "mlp": "-",
     "moe": "E",
 }
-"""Layer kinds by their names in `layers_block_type`, as written by transformers."""
+"""Name of a layer kind in transformers' field `layers_block_type` -> its character in a pattern (`Kind`)."""
 _INFINITY = float("inf")
 _WITHOUT_EFFECT = (
-    # Kernels and their chunk size; dtype of an engine's states; given by the number of heads.
+    # Choice of kernels and their chunk size; dtype of an engine's states; expand follows from the number of heads.
     *("chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand"),
-    # Initial values of steps: Megatron-LM and SGLang do not bound steps, although transformers does (docs/models.md).
+    # Initial values of time steps. Megatron-LM and SGLang do not bound time steps, although transformers does
+    # (docs/models.md).
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-    # Attention has no positions, also in transformers and SGLang.
+    # Attention has no position embeddings, also in transformers and SGLang.
     *("rope_theta", "partial_rotary_factor"),
-    # Layers of multi-token prediction, which are not supported.
+    # Multi-token prediction layers, which are not supported.
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     "num_logits_to_keep",
     "moe_shared_expert_overlap",
 )
-"""Fields without effect on results, whatever their value."""
+"""Fields of config.json that never change results."""
 _EXPERT_FIELDS = (
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "norm_topk_prob"),
     *("n_shared_experts", "moe_shared_expert_intermediate_size", "routed_scaling_factor"),
 )
-"""Fields without effect in a model without experts."""
+"""Fields of config.json that have no effect in a model without experts."""
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     pattern = _pattern(hf)
     for name in _WITHOUT_EFFECT:
         hf.get(name)
@@ -60,15 +63,15 @@ def unsupported(hf: HfConfig) -> str | None:
             hf.get(name)
     odd = next((kind for kind in pattern if kind not in KINDS), None)
     if odd is not None:
-        return f"hybrid_override_pattern of a layer {odd}"
+        return f"hybrid_override_pattern with a layer of kind {odd}"
     low, high = hf.get("time_step_limit") or (0.0, _INFINITY)
     if low > 0 or high not in (
         _INFINITY,
         {"__float__": "Infinity"},
-    ):  # written so by transformers: JSON has no infinity
+    ):  # transformers writes this, because JSON has no infinity
         return f"time_step_limit {[low, high]}, which megatron-core's mixer does not apply,"
     if hf.get("moe_latent_size") is not None:
-        # Its projections exist only in Transformer Engine, without which they cannot be tested.
+        # megatron-core has its projections only with Transformer Engine, so they were never tested.
         return f"moe_latent_size {hf['moe_latent_size']}"
     if "E" in pattern:
         problem = unsupported_router(hf)
@@ -81,7 +84,7 @@ def unsupported(hf: HfConfig) -> str | None:
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),
         ("conv_kernel", 4),
-        ("layer_norm_epsilon", 1e-5),  # fixed in the mixer's norm
+        ("layer_norm_epsilon", 1e-5),  # fixed in the norm of megatron-core's mixer
         ("norm_eps", hf["layer_norm_epsilon"]),
         ("use_conv_bias", True),
         ("use_bias", False),
@@ -98,7 +101,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def _pattern(hf: HfConfig) -> str:
-    """Returns one character per layer, from the published config.json or the one written by transformers."""
+    """Returns the pattern of the model's layers, one `Kind` per layer, from the field in published config.json files or
+    from that which transformers writes. Raises ValueError if fields disagree."""
     names = hf.get("layers_block_type")
     pattern: str | None = hf.get("hybrid_override_pattern")
     if names is None:
@@ -106,11 +110,11 @@ def _pattern(hf: HfConfig) -> str:
     else:
         named = "".join(_NAMES.get(name, "?") for name in names)
         if pattern not in (None, named):
-            raise ValueError(f"layers_block_type is {named} but hybrid_override_pattern {pattern}")
+            raise ValueError(f"layers_block_type is {named}, but hybrid_override_pattern is {pattern}")
         pattern = named
     layers = hf.get("num_hidden_layers")
     if layers not in (None, len(pattern)):
-        raise ValueError(f"num_hidden_layers is {layers} but the pattern has {len(pattern)}")
+        raise ValueError(f"num_hidden_layers is {layers}, but the pattern has {len(pattern)} layers")
     return pattern
 
 
@@ -119,7 +123,7 @@ def _layers(hf: HfConfig, kind: Kind) -> tuple[int, ...]:
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     attention = Attention.of(hf)
     pattern = _pattern(hf)
     fields = {
@@ -151,12 +155,12 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of the model's pattern."""
+    """Returns the kind of the decoder's layers, which contains the model's pattern."""
     return HybridLayers(_pattern(hf))
 
 
 def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
-    """Returns the arguments of megatron-core's HybridModel except its TransformerConfig, layer spec and pattern."""
+    """Returns the arguments of megatron-core's HybridModel, except TransformerConfig, layer spec and pattern."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -166,7 +170,7 @@ def gpt_arguments(hf: HfConfig) -> dict[str, Any]:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not supported."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"] if "E" in _pattern(hf) else 0
     mamba = _layer(hf, "M")
@@ -185,7 +189,7 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
         rows += _experts(_layer(hf, "E"), hf)
     rows.append(replace(norm, name="decoder.final_norm.weight", sources=(("backbone.norm_f.weight", (hidden,)),)))
     rows.append(output)
-    # Reading fp8 checkpoints of the family was never tested.
+    # Reading fp8 checkpoints of this family was never tested.
     return Table(tuple(replace(row, quantized=False) for row in rows), layers=len(_pattern(hf)), experts=experts)
 
 
@@ -194,7 +198,7 @@ def _layer(hf: HfConfig, kind: Kind) -> Layer:
 
 
 def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
-    """Returns the norm before a Mamba-2 mixer, and the mixer. Tensor-parallel ranks split the groups, with their
+    """Returns the rows of a Mamba-2 mixer and of the norm before it. Tensor-parallel ranks split the groups, with their
     heads."""
     groups = sizes.groups
     inner = sizes.inner // groups
@@ -236,15 +240,17 @@ def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
 
 
 def _sections(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
-    """Returns fields of a Row whose source stores several kinds of rows one after the other; `kinds`: rows of each kind
-    per group. Ranks split each kind."""
+    """Returns the fields `map`, `axis` and `sections` of a `Row` whose source stores several kinds of rows one after
+    the other, each of which ranks split. `groups`: number of groups; `kinds`: name of each kind -> its rows per
+    group."""
     starts = accumulate((groups * rows for rows in kinds.values()), initial=0)
     cuts = [Cut(0, start, rows, rows) for start, rows in zip(starts, kinds.values(), strict=False)]
     return {"map": Sections(groups, tuple(cuts)), "axis": 0, "sections": tuple(kinds)}
 
 
 def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
-    """Returns the norm before grouped-query attention, and the attention. The checkpoint also names it a mixer."""
+    """Returns the rows of grouped-query attention and of the norm before it. Checkpoints call attention a mixer,
+    too."""
     rows = []
     for row in layer.attention(sizes):
         sources = []
@@ -256,7 +262,8 @@ def _attention(layer: Layer, sizes: Attention) -> tuple[Row, ...]:
 
 
 def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-    """Returns an MLP without a gate."""
+    """Returns the rows of the MLP `name` without gate: up and down projections. `source`: prefix of the checkpoint's
+    names; `inner`: intermediate size. For experts, `source` contains `{expert}`, and `suffix` is `{expert}`."""
     return (
         layer.linear(f"{name}.linear_fc1.weight{suffix}", f"{source}up_proj", (inner, hidden), axis=0),
         layer.linear(f"{name}.linear_fc2.weight{suffix}", f"{source}down_proj", (hidden, inner), axis=1),
@@ -264,14 +271,15 @@ def _plain_mlp(layer: Layer, name: str, source: str, hidden: int, inner: int, su
 
 
 def _mlp(layer: Layer, hidden: int, inner: int) -> tuple[Row, ...]:
-    """Returns the norm before an MLP, and the MLP."""
+    """Returns the rows of an MLP layer and of the norm before it. `inner`: intermediate size."""
     return layer.norm("mlp.linear_fc1.layer_norm_weight", "norm", hidden), *_plain_mlp(
         layer, "mlp", "mixer.", hidden, inner
     )
 
 
 def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
-    """Returns the norm before the experts, a router with a bias for the choice only, experts and a shared one."""
+    """Returns the rows of a MoE layer: router with a bias that is used only to select experts, routed experts, shared
+    expert, and the norm before them."""
     hidden = hf["hidden_size"]
     experts = hf["n_routed_experts"]
     inner = hf["moe_intermediate_size"]
@@ -287,5 +295,5 @@ def _experts(layer: Layer, hf: HfConfig) -> tuple[Row, ...]:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError: only the trainer has the model."""
-    raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers was never compared, and a publication needs it")
+    """Raises SlimxError, because this family can only be trained."""
+    raise no_engine(ARCHITECTURE, "SGLang's layout of Mamba-2 layers, on which a publication depends, was never tested")

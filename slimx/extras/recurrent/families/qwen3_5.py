@@ -1,4 +1,4 @@
-"""Dense Qwen3.5, text part only: gated delta nets and gated attention with an MLP in every layer."""
+"""Family Qwen3.5 without experts, text model only: gated delta nets and gated attention, and an MLP in every layer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ ARCHITECTURE = "Qwen3_5ForCausalLM"
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
-    model."""
+    """Returns the weight table of SGLang 0.5.23's model. Raises SlimxError if SGLang would build a different model from
+    config.json `hf`."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,4 +1,5 @@
-"""Qwen3.5 with experts, text part only: Qwen3-Next with a delta net's input projections stored by kind."""
+"""Family Qwen3.5 with experts, text model only: as Qwen3-Next, but a delta net's input projections are stored by kind
+of row."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError if SGLang would build a different
-    model."""
+    """Returns the weight table of SGLang 0.5.23's model. Raises SlimxError if SGLang would build a different model from
+    config.json `hf`."""
     return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -1,5 +1,5 @@
-"""The common part of Qwen3.5's language models, dense or with experts, saved without the vision tower: hybrid decoders
-whose delta nets store their input projections by kind."""
+"""Common part of Qwen3.5's language models, dense or with experts, saved without the vision tower. Their delta nets'
+input projections are stored by kind of row."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from slimx.models.fields import HfConfig
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all of it is supported."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     for key in ("mrope_section", "mrope_interleaved"):
-        decoder.rotary(hf)[1].get(key)  # read and ignored: text uses only one of the axes of image positions
+        decoder.rotary(hf)[1].get(key)  # read and ignored, because text uses only one of the axes of image positions
     return delta_net.unsupported(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained."""
     return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_5_text`).
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_5_text`). `architecture`: name for
+    errors.
 
-    Raises SlimxError if SGLang would build a different model.
+    Raises SlimxError if SGLang would build a different model from config.json `hf`.
     """
     delta_net.check_served(hf, architecture, fused_shared_experts=fused_shared_experts)
     factor = hf.get("partial_rotary_factor", 0.25)
@@ -33,16 +35,15 @@ def engine_table(hf: HfConfig, architecture: str, *, fused_shared_experts: bool)
         raise delta_net.unserved(
             architecture,
             "partial_rotary_factor",
-            f"is {expected} in rope_parameters, but SGLang 0.5.23 reads the one outside of it, {factor}; set both to "
-            "the same value",
+            f"is {expected} in rope_parameters, but SGLang 0.5.23 reads {factor} from the top level of config.json; "
+            "set both to the same value",
         )
     rotary = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if "mrope_section" in rotary and not (rotary.get("rope_type") or rotary.get("type")):
         raise delta_net.unserved(
             architecture,
             "rope_type",
-            "is missing next to mrope_section, and SGLang 0.5.23 would give text the positions of images; set it to "
-            "default",
+            "is missing next to mrope_section, so SGLang 0.5.23 would use image positions for text; set it to default",
         )
     tied = bool(hf.get("tie_word_embeddings"))
     return delta_net.engine_table(hf, delta_net.merged, embedding="undivided", tied=tied)

@@ -1,5 +1,6 @@
-"""Qwen3-Next (80B-A3B and tiny ones): three gated delta nets per layer of gated attention, and many small experts with
-a shared one in every layer. Layers of multi-token prediction are copied, not trained."""
+"""Family Qwen3-Next (80B-A3B and tiny models): three layers with gated delta nets for each layer with gated attention,
+and many small experts with a shared one in every layer. Multi-token prediction layers are copied to exports, not
+trained."""
 
 from __future__ import annotations
 
@@ -17,30 +18,33 @@ ARCHITECTURE = "Qwen3NextForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained."""
     return delta_net.weight_table(hf, delta_net.by_key_head, delta_net.prediction_tensors(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_next`).
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_next`).
 
-    Raises SlimxError if SGLang would build a different model, or if config.json lacks a field of the published ones for
-    which SGLang has another default.
+    Raises SlimxError if SGLang would build a different model from config.json `hf`, also because a field of the
+    published files is missing for which SGLang has another default.
     """
     delta_net.check_served(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
     if hf.get("rope_theta") is None:
         raise delta_net.unserved(
             ARCHITECTURE,
             "rope_theta",
-            "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
+            "is missing, so SGLang 0.5.23 would serve a different model; add it to config.json",
         )
     if hf.get("tie_word_embeddings"):
         raise delta_net.unserved(
-            ARCHITECTURE, "tie_word_embeddings", "is set, but SGLang 0.5.23 always builds a separate output layer"
+            ARCHITECTURE,
+            "tie_word_embeddings",
+            "is set, but SGLang 0.5.23 always builds a separate output layer; untie the embeddings or train "
+            "without engines",
         )
     return delta_net.engine_table(hf, delta_net.as_stored)

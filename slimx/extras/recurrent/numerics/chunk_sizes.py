@@ -1,6 +1,6 @@
-"""Chunk sizes of linear attention and state-space layers, in tokens."""
+"""Chunk sizes of gated delta nets and Mamba-2 layers, in tokens."""
 
 CHUNK = 64
-"""Chunk of a delta net, and of a Mamba-2 layer in plain torch."""
+"""Chunk size of a delta net, and of a Mamba-2 layer in plain torch."""
 STATE_CHUNK = 128
-"""Chunk of a Mamba-2 layer in mamba_ssm, as set by megatron-core's mixer."""
+"""Chunk size of a Mamba-2 layer in mamba_ssm, as megatron-core's mixer sets it."""

@@ -1,4 +1,5 @@
-"""Packed sequences cut into chunks, for rules in which only the states between chunks are sequential."""
+"""Cuts packed sequences into chunks of CHUNK tokens, for recurrent rules that compute all chunks in parallel, except
+for the states that pass from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from slimx.extras.recurrent.numerics.chunk_sizes import CHUNK
 
 
 class Chunks:
-    """Packed sequences, longest first, as a batch of chunks. A sequence's last chunk is padded with zeros, which do not
-    change its state."""
+    """Map between packed sequences of `lengths` tokens and a batch of their chunks. A sequence's last chunk is padded
+    with zeros, which do not change its state. `order`: indices of the sequences, longest first."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
         counts = torch.tensor([-(-length // CHUNK) for length in lengths])
         self.order = counts.argsort(descending=True, stable=True)
         starts = counts.cumsum(0) - counts
         self.steps = []
-        """Chunk indices per step: the next chunk of each sequence that is long enough, in the order of `order`."""
+        """For step i, the indices of the i-th chunk of each sequence that has one, with the sequences in the order of
+        `order`."""
         for index in range(int(counts.max())):
             sequences = int((counts > index).sum())
             self.steps.append((starts[self.order][:sequences] + index).to(device))
@@ -29,10 +31,11 @@ class Chunks:
         self.order = self.order.to(device)
 
     def lay(self, x: torch.Tensor) -> torch.Tensor:
-        """Arranges [T, ...] as [chunks, CHUNK, ...]."""
+        """Arranges packed tokens [T, ...] as padded chunks [chunks, CHUNK, ...]."""
         padded = x.new_zeros(self._count * CHUNK, *x.shape[1:]).index_copy(0, self._rows, x)
         return padded.view(self._count, CHUNK, *x.shape[1:])
 
     def collect(self, x: torch.Tensor) -> torch.Tensor:
-        """Collects [T, ...] from [chunks, CHUNK, ...]."""
+        """Returns the packed tokens [T, ...] in padded chunks [chunks, CHUNK, ...], without the padding; inverse of
+        `lay`."""
         return x.flatten(0, 1)[self._rows]

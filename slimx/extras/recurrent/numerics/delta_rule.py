@@ -1,12 +1,12 @@
 """The gated delta rule over packed sequences (Yang et al., Gated Delta Networks, 2412.06464) and the causal convolution
-before it, in plain torch. States and convolutions do not cross from one sequence into the next.
+before it, in plain torch. Neither states nor convolutions extend from one sequence into the next.
 
 Each head has a state S [d_k, d_v], which token t with key k, value v, decay exp(g) and learning rate beta updates:
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T        and reads as  o_t = S_t^T q_t
 
-Sequences are cut into chunks (section 3.3 of the paper): within a chunk all updates are one triangular system, and only
-the states between chunks are sequential.
+Sequences are cut into chunks (section 3.3 of the paper). Within a chunk, all updates are the solution of one triangular
+system; only the states are passed from chunk to chunk sequentially.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns outputs [T, heads, dv] in the dtype of `query`, and the final states fp32 [sequences, heads, dk, dv].
+    """Returns the outputs [T, heads, dv] in the dtype of `query`, and each sequence's final state, fp32 [sequences,
+    heads, dk, dv]. Computes in fp32.
 
-    query and key [T, heads, dk], value [T, heads, dv], decay (its logarithm, at most 0) and rate [T, heads], T =
-    sum(lengths), no length 0; `initial` [sequences, heads, dk, dv]: states before the first tokens (None: zeros).
-    `scale` of the queries: None for dk^-1/2. Computed in fp32.
+    `query`, `key` [T, heads, dk]; `value` [T, heads, dv]; `decay` [T, heads]: g, logarithms of the decays, at most 0;
+    `rate` [T, heads]: beta. `lengths`: tokens of each packed sequence, at least 1, with sum T. `initial` [sequences,
+    heads, dk, dv]: states before the first tokens; None: zeros. `scale`: factor of the queries; None: dk^-1/2.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = Chunks(lengths, query.device)
-    q = chunks.lay((query * scale).float()).transpose(1, 2)  # [chunks, heads, CHUNK, d], as k and v
+    q = chunks.lay((query * scale).float()).transpose(1, 2)  # [chunks, heads, CHUNK, d], like k and v
     k = chunks.lay(key.float()).transpose(1, 2)
     v = chunks.lay(value.float()).transpose(1, 2)
-    log = chunks.lay(decay.float()).transpose(1, 2)  # [chunks, heads, CHUNK], as beta
+    log = chunks.lay(decay.float()).transpose(1, 2)  # [chunks, heads, CHUNK], like beta
     beta = chunks.lay(rate.float()).transpose(1, 2)
     log = log.cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (log[..., :, None] - log[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighted = k * beta[..., None]
-    # Row t of (1 + A) u = b subtracts the values that the chunk's earlier updates return at key t; A's diagonal is not
-    # read.
+    # In (1 + A) u = b, row t subtracts the values that the chunk's earlier updates return for key t. The diagonal of A
+    # is not read.
     system = (weighted @ k.transpose(-1, -2)) * between
     right = torch.cat([v * beta[..., None], weighted * log.exp()[..., None]], dim=-1)
     updates, reads = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
@@ -66,7 +67,7 @@ def gated_delta_rule(
     outputs = []
     finished = []
     for step in chunks.steps:
-        # Longest sequences come first: those that end before this chunk are at the end.
+        # The longest sequences come first, so those that end before this chunk are at the end.
         finished.append(state[len(step) :])
         state = state[: len(step)]
         new = updates[step] - reads[step] @ state
@@ -81,11 +82,11 @@ def gated_delta_rule(
 def causal_convolution(
     x: torch.Tensor, weight: torch.Tensor, lengths: Sequence[int], initial: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes the depthwise convolution of x [T, channels] with weight [channels, width], whose last column is for the
-    current token; T = sum(lengths).
+    """Computes the causal depthwise convolution of x [T, channels] with `weight` [channels, width], whose last column
+    multiplies the current token, in fp32; returns it in x's dtype. `lengths`: tokens of each packed sequence, with sum
+    T.
 
-    Inputs before a sequence are zeros, or `initial` [sequences, channels, width - 1]. Computed in fp32, returned in x's
-    dtype.
+    `initial` [sequences, channels, width - 1]: inputs before the start of each sequence; None: zeros.
     """
     width = weight.shape[-1]
     sizes = torch.tensor(list(lengths), device=x.device)
@@ -99,7 +100,7 @@ def causal_convolution(
         before = F.pad(x32, (0, 0, back, 0))[: len(x)]
         earlier = torch.zeros_like(x32)
         if initial is not None:
-            # Column -1 is the token just before the first.
+            # The last column is the token just before the first one.
             column = (width - 1 + position - back).clamp(0, width - 2)
             earlier = initial.float()[sequence, :, column]
         out = out + torch.where((position >= back)[:, None], before, earlier) * kernel[:, -1 - back]
@@ -107,6 +108,6 @@ def causal_convolution(
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Computes x / sqrt(sum(x^2) + eps) over the last dimension, in fp32."""
+    """Computes x / sqrt(sum(x^2) + eps) over the last dimension in fp32, and rounds to x's dtype."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,12 +1,12 @@
 """The state-space rule of Mamba-2 over packed sequences (Dao and Gu, Transformers are SSMs, 2405.21060), in plain
-torch. States do not cross from one sequence into the next.
+torch. States do not extend from one sequence into the next.
 
 Each head has a state S [p, n], which token t with input x, step dt, and B and C of the head's group updates:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T        and reads as  y_t = S_t C_t + D x_t
 
-Sequences are cut into chunks (section 6 of the paper): within a chunk the outputs are one masked product, and only the
-states between chunks are sequential.
+Sequences are cut into chunks (section 6 of the paper). Within a chunk, the outputs are one masked product; only the
+states are passed from chunk to chunk sequentially.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def state_space_rule(
     skip: torch.Tensor,
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """Returns outputs y [T, heads, p] in the dtype of `x`.
+    """Returns the outputs y [T, heads, p] in the dtype of `x`. Computes in fp32.
 
-    x [T, heads, p], step (dt, above 0) [T, heads], decay (A, below 0) and skip (D) [heads], key (B) and query (C) [T,
-    groups, n], T = sum(lengths), no length 0. Each group has the same number of consecutive heads. Computed in fp32.
+    `x` [T, heads, p]: inputs; `step` [T, heads]: dt, above 0; `decay` [heads]: A, below 0; `skip` [heads]: D; `key` and
+    `query` [T, groups, n]: B and C, each for the same number of consecutive heads. `lengths`: tokens of each packed
+    sequence, at least 1, with sum T.
     """
     chunks = Chunks(lengths, x.device)
     heads = x.shape[1]
@@ -51,7 +52,7 @@ def state_space_rule(
     state = added.new_zeros(len(lengths), *added.shape[1:])
     earlier = []
     for indices in chunks.steps:
-        # Longest sequences come first: those that end before this chunk are at the end.
+        # The longest sequences come first, so those that end before this chunk are at the end.
         state = state[: len(indices)]
         earlier.append(reads[indices] @ state)
         state = state * forget[indices] + added[indices]

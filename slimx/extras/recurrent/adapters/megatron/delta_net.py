@@ -1,5 +1,5 @@
-"""Gated delta nets in megatron-core, alternating with attention layers, and the chunk rule in plain torch if
-flash-linear-attention's CUDA kernels are not available. Written for megatron-core 0.19.2."""
+"""Builds decoders with gated delta nets and attention layers in megatron-core. The gated delta rule is computed in
+plain torch if flash-linear-attention's CUDA kernels are not available. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slimx.extras.recurrent.numerics.delta_rule import causal_convolution, gated
 
 
 class OutputNorm:
-    """Builder of the norm of a delta net's heads, which multiplies by `weight` even if the model's other norms use 1 +
-    weight. In megatron-core that is one setting for all norms."""
+    """Builder of the norm of a delta net's heads, which multiplies by `weight` even if the model's other norms multiply
+    by 1 + weight. megatron-core has only one setting for all norms."""
 
     def __new__(cls, *, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
         plain = copy.copy(config)
@@ -26,9 +26,11 @@ class OutputNorm:
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
-    """Returns the spec of a decoder whose `linear_attention_freq` marks the delta nets (TransformerBlockSubmodules).
+    """Returns the spec (TransformerBlockSubmodules) of a decoder whose `linear_attention_freq` in `config` has a 1 for
+    each delta net. `vp_stage`: index of the virtual pipeline stage; None without virtual stages.
 
-    The chunk rule is flash-linear-attention's on CUDA if installed, else this package's.
+    The gated delta rule is flash-linear-attention's on CUDA if that package is installed, otherwise this package's in
+    torch.
     """
     if not (torch.cuda.is_available() and common.HAVE_FLA):
         _install_torch()
@@ -41,8 +43,8 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
 
 
 def _install_torch() -> None:
-    """Installs the torch functions in GatedDeltaNet's module, which takes three functions of flash-linear-attention by
-    name and checks for the package in its constructor."""
+    """Replaces the three functions that megatron-core's GatedDeltaNet imports from flash-linear-attention by torch
+    functions. Its constructor checks for that package, so the package is also marked as installed."""
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
@@ -58,8 +60,9 @@ def causal_conv1d(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
-    """Computes silu of the convolution of x [batch, length, channels]. Replaces flash-linear-attention's function of
-    the same name; with `cu_seqlens`, the batch is one row of packed sequences."""
+    """Computes silu of the causal depthwise convolution of x [batch, length, channels]. Replaces
+    flash-linear-attention's function of the same name. `cu_seqlens`: bounds of the sequences that are packed in the
+    only row of the batch; None: each row is one sequence."""
     out = causal_convolution(x.flatten(0, 1), weight, _lengths(x, cu_seqlens))
     if bias is not None:
         out = out + bias
@@ -77,8 +80,9 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, None]:
-    """Returns outputs [batch, length, heads, dv]. Replaces flash-linear-attention's function of the same name; queries
-    and keys are already normed."""
+    """Computes the gated delta rule and returns its outputs [batch, length, heads, dv]. Replaces
+    flash-linear-attention's function of the same name. `g`: logarithms of the decays; `beta`: learning rates;
+    `cu_seqlens`: as in `causal_conv1d`. Queries and keys are already L2-normalized."""
     out, _ = gated_delta_rule(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -91,9 +95,10 @@ def chunk_gated_delta_rule(
 
 
 def _lengths(x: torch.Tensor, bounds: torch.Tensor | None) -> list[int]:
-    """Returns the sequence lengths of x [batch, length, ...]; `bounds`: those of the sequences of one packed row.
+    """Returns the lengths of the sequences in x [batch, length, ...]. `bounds`: bounds of the sequences packed in one
+    row; None: each row is one sequence.
 
-    Sequences without tokens (a micro-batch of padding only) are left out.
+    Empty sequences, as in a micro-batch that contains only padding, are left out.
     """
     lengths = [x.shape[1]] * x.shape[0] if bounds is None else (bounds[1:] - bounds[:-1]).tolist()
     return [length for length in lengths if length]

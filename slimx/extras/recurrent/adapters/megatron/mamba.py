@@ -1,5 +1,5 @@
-"""Mamba-2 layers in megatron-core's hybrid stack, with plain torch instead of mamba_ssm's fused function and norm if
-that package or CUDA is not available. Written for megatron-core 0.19.2."""
+"""Builds decoders with Mamba-2 layers in megatron-core (HybridStack). Plain torch replaces mamba_ssm's fused function
+and norm if that package or CUDA is not available. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from slimx.numerics.norm import rms_scale
 
 
 class StackSpec(ModuleSpec):
-    """The spec of a HybridStack with the attribute `layer_specs` of TransformerBlockSubmodules, limited to layers with
-    experts: the only part that trainers replace."""
+    """Spec of a HybridStack that also has the attribute `layer_specs` of TransformerBlockSubmodules, so that trainers
+    can replace modules in it. They only replace modules of MoE layers, so it contains no others."""
 
     @property
     def layer_specs(self) -> list[ModuleSpec]:
-        """The layer with experts; empty in a model without."""
+        """Spec of the MoE layer, as the only element; empty in a model without experts."""
         return [self.submodules.moe_layer] if isinstance(self.submodules.moe_layer, ModuleSpec) else []
 
 
 def stack_spec(config: TransformerConfig) -> StackSpec:
-    """Returns the spec of a HybridStack of Mamba-2, attention, MLPs and experts.
+    """Returns the spec of a HybridStack whose layers are Mamba-2, attention, MLPs or experts.
 
-    megatron-core's `hybrid_layer_specs` always uses Transformer Engine's layers; this one uses those of GPTModel's
-    spec.
+    megatron-core's own `hybrid_layer_specs` always uses Transformer Engine's layers. This spec uses the same layers as
+    GPTModel's, which may be plain torch.
     """
     kernels = mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None
     if not (torch.cuda.is_available() and kernels):
         _install_torch()
     layers = gpt_layer_specs.TESpecProvider()
-    hybrid_block.TENorm = gpt_layer_specs.TENorm  # the norm at the end of the stack
+    hybrid_block.TENorm = gpt_layer_specs.TENorm  # class of the final norm
     joined = layers.column_parallel_layer_norm_linear()
     row = layers.row_parallel_linear()
     mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=joined, out_proj=row))
@@ -90,8 +90,9 @@ def stack_spec(config: TransformerConfig) -> StackSpec:
 
 
 def _install_torch() -> None:
-    """Installs the torch function and norm in MambaMixer's module, which takes them by name. MambaMixer's constructor
-    checks for mamba_ssm, and its forward pass of packed sequences for causal_conv1d."""
+    """Replaces the function and the norm that megatron-core's MambaMixer imports from mamba_ssm by torch versions. Also
+    disables its checks for mamba_ssm (in the constructor) and for causal_conv1d (in the forward pass of packed
+    sequences)."""
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
@@ -111,11 +112,13 @@ def split_conv1d_scan(
     seq_idx: torch.Tensor | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Returns outputs [batch, length, heads * headdim] of mamba_ssm's `mamba_split_conv1d_scan_combined` without its
-    norm and output projection: the convolution of x, B and C, the state-space rule, and the gate.
+    """Computes what mamba_ssm's `mamba_split_conv1d_scan_combined` does without norm and output projection: the
+    convolution of x, B and C, the state-space rule, and the gate. Returns [batch, length, heads * headdim].
 
-    projected [batch, length, z + x + B + C + dt], weight [channels, width]; with `seq_idx` [1, length], the sequence
-    index of each token, the batch is one row of packed sequences.
+    `projected` [batch, length, z + x + B + C + dt]: output of the input projection; `weight` [channels, width] and
+    `bias` [channels]: the convolution's; `step_bias` [heads]: added to dt; `decay` [heads]: A, below 0. `seq_idx` [1,
+    length]: sequence index of each token if the only row of the batch contains packed sequences; None: each row is one
+    sequence.
     """
     heads = len(decay)
     inner = heads * headdim
@@ -144,7 +147,7 @@ def split_conv1d_scan(
 
 
 class GroupedNorm(torch.nn.Module):
-    """RMSNorm over each group of channels, with a `weight` [channels] split over tensor-parallel ranks."""
+    """RMSNorm over each group of `group_size` channels. Its `weight` [channels] is split over tensor-parallel ranks."""
 
     def __init__(self, hidden_size: int, *, eps: float, group_size: int, device: Any, dtype: torch.dtype, **_: Any):
         super().__init__()
@@ -158,7 +161,8 @@ class GroupedNorm(torch.nn.Module):
         return rms_scale(parts, mean_square, self.weight.view(-1, self.group), self.eps).flatten(-2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Returns its weight as mamba_ssm's norm stores it in checkpoints: split over the tensor-parallel ranks."""
+        """Returns the sharded weight, split over tensor-parallel ranks, under the checkpoint key that mamba_ssm's norm
+        uses."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

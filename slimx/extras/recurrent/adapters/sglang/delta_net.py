@@ -1,9 +1,9 @@
-"""Gated delta nets and gated attention on SGLang's CPU path, in plain torch: replaces operators and functions of
+"""Gated delta nets and gated attention for SGLang on the CPU, in plain torch: replaces operators and functions of
 sgl_kernel's CPU build, which is not on PyPI, and three Triton kernels. Written for sglang 0.5.23
 (`sglang.srt.layers.attention.linear.gdn_backend`, `sglang.srt.models.qwen3_5`).
 
-Each request has two states in pools of slots: the convolution's last inputs [slots, channels, width - 1], and each
-value head's state [slots, heads, dv, dk]. SGLang assigns a slot of zeros to a new request.
+SGLang stores two states per request in a slot of a pool each: the convolution's last inputs [slots, channels, width -
+1], and the state of each value head [slots, heads, dv, dk]. A new request gets a slot of zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
 GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
-"""Dotted names of the Triton kernels' functions."""
+"""Dotted name of a function that launches a Triton kernel, like GATED_NORM and GATED_LAYER_NORM."""
 _OPERATORS = {
     "fused_gdn_gating_cpu": "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
     "fused_sigmoid_gating_delta_rule_update_cpu": (
@@ -56,9 +56,10 @@ def causal_conv1d(
     query_start_loc: torch.Tensor,
     seq_lens_cpu: list[int],
 ) -> torch.Tensor:
-    """Computes prompts or parts of them: x [channels, T] -> the activation's output [channels, T].
+    """Computes silu of the causal convolution of x [channels, T], the tokens of several prompts or parts of prompts.
 
-    Slots `cache_indices` of `conv_states` are read if `has_initial_state`, and get each sequence's last inputs.
+    Each sequence continues from its slot (`cache_indices`) of `conv_states` if `has_initial_state`, and its last inputs
+    are written to that slot.
     """
     initial = conv_states[cache_indices] * has_initial_state[:, None, None]
     return _convolve(x.T, weight, bias, seq_lens_cpu, initial, conv_states, cache_indices).T
@@ -73,7 +74,8 @@ def causal_conv1d_update(
     *,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes one more token per request: x [requests, channels] -> the activation's output, of the same shape."""
+    """Computes silu of the causal convolution of x [requests, channels], the next token of each request. Reads and
+    updates the requests' slots (`conv_state_indices`) of `conv_states`."""
     initial = conv_states[conv_state_indices]
     return _convolve(x, weight, bias, [1] * len(x), initial, conv_states, conv_state_indices)
 
@@ -81,7 +83,8 @@ def causal_conv1d_update(
 def fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns logarithms of the decays, and learning rates, fp32 [1, T, heads], of a and b [T, heads]."""
+    """Returns the logarithms of the decays, and the learning rates, each fp32 [1, T, heads], computed from the
+    projections `a` and `b` [T, heads]."""
     decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], b.float().sigmoid()[None]
 
@@ -99,8 +102,9 @@ def chunk_gated_delta_rule(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[torch.Tensor, None, None]:
-    """Returns outputs [1, T, value heads, dv] of prompts or parts of them, packed in one row. Updates the states in
-    slots `initial_state_indices` of the pool `initial_state`."""
+    """Computes the gated delta rule for several prompts or parts of prompts that are packed in one row; returns its
+    outputs [1, T, value heads, dv]. `g`: logarithms of the decays; `beta`: learning rates; `cu_seqlens`: bounds of the
+    sequences. Reads and updates the slots `initial_state_indices` of the pool `initial_state`."""
     lengths = cu_seqlens.diff().tolist()
     out = _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state, initial_state_indices)
     return out[None], None, None
@@ -121,7 +125,8 @@ def fused_sigmoid_gating_delta_rule_update(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> torch.Tensor:
-    """Computes one more token per request: `chunk_gated_delta_rule` with the gates of `fused_gdn_gating`."""
+    """Computes the gated delta rule for the next token of each request: `chunk_gated_delta_rule` with the decays and
+    learning rates of `fused_gdn_gating`."""
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     lengths = [1] * q.shape[1]
     return _apply_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state_source, initial_state_indices)[None]
@@ -138,7 +143,7 @@ def rms_norm_gated(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> torch.Tensor:
-    """Computes the root-mean-square norm times silu of the gate, x and g [T, n], in fp32, in x's dtype."""
+    """Computes RMSNorm(x) times silu of the gate `g`, both [T, n], in fp32, and rounds to x's dtype."""
     return (rms_norm(x.float(), weight.float(), eps) * F.silu(g.float())).to(x.dtype)
 
 
@@ -154,18 +159,19 @@ def layer_norm_gated(
     is_rms_norm: bool,
     activation: str,
 ) -> torch.Tensor:
-    """Computes `rms_norm_gated` with the gate z [T, n], under the name that Qwen3.5 uses. Raises NotImplementedError
-    for other norms of that function."""
+    """Computes `rms_norm_gated` of x with the gate `z`, both [T, n]; replaces the function that Qwen3.5 calls. Raises
+    NotImplementedError for the function's other variants."""
     if group_size is not None or not (norm_before_gate and is_rms_norm and activation in ("swish", "silu")):
-        raise NotImplementedError("norms of groups, after a gate, or with a gate other than silu")
+        raise NotImplementedError("layer_norm_gated supports only RMSNorm over whole rows, followed by a silu gate")
     return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
 
 
 def split_projections(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns queries, keys and values [T, rows], output gates [T, value heads, dv], and b and a [T, value heads] each,
-    from projections that store one kind after the other."""
+    """Splits the projections `mixed_qkvz` and `mixed_ba`, which store one kind of rows after the other. Returns
+    queries, keys and values together [T, rows], output gates [T, value heads, dv], and b and a [T, value heads]
+    each."""
     mixed = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv, z = mixed_qkvz.split([mixed, num_heads_v * head_v], dim=-1)
     b, a = mixed_ba.split(num_heads_v, dim=-1)
@@ -175,7 +181,8 @@ def split_projections(
 def norm_heads(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes zero-centred norms of each head of q [T, heads * head_dim] and k, [T * heads, head_dim] each."""
+    """Computes zero-centered RMSNorms over each head of `q` and `k`, both [T, heads * head_dim]; returns them as [T *
+    heads, head_dim]."""
     normed_q = zero_centred_rms_norm(q.reshape(-1, head_dim), q_weight, eps)
     normed_k = zero_centred_rms_norm(k.reshape(-1, head_dim), k_weight, eps)
     return normed_q, normed_k
@@ -190,15 +197,15 @@ def norm_gated_heads(
     head_dim: int,
     num_head: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the same of a q_gate [T, heads * 2 * head_dim], in which each head's query precedes its output gate, and
-    also returns the gates [T * heads, head_dim]."""
+    """Computes `norm_heads` for the queries in `q_gate` [T, heads * 2 * head_dim], where each head's query precedes its
+    output gate. Also returns the gates [T * heads, head_dim]."""
     q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
     normed = norm_heads(q.flatten(1), k, q_weight, k_weight, eps, head_dim)
     return *normed, gate.reshape(-1, head_dim).clone()
 
 
 def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiplies x by the sigmoid of `gate`, of the same number of elements, in place; computed in fp32."""
+    """Multiplies `x` in place by the sigmoid of `gate`, which has the same number of elements, in fp32."""
     x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
 
 
@@ -208,19 +215,21 @@ def add_gated_expert(
     shared_output: torch.Tensor,
     final_hidden_states: torch.Tensor,
 ) -> None:
-    """Adds the shared expert's output, times the sigmoid of its gate, to the others' in place, [T, hidden] each;
-    gate_weight [hidden]. Computed in fp32."""
+    """Adds the shared expert's output times the sigmoid of its gate to `final_hidden_states`, the sum of the routed
+    experts, in place and in fp32. All are [T, hidden], except `gate_weight` [hidden], which gives the gate from
+    `hidden_states`."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
 
 
 def operators_missing() -> bool:
-    """Returns True while torch has none of the operators."""
+    """Returns True if torch has none of the operators in `_OPERATORS`, so that they must be added."""
     return not any(hasattr(torch.ops.sgl_kernel, name) for name in _OPERATORS)
 
 
 def add_operators() -> None:
-    """Defines the operators. Must run before the import of SGLang's backend and Qwen3.5's model, which look them up."""
+    """Defines the operators in `_OPERATORS` for the CPU. Must run before SGLang's backend of delta nets and Qwen3.5's
+    model are imported, because they look the operators up."""
     functions: tuple[Callable[..., object], ...] = (
         fused_gdn_gating,
         fused_sigmoid_gating_delta_rule_update,
@@ -235,14 +244,15 @@ def add_operators() -> None:
 
 
 def functions_missing() -> bool:
-    """Returns True while the package or its substitute has none of the functions. Builds for CUDA may have functions of
-    these names, without the operators that they call."""
+    """Returns True if the package sgl_kernel, or its substitute, lacks working versions of the functions in
+    `_FUNCTIONS`. CUDA builds may contain functions with these names, but not the CPU operators that they call."""
     installed = all(vars(_package()).get(name) is function for name, function in _FUNCTIONS.items())
     return not installed and not hasattr(torch.ops.sgl_kernel, "causal_conv1d_fwd_cpu")
 
 
 def add_functions() -> None:
-    """Puts the functions into the package. Must run before SGLang's backend imports them by name."""
+    """Adds `_FUNCTIONS` to the package sgl_kernel. Must run before SGLang's backend of delta nets imports them by
+    name."""
     vars(_package()).update(_FUNCTIONS)
 
 
@@ -266,8 +276,9 @@ def _convolve(
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes silu of the causal convolution of x [T, channels], whose sequences continue from the earlier inputs
-    `initial` [sequences, channels, width - 1]. Writes each sequence's last inputs to its slot of `states`."""
+    """Computes silu of the causal convolution of x [T, channels], which contains sequences of `lengths` tokens. Each
+    continues from the earlier inputs `initial` [sequences, channels, width - 1], and its last inputs are written to its
+    slot (`slots`) of `states`."""
     out = causal_convolution(x, weight, lengths, initial)
     width = states.shape[-1]
     for slot, before, part in zip(slots.tolist(), initial, x.split(lengths), strict=True):
@@ -285,8 +296,8 @@ def _apply_rule(
     states: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns outputs [T, value heads, dv] of the rule. Norms queries and keys, each of which serves consecutive value
-    heads."""
+    """Computes the gated delta rule and returns its outputs [T, value heads, dv]. Queries and keys are L2-normalized,
+    and each of their heads is used for consecutive value heads. Reads and updates the slots `slots` of `states`."""
     times = v.shape[1] // q.shape[1]
     q = l2norm(q.float()).repeat_interleave(times, dim=1)
     k = l2norm(k.float()).repeat_interleave(times, dim=1)

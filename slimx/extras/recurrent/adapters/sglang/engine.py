@@ -1,4 +1,5 @@
-"""Gated delta nets in SGLang: the layout of their tensors, and the gaps of the CPU path. Written for sglang 0.5.23."""
+"""Gated delta nets in SGLang: where an engine's parameters store their tensors, and what SGLang lacks for them on the
+CPU. Written for sglang 0.5.23."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from slimx.layout.maps import Rect
 
 
 class _DeltaNet(Protocol):
-    """Attributes of SGLang's Qwen3GatedDeltaNet and Qwen3_5GatedDeltaNet."""
+    """Attributes of SGLang's Qwen3GatedDeltaNet and Qwen3_5GatedDeltaNet that layouts read."""
 
     key_dim: int
     value_dim: int
@@ -30,7 +31,7 @@ class _DeltaNet(Protocol):
 
 
 class _MergedLinear(Protocol):
-    """Attributes of SGLang's MergedColumnParallelLinear."""
+    """Attributes of SGLang's MergedColumnParallelLinear that layouts read."""
 
     output_sizes: list[int]
     output_partition_sizes: list[int]
@@ -38,7 +39,7 @@ class _MergedLinear(Protocol):
 
 
 def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the convolution of a delta net: this rank's rows of the filters of queries, then keys, then values."""
+    """Yields this rank's rows of a delta net's convolution: the filters of queries, then of keys, then of values."""
     net = cast(_DeltaNet, parameter.parent)
     width = parameter.parameter.shape[-1]
     rects = []
@@ -53,17 +54,17 @@ def delta_convolution(parameter: ServedParameter) -> Iterator[ServedPiece]:
 
 
 def delta_heads(parameter: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields a vector with one element per value head of this rank."""
+    """Yields this rank's elements of a vector with one element per value head."""
     net = cast(_DeltaNet, parameter.owner)
     rows = parameter.parameter.shape[0]
     yield share_of_rows("{name}", net.num_v_heads, 1, rows, net.attn_tp_rank, 0, vector=True)
 
 
 def delta_inputs(parameter: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the input projections of a delta net, stored by a MergedColumnParallelLinear.
+    """Yields this rank's rows of a delta net's input projections, which SGLang stores in a MergedColumnParallelLinear.
 
-    Its rows come from one tensor, in which they are ordered by head (Qwen3-Next), or from two tensors, in which they
-    are ordered by kind (Qwen3.5)."""
+    The rows come from one checkpoint tensor, whose rows are ordered by head (Qwen3-Next), or from two, whose rows are
+    ordered by kind: query, key, value and gate, or b and a (Qwen3.5)."""
     owner = cast(_MergedLinear, parameter.owner)
     rank = rank_in(owner.tp_group)
     if not hasattr(parameter.parent, "_bind_packed_weight_loaders"):
@@ -91,25 +92,26 @@ ROWS = (
     (_DELTA_NET + r"norm\.weight", whole),
     (_DELTA_NET + r"out_proj\.weight", columns_split),
 )
-"""Rows of `slimx.adapters.sglang.weights.layout`."""
+"""Rows that extend the table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = (
     Gap(
         "delta-net-operators",
-        "operators of sgl_kernel's CPU build that the backend of delta nets and Qwen3.5 look up when imported",
+        "SGLang's backend of delta nets and Qwen3.5's model look up operators of sgl_kernel's CPU build when they "
+        "are imported",
         open=delta_net.operators_missing,
         close=delta_net.add_operators,
     ),
     Gap(
         "delta-net-functions",
-        "functions of sgl_kernel's CPU build that the backend of delta nets imports by name",
+        "SGLang's backend of delta nets imports functions of sgl_kernel's CPU build by name",
         open=delta_net.functions_missing,
         close=delta_net.add_functions,
     ),
 )
-"""Gaps of the scheduler process."""
+"""Functions and operators that SGLang's scheduler process lacks for delta nets on the CPU."""
 REPLACEMENTS = (
     (delta_net.GATED_NORM, delta_net.rms_norm_gated),
     (delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated),
     (delta_net.SHARED_EXPERT, delta_net.add_gated_expert),
 )
-"""Replacements of SGLang's functions on the CPU path, by dotted name."""
+"""Pairs of an SGLang function's dotted name and the function that replaces it on the CPU."""
