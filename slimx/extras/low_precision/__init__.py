@@ -1,1 +1,2 @@
-"""Numbers of eight bits and fewer: fp8, INT4 and MXFP4 in checkpoints, publications and the trainer's products."""
+"""Number formats of eight bits and fewer: fp8, INT4 and MXFP4, in checkpoints, in publications and in the trainer's
+matrix products."""

@@ -1,4 +1,5 @@
-"""Block fp8 (DeepSeek-V3's checkpoints): e4m3 codes, and for each tensor a `_scale_inv` with one scale per block."""
+"""The number format block fp8, as in DeepSeek-V3's checkpoints: a tensor of e4m3 codes, and a tensor NAME_scale_inv
+with one scale per block of the codes."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ from slimx.layout.table import Stored
 from slimx.models.files.index import read_object
 
 if TYPE_CHECKING:
-    import torch  # imported at run time where it computes: a plan takes the names from here without torch
+    import torch  # functions that compute import it, because plans use this module's names without torch
 
     from slimx.config.schema import Config
     from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix of a quantized tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
+"""Suffix that the scales' name appends to that of the quantized tensor, in Hugging Face's block-fp8 checkpoints and in
+SGLang."""
 CODES = "F8_E4M3"
-"""Dtype of codes, by its name in safetensors files."""
+"""Dtype of codes, as named in safetensors files."""
 SCALES = ("F32", "BF16", "F16")
-"""Dtypes of scales that convert to fp32 without loss, by their names in safetensors files."""
+"""Accepted dtypes of scales, as named in safetensors files; all convert to fp32 without loss."""
 Block = tuple[int, int]
 
 
 def block_of(directory: Path) -> Block:
-    """Returns rows and columns of a block, from `directory`/config.json. Raises SlimxError if they are missing."""
+    """Returns the rows and columns of a block of the checkpoint in `directory`, from its config.json. Raises SlimxError
+    if it does not define them."""
     file = directory / "config.json"
     return _block(read_object(file), file)
 
@@ -43,8 +46,8 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
             raise ValueError(f"{size} is not a size")
     except (ValueError, KeyError, TypeError) as error:
         raise SlimxError(
-            f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not define the blocks "
-            f"({error!r}); restore it from the checkpoint's source",
+            f"{file}: the tensors are in fp8, but quantization_config.weight_block_size does not define the blocks "
+            f"({error!r}); restore the file from the checkpoint's source",
             code="checkpoint.block_size",
             about=str(file),
         ) from error
@@ -52,23 +55,25 @@ def _block(config: Mapping[str, Any], file: Path) -> Block:
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """Returns the shape of the scales of a matrix [rows, cols]; blocks at its edges may be smaller."""
+    """Returns the shape of the scales of a matrix with shape `shape`, [rows, cols]. Blocks at the matrix's edges may be
+    smaller."""
     rows, cols = shape
     return -(-rows // block[0]), -(-cols // block[1])
 
 
 def quantization(rule: str, block: Block | None = None) -> Quantization:
-    """Returns codes of `block` (128 x 128 if None) by a rule with fp32 scales, or by mxfp8, whose scales are E8M0
-    exponents of blocks of 1 x 32.
+    """Returns the quantization to e4m3 codes by `rule`, a value of `publish.quantize`. Scales are fp32, or E8M0
+    exponents for rule mxfp8. `block`: rows and columns of a block; None: 128 x 128, or 1 x 32 for mxfp8.
 
-    Raises SlimxError for a rule that does not support such blocks.
+    Raises SlimxError for an unknown rule, or one that does not support this block size.
     """
     narrow = rule == "mxfp8"
     if block is None:
         block = (1, 32) if narrow else (128, 128)
     if rule not in BlockFp8.RULES or narrow != (block == (1, 32)):
         raise SlimxError(
-            f"rule {rule} of fp8 does not support blocks of {block}: 1 x 32 is for mxfp8 only, and its only choice",
+            f"the fp8 rule {rule} does not support blocks of {block}; use 1 x 32 with mxfp8, and other sizes with all "
+            "other rules",
             code="plan.rule",
             about=rule,
         )
@@ -78,7 +83,7 @@ def quantization(rule: str, block: Block | None = None) -> Quantization:
 
 
 class BlockFp8(NumberFormat):
-    """The format with `quant_method` fp8 in config.json."""
+    """The number format of checkpoints with `quant_method: fp8` in config.json."""
 
     RULES: ClassVar[tuple[str, ...]] = ("ieee", "triton", "te", "ue8m0", "mxfp8")
     CONVERTED: ClassVar[bool] = True
@@ -94,7 +99,8 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Reads and dequantizes all blocks that overlap the slice: bf16 values."""
+        """Returns the bf16 values of the slice `rows`, `cols`, by reading and dequantizing all blocks that overlap
+        it."""
         from slimx.extras.low_precision.blocks import dequantize
 
         block = self._block(files)
@@ -114,7 +120,7 @@ class BlockFp8(NumberFormat):
         if scales:
             raise SlimxError(
                 f"{path}: {scales[0]} contains scales of fp8 blocks ({len(scales)} such tensors), but slimx trains "
-                "from bf16 and fp32 checkpoints: convert it with `slimx convert hf-to-megatron`",
+                "from bf16 and fp32 checkpoints; convert this one with `slimx convert hf-to-megatron`",
                 code="checkpoint.fp8",
                 about=scales[0],
             )
@@ -131,11 +137,12 @@ class BlockFp8(NumberFormat):
         return parameter.removesuffix(SCALE_SUFFIX) if parameter.endswith(SCALE_SUFFIX) else None
 
     def scales(self, pieces: Iterable[Any], owner: Any) -> Iterator[Any]:
-        """Yields the same rectangles in units of blocks."""
+        """Yields, for each piece of codes, the piece of scales for the same blocks, with rectangles in units of
+        blocks."""
         block = tuple(owner.quant_method.quant_config.weight_block_size)
         for piece in pieces:
             if piece.tensor is None:
-                raise SlimxError("padding has no scales")
+                raise SlimxError("a parameter of fp8 codes contains padding, which has no scales")
             rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
             yield replace(
                 piece,
@@ -146,17 +153,17 @@ class BlockFp8(NumberFormat):
 
 
 def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
-    """Returns a rectangle of `piece` in units of blocks. Raises SlimxError if it splits one."""
+    """Returns `r`, a rectangle of `piece`, in units of blocks. Raises SlimxError if it cuts a block."""
     height, width = block
     rows, cols = matrix(piece.shape)
     remainders = [r.row % height, r.local_row % height, r.col % width, r.local_col % width]
-    # Only the tensor's last block may be smaller than the others.
+    # Only the last block of a tensor may be smaller than the others.
     if r.row + r.rows < rows:
         remainders.append(r.rows % height)
     if r.col + r.cols < cols:
         remainders.append(r.cols % width)
     if any(remainders):
-        raise SlimxError(f"a block of {height} x {width} of {piece.tensor} is split")
+        raise SlimxError(f"ranks would split a block of {height} x {width} elements of {piece.tensor}")
     return Rect(
         r.source,
         r.row // height,

@@ -1,4 +1,4 @@
-"""Conversion of one tensor to and from blocks of fp8, by the kernel of a publication."""
+"""Converts one tensor to and from block fp8, with the kernel that publications use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ _CODES = torch.float8_e4m3fn, torch.uint8
 def quantize(
     values: torch.Tensor, rule: RULE, block: tuple[int, int], *, threads: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns e4m3 codes (uint8) of `values` [rows, cols], bf16 or fp32 and contiguous, and the scales of their blocks.
+    """Quantizes `values` [rows, cols], which are contiguous and bf16 or fp32, to e4m3. Returns the codes, uint8 [rows,
+    cols], and the scales of their blocks. `block`: rows and columns of a block; `threads`: None for torch's number of
+    threads.
 
-    The scales [rows / block[0], cols / block[1]], both rounded up, are fp32, or E8M0 exponents (uint8) by MXFP8; `rule`
-    determines them (docs/numerics.md). A block with a non-finite value is NaN throughout.
+    The scales have shape [rows / block[0], cols / block[1]], each rounded up. They are fp32, or E8M0 exponents (uint8)
+    by rule MXFP8; `rule` determines their values (docs/numerics.md). All values of a block with a non-finite value
+    become NaN.
     """
     rows, cols = values.shape
     size = element_bytes("values for fp8 blocks", values, torch.bfloat16, torch.float32)
     mx = rule == RULE.MXFP8
     shape = (-(-rows // block[0]), -(-cols // block[1]))
     scale_size = 1 if mx else 4
-    start = -(-rows * cols // 4) * 4  # aligned for scales of four bytes
+    start = -(-rows * cols // 4) * 4  # aligned to the four bytes of a scale
     bucket = torch.empty(start + shape[0] * shape[1] * scale_size, dtype=torch.uint8)
     piece = np.zeros(1, dtype=PIECE)
     piece["src"] = values.data_ptr()
@@ -58,12 +61,12 @@ def dequantize(
     *,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Multiplies e4m3 `codes` [rows, cols] by the scales of their blocks -> [rows, cols] of `dtype`, or each matrix of
-    a stack [n, rows, cols] by its scales.
+    """Returns e4m3 `codes` [rows, cols] times the scales of their blocks, in `dtype`. Both may also be a stack of n
+    matrices, with n as first dimension. `block`: rows and columns of a block.
 
-    `scales` [rows / block[0], cols / block[1]], both rounded up: fp32, or E8M0 exponents (uint8). The product is fp32
-    and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay non-finite. `threads`: default is
-    torch's number of threads.
+    `scales` [rows / block[0], cols / block[1]], each rounded up, are fp32, or E8M0 exponents (uint8) for blocks of 1 x
+    32. The product is computed in fp32 and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay
+    non-finite. `threads`: None for torch's number of threads.
     """
     out = torch.empty(codes.shape, dtype=dtype)
     if codes.dim() != 3:
@@ -79,8 +82,8 @@ def dequantize(
     fits = scales.shape == shape and scales.dtype == scales_dtype
     if not fits or (shape[2] > 1 and scales.stride(2) != 1):
         raise SlimxError(
-            f"scales {scales.dtype} {list(scales.shape)} do not fit codes {list(codes.shape)} in blocks of "
-            f"{block[0]} x {block[1]}: pass {'uint8' if mx else 'fp32'} {list(shape)}",
+            f"scales of {scales.dtype} {list(scales.shape)} do not fit codes {list(codes.shape)} in blocks of "
+            f"{block[0]} x {block[1]}; pass {'uint8' if mx else 'fp32'} {list(shape)}",
             code="kernel.scales",
             about="scales",
         )

@@ -1,8 +1,10 @@
-"""INT4 of compressed-tensors (Kimi-K2.5's experts): the format pack-quantized with a symmetric scale per 32 columns.
+"""The number format INT4 of compressed-tensors, as in Kimi-K2.5's experts: `pack-quantized`, symmetric, with one scale
+per 32 columns.
 
-`NAME_packed` [rows, cols / 8] has eight codes per int32, the lowest bits first, each with 8 added; `NAME_scale` [rows,
-cols / 32] their scales; `NAME_shape` [2] rows and columns. A value is code * scale, rounded to bf16. Only matrices of
-routed experts are rounded, as in Kimi-K2-Thinking's checkpoints.
+Three tensors store a matrix NAME. `NAME_packed` [rows, cols / 8] contains eight codes per int32, the first in the
+lowest bits, each with 8 added. `NAME_scale` [rows, cols / 32] contains their scales, and `NAME_shape` [2] the matrix's
+rows and columns. A value is code * scale, rounded to bf16. Only matrices of routed experts are quantized, as in
+Kimi-K2-Thinking's checkpoints.
 """
 
 from __future__ import annotations
@@ -22,30 +24,32 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 CODES = "_packed"
-"""Suffix of a matrix's name for its codes."""
+"""Suffix that the name of the codes appends to the matrix's name."""
 SCALES = "_scale"
-"""Suffix of a matrix's name for its scales."""
+"""Suffix that the name of the scales appends to the matrix's name."""
 SHAPE = "_shape"
-"""Suffix of a matrix's name for its shape."""
+"""Suffix that the name of the shape tensor appends to the matrix's name."""
 DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
-"""Dtypes of the three tensors, by their names in safetensors files."""
+"""Suffix -> accepted dtypes of the tensor, as named in safetensors files."""
 PER_WORD = 8
-"""Codes per int32."""
+"""Number of codes in an int32."""
 GROUP = 32
-"""Values per scale."""
+"""Number of adjacent values in a row that share a scale."""
 SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-"""Fields of `weights` in a config group of compressed-tensors."""
+"""Required values of the fields of `weights` in a config group of compressed-tensors."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns suffix -> shape of the three tensors that store a matrix of `shape`, whose columns GROUP divides."""
+    """Returns the shapes, by suffix, of the three tensors that store a matrix of shape `shape`, whose number of columns
+    is a multiple of GROUP."""
     rows, cols = shape
     return {CODES: (rows, cols // PER_WORD), SCALES: (rows, cols // GROUP), SHAPE: (2,)}
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns values, bf16 [rows, words * 8], of int32 codes [rows, words] and bf16 scales [rows, words / 4]."""
-    import torch  # imported here because a plan needs the shapes only, without torch
+    """Returns the values, bf16 [rows, words * 8], of int32 `codes` [rows, words] with bf16 `scales` [rows, words /
+    4]."""
+    import torch  # not at module level, because plans use only the shapes, without torch
 
     shifts = torch.arange(0, 32, 32 // PER_WORD, dtype=torch.int32)
     values = ((codes.unsqueeze(-1) >> shifts) & 0xF) - 8
@@ -54,19 +58,19 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def rounds(row: Row) -> bool:
-    """Returns True if the tensors of `row` are rounded to INT4: per-expert matrices that are not stacked in the
-    checkpoint."""
+    """Returns True if INT4 quantization applies to the tensors of `row`: matrices of routed experts that are separate
+    tensors in the checkpoint."""
     matrices = all(len(shape) == 2 for _, shape in row.sources)
     return row.per_expert and matrices and stored(row.names(0, 0)[0]).index is None
 
 
 def experts(table: Table) -> Iterator[Entry]:
-    """Returns the tensors of the model that INT4 rounds."""
+    """Returns the entries of `table` to which INT4 quantization applies."""
     return (entry for entry in table.entries() if rounds(entry.row))
 
 
 def rounded_parts(table: Table, parts: Iterable[Part]) -> list[Part]:
-    """Returns the parts of a rank that INT4 rounds."""
+    """Returns those of a rank's `parts` to which INT4 quantization applies."""
     sources = {entry.sources for entry in experts(table)}
     return [part for part in parts if part.sources in sources]
 
@@ -75,7 +79,8 @@ QUANTIZATION = Quantization("int4", (1, GROUP), "QUANTIZE_INT4", "uint8", "bfloa
 
 
 class Int4(NumberFormat):
-    """The format with `quant_method` compressed-tensors in config.json."""
+    """The number format of checkpoints with `quant_method: compressed-tensors` in config.json, restricted to
+    `SCHEME`."""
 
     RULES: ClassVar[tuple[str, ...]] = ("int4",)
     GROUP: ClassVar[int] = GROUP
@@ -85,7 +90,7 @@ class Int4(NumberFormat):
         for weight in ("w13", "w2")
         for suffix in ("weight_shape", "weight_g_idx", "g_idx_sort_indices")
     )
-    """Shapes and orders of columns, which Triton's kernel never reads."""
+    """Names of SGLang's parameters for shapes and column orders, which the Triton kernel never reads."""
 
     def other_scheme(self, described: Mapping[str, Any]) -> str | None:
         method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}

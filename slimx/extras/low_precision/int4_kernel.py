@@ -1,8 +1,8 @@
-"""INT4 with a bf16 scale per 32 columns, by the kernels of `csrc/int4.h`: codes and scales as packed by
-compressed-tensors, and the values that an engine computes with.
+"""Quantizes matrices to INT4 with one bf16 scale per 32 columns, with the kernels in `csrc/int4.h`. They write codes
+and scales as compressed-tensors packs them, or the values with which engines compute.
 
-A conversion writes the codes, a trainer computes with the values: one function makes both, on the CPU and on a GPU.
-Rounding the values again gives the same codes and scales.
+Conversions write codes and scales, and trainers compute with the values. The same kernel function produces both, on the
+CPU and on a GPU. Quantizing the values again gives the same codes and scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
-import torch  # before the library is loaded, so both share one OpenMP runtime
+import torch  # imported before the library is loaded, so that both share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.extras.low_precision.int4 import GROUP, PER_WORD
@@ -40,15 +40,16 @@ _MATRIX = np.dtype(
     ],
     align=True,
 )
-"""Struct SlimxInt4 of csrc/int4.h."""
+"""Layout of a kernel call's arguments: the struct SlimxInt4 in csrc/int4.h."""
 
 
 def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Returns codes, int32 [rows, cols / 8], and scales, bf16 [rows, cols / 32], of `weight` [rows, cols], bf16 or
-    fp32, on the same device, and True if all values are finite.
+    """Quantizes `weight` [rows, cols], bf16 or fp32. Returns, on the same device, the codes, int32 [rows, cols / 8],
+    and the scales, bf16 [rows, cols / 32]; and True if all values are finite. `threads`: None for torch's number of
+    threads.
 
-    A group with a non-finite value has a scale of NaN and codes of 0. Waits for a GPU. Raises SlimxError unless 32
-    divides the columns.
+    A group with a non-finite value gets scale NaN and codes 0. Waits until a GPU is done. Raises SlimxError unless the
+    number of columns is a multiple of 32.
     """
     rows, cols = _shape(weight)
     codes = torch.empty(rows, cols // PER_WORD, dtype=torch.int32, device=weight.device)
@@ -61,8 +62,8 @@ def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch
 
 
 def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
-    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values of its codes; a non-finite value makes its
-    group NaN. On a GPU it is queued on the current stream."""
+    """Rounds `weight` [rows, cols], bf16 or fp32, in place to the values of its INT4 codes. A group with a non-finite
+    value becomes NaN. On a GPU, the kernel runs in the current stream, and this function does not wait for it."""
     record = _record(weight)
     record["values"] = record["src"]
     record["values_ld"] = record["src_ld"]
@@ -72,8 +73,8 @@ def round_(weight: torch.Tensor, *, threads: int | None = None) -> None:
 def _shape(weight: torch.Tensor) -> tuple[int, int]:
     if weight.dim() != 2 or weight.shape[1] % GROUP or (weight.shape[1] > 1 and weight.stride(1) != 1):
         raise SlimxError(
-            f"a tensor of shape {list(weight.shape)} and strides {weight.stride()} cannot be stored in INT4: pass a "
-            f"row-major matrix whose columns are a multiple of {GROUP}",
+            f"a tensor with shape {list(weight.shape)} and strides {weight.stride()} cannot be quantized to INT4; "
+            f"pass a row-major matrix whose number of columns is a multiple of {GROUP}",
             code="int4.shape",
             about=str(list(weight.shape)),
         )
@@ -92,7 +93,8 @@ def _record(weight: torch.Tensor) -> np.ndarray:
 
 
 def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait: bool = True) -> bool:
-    """Returns True if a group is not finite; always False on a GPU without `wait`."""
+    """Runs the kernel with the arguments `record`; returns True if a group contains a non-finite value. Without `wait`,
+    the result on a GPU is always False."""
     if device.type == "cpu":
         return bool(_cpu().slimx_int4(record.ctypes.data, threads_of(threads)))
     library = _cuda(CUDA_LIBRARY)
@@ -103,7 +105,7 @@ def _run(record: np.ndarray, device: torch.device, threads: int | None, *, wait:
     if status:
         reason = library.slimx_int4_cuda_error_string(status).decode()
         raise SlimxError(
-            f"the INT4 kernel could not start on {device}: {reason}; check the device with nvidia-smi",
+            f"the INT4 kernel could not be launched on {device}: {reason}; check the GPU with nvidia-smi",
         )
     return wait and bool(flags.item())
 
@@ -118,7 +120,7 @@ def _cpu() -> ctypes.CDLL:
 
 @functools.cache
 def _cuda(path: Path) -> ctypes.CDLL:
-    remedy = "run `make build` with nvcc of CUDA 12.8 or later"
+    remedy = "run `make build` on a host with nvcc (CUDA 12.8 or later)"
     library = load_library(
         path, what="the INT4 library for GPUs", version="slimx_int4_cuda_abi", abi=ABI, remedy=remedy
     )

@@ -1,8 +1,8 @@
-"""Linear layers in fp8 without Transformer Engine: on the CPU, with the rounding of a publication.
+"""fp8 linear layers for megatron-core without Transformer Engine, on the CPU. They round as publications do.
 
-The modules are those of `layers` with the products of `products`; names, shapes and checkpoint keys of parameters are
-the same. On GPUs Transformer Engine's layers are used instead (`slimx.trainer.model.transformer`). Written for
-megatron-core 0.19.2.
+Each module replaces one of `slimx.adapters.megatron.layers` and computes its matrix products with `products`; names,
+shapes and checkpoint keys of parameters stay the same. On GPUs, Transformer Engine's layers are used instead
+(`slimx.trainer.model.transformer`). Written for megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from slimx.extras.low_precision.recipes import Recipe
 
 
 def install(block: Any, recipe: Recipe) -> None:
-    """Replaces the linear layers in a decoder's spec (TransformerBlockSubmodules) by layers that compute by `recipe`:
-    those that Transformer Engine would compute in fp8, which excludes embedding, router and output layer."""
+    """Replaces the linear layers in the decoder's spec `block`, a TransformerBlockSubmodules, by layers that compute in
+    fp8 by `recipe`. These are the layers that Transformer Engine would compute in fp8: all except embedding, router and
+    output layer."""
     kinds = {
         LatentAttention: Fp8LatentAttention,
         ColumnParallelLinear: Fp8Column,
@@ -48,10 +49,10 @@ def install(block: Any, recipe: Recipe) -> None:
 
 
 class CustomProduct:
-    """A tensor-parallel linear layer of megatron-core with a custom product."""
+    """Mixin for megatron-core's tensor-parallel linear layers that replaces their matrix product by `product`."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Computes x [..., in] times weight [out, in], transposed, plus bias [out] -> [..., out]."""
+        """Computes x [..., in] times weight [out, in] transposed, plus bias [out], as [..., out]."""
         raise NotImplementedError
 
     def _forward_impl(
@@ -73,7 +74,7 @@ class CustomProduct:
 
 
 class _Fp8Product(CustomProduct):
-    """The fp8 product of a linear layer without a bias."""
+    """Mixin for linear layers without bias whose matrix product is computed in fp8 by `recipe`."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -81,7 +82,7 @@ class _Fp8Product(CustomProduct):
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None:
-            raise NotImplementedError("a product in fp8 does not support a bias: a rule refuses it")
+            raise NotImplementedError("an fp8 linear layer does not support a bias; leave trainer.fp8 out")
         return linear(x, weight, self.recipe)
 
 
@@ -113,7 +114,7 @@ class Fp8LatentAttention(LatentAttention):
 
 
 class _Fp8Grouped(GroupedLinear):
-    """Linear layers of experts that compute by the recipe."""
+    """Linear layers of local experts that compute in fp8 by `recipe`."""
 
     def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any):
         self.options = {**self.options, "recipe": recipe}

@@ -1,7 +1,8 @@
-"""MXFP4 in checkpoints (gpt-oss's experts): four-bit floats with a scale per 32 of them.
+"""The number format MXFP4, as in the checkpoints of gpt-oss's experts: four-bit floats with one scale per 32 values.
 
-`NAME_blocks` [..., rows, groups, 16] has two E2M1 codes per byte, the low half first; `NAME_scales` [..., rows, groups]
-one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats v1.0). Each value is exact in bf16.
+`NAME_blocks` [..., rows, groups, 16] contains two E2M1 codes per byte, the first in the low half. `NAME_scales` [...,
+rows, groups] contains one power of two per group, as E8M0 with bias 127 (OCP Microscaling Formats v1.0). bf16
+represents each value exactly.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKS = "_blocks"
-"""Suffix of a tensor's name for its codes."""
+"""Suffix that the name of the codes appends to the tensor's name."""
 SCALES = "_scales"
-"""Suffix of a tensor's name for its scales."""
+"""Suffix that the name of the scales appends to the tensor's name."""
 GROUP = 32
-"""Values per scale."""
+"""Number of adjacent values in a row that share a scale."""
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the eight codes without a sign bit."""
+"""Values of the eight E2M1 codes whose sign bit is 0."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns suffix -> shape of the two tensors that store a tensor of `shape`, whose last dimension GROUP divides."""
+    """Returns the shapes, by suffix, of the two tensors that store a tensor of shape `shape`, whose last dimension is a
+    multiple of GROUP."""
     groups = (*shape[:-1], shape[-1] // GROUP)
     return {BLOCKS: (*groups, GROUP // 2), SCALES: groups}
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns values, bf16 [..., groups * 32], of uint8 codes [..., groups, 16] and scales [..., groups]."""
-    import torch  # imported here because a plan needs the shapes only, without torch
+    """Returns the values, bf16 [..., groups * 32], of uint8 codes `blocks` [..., groups, 16] with uint8 `scales` [...,
+    groups]."""
+    import torch  # not at module level, because plans use only the shapes, without torch
 
     table = torch.tensor(_VALUES)
     codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2).long()
@@ -42,7 +45,8 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Mxfp4(NumberFormat):
-    """Stacks of matrices in this format, which slimx reads but never writes."""
+    """The number format of checkpoints with `quant_method: mxfp4` in config.json. It stores stacks of matrices, which
+    slimx reads but never writes."""
 
     GROUP: ClassVar[int] = GROUP
 
@@ -56,9 +60,12 @@ class Mxfp4(NumberFormat):
         return {name + suffix: (packed, ("U8",)) for suffix, packed in packed_shapes((count, cols, rows)).items()}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Reads values. Stored matrices are transposed relative to the stack, as the table's sources are."""
+        """Returns the bf16 values of the slice `rows`, `cols` of one matrix. Files store each matrix in the orientation
+        of the weight table's source."""
         if place.index is None:
-            raise NotImplementedError("MXFP4 tensors are stacks of matrices")
+            raise NotImplementedError(
+                f"{place.name} is not in a stack of matrices, which MXFP4 needs; restore the checkpoint from its source"
+            )
         first = cols.start // GROUP
         stop = -(-cols.stop // GROUP)
         window = slice(place.index, place.index + 1), rows, slice(first, stop)

@@ -1,4 +1,4 @@
-"""Parallel sizes close to a configuration's, tried when its sizes split blocks that share a scale."""
+"""Suggests parallel sizes close to a configuration's, for use when its sizes split blocks that share a scale."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def nearest(config: Config, sizes: Sizes) -> Iterator[tuple[str, Config, Sizes]]:
-    """Yields the key with its new value, the changed configuration, and the trainers' sizes in it.
+    """Yields alternatives to `config`, whose trainers have `sizes`. Each is the changed key with its new value, such as
+    trainer.tensor=2; the changed configuration; and the trainers' sizes in it.
 
-    Engines' sizes come first, with experts split less or on fewer ranks, then trainers' sizes. They may not fit the
-    model or the ranks.
+    Changes of engines come first: larger expert parallel sizes, then smaller tensor parallel sizes. Smaller sizes of
+    trainers follow. An alternative may not fit the model or the number of ranks.
     """
     group = config.rollout.policy_engines[0]
     divisors = _divisors(group.tensor)

@@ -1,10 +1,11 @@
-"""The three matrix products of a linear layer in fp8, with the rounding of a publication.
+"""The three matrix products of a linear layer in fp8 (output, input gradient, weight gradient), with operands rounded
+as publications round weights.
 
 Operands are rounded as in Transformer Engine's recipes `Float8BlockScaling` (with fp32 scales) and `MXFP8BlockScaling`:
-in blocks along the summed dimension, always from the unrounded tensor. A tensor used by two products is therefore
+in blocks along the summed dimension, and always from the unrounded tensor. A tensor used in two products is therefore
 rounded twice, once along its rows and once along its columns, except for weights in square blocks. Tensor cores
-multiply codes and apply scales to the sums of a block. Here code times scale is one fp32 number, and the sum is fp32,
-so results agree up to fp32 rounding.
+multiply codes and apply scales to the sum of each block. Here, code times scale is one fp32 number and sums are fp32,
+so results agree with theirs up to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from slimx.reshard.kernels.record import RULE
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Computes x [..., in] times weight [out, in], transposed -> [..., out] of x's dtype, with the recipe's
-    gradients."""
+    """Computes x [..., in] times weight [out, in] transposed, [..., out] in x's dtype. The product and both gradients
+    are computed in fp8 by `recipe`."""
     return _Fp8Linear.apply(x, weight, recipe)
 
 
@@ -54,6 +55,6 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _rounded(values: torch.Tensor, recipe: Recipe, block: tuple[int, int]) -> torch.Tensor:
-    """Rounds `values` [rows, cols] to blocks of fp8 and returns them in fp32."""
+    """Returns `values` [rows, cols], rounded to fp8 in blocks of `block` rows and columns, in fp32."""
     codes, scales = quantize(values.detach().contiguous(), RULE[recipe.rule.upper()], block)
     return dequantize(codes, scales, block, torch.float32)

@@ -1,4 +1,4 @@
-"""Blocks for rounding the operands of a trainer's matrix products (`trainer.fp8`)."""
+"""Recipes of `trainer.fp8`: block sizes for rounding the operands of a trainer's matrix products."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Blocks of the matrices whose products a trainer computes in fp8: e4m3 throughout, as in Transformer Engine's
-    recipe of the same name."""
+    """Block sizes of the operands of fp8 matrix products, as in Transformer Engine's recipe of the same name. All
+    operands are e4m3. `rule`: rule that determines scales, a value of `publish.quantize`."""
 
     name: str
     rule: str
     vector: tuple[int, int]
-    """Block of inputs and of output gradients: a run along the summed dimension of a product."""
+    """Rows and columns of a block of inputs and of output gradients, which extends along the summed dimension."""
     weight: tuple[int, int]
-    """Block of weights; if not square, also along the summed dimension."""
+    """Rows and columns of a block of weights. If it is not square, it also extends along the summed dimension."""
     scale_bytes: int
-    """Size of a scale, in bytes."""
+    """Bytes of one scale."""
 
     @property
     def width(self) -> int:
-        """Number of elements of a run."""
+        """Number of elements in a block of inputs."""
         return self.vector[1]
 
 
@@ -32,4 +32,4 @@ RECIPES = {
         Recipe("mxfp8", "mxfp8", vector=(1, 32), weight=(1, 32), scale_bytes=1),
     )
 }
-"""Recipes by their names in `trainer.fp8`."""
+"""Recipes by name, the values of `trainer.fp8`."""

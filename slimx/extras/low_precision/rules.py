@@ -1,4 +1,4 @@
-"""Rules for fp8, INT4 and MXFP4, in training and in publications."""
+"""Configuration rules for fp8, INT4 and MXFP4, in training and in publications."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ UNPROVEN = {
     ),
     "publish.quantize=int4": ("rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)",),
 }
-"""As `slimx.rules.unproven.UNPROVEN`."""
+"""Feature -> configuration keys that were never tested with it, as in `slimx.rules.unproven.UNPROVEN`."""
 ARCHITECTURES = {"trainer.fp8": ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")}
-"""As `slimx.rules.unproven.other_architectures`."""
+"""Feature -> the only architectures with which it was tested, as in `slimx.rules.unproven.other_architectures`."""
 ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
-"""GPUs (`cluster.gpu`) whose tensor cores support the blocks of a recipe. Blackwell computes 128-wide blocks as MXFP8,
-which would need scales that are powers of two."""
+"""Recipe of `trainer.fp8` -> the values of `cluster.gpu` whose tensor cores support its blocks. Blackwell GPUs compute
+128-wide blocks as MXFP8, which would need scales that are powers of two."""
 LEAST = 16
-"""Required divisor of rows and columns of matrices that tensor cores multiply in fp8 (Transformer Engine's
-`assert_dim_for_fp8_exec`, and cuBLAS)."""
+"""Number of which the rows and columns of matrices must be multiples, so that tensor cores can multiply them in fp8
+(Transformer Engine's `assert_dim_for_fp8_exec`, and cuBLAS)."""
 
 
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
@@ -72,32 +72,35 @@ def unproven_architecture(trainer: Trainer, spec: ModelSpec) -> Problems:
 @rule("fp8.dtype", "numerics.dtype")
 def from_bf16(trainer: Trainer, numerics: Numerics) -> Problems:
     if trainer.fp8 is not None and numerics.dtype != "bfloat16":
-        yield f"trainer.fp8={trainer.fp8} rounds bf16 tensors, as publications do; set it to bfloat16"
+        yield (
+            f"numerics.dtype is {numerics.dtype}, but trainer.fp8={trainer.fp8} rounds bf16 tensors, as publications "
+            "do; set numerics.dtype=bfloat16"
+        )
 
 
 @rule("fp8.gpu", "trainer.fp8")
 def on_this_gpu(trainer: Trainer, cluster: Cluster) -> Problems:
     if trainer.fp8 is not None and cluster.gpu not in (None, *ON[trainer.fp8]):
         other = next(name for name, gpus in ON.items() if cluster.gpu in gpus)
-        yield f"it is not for cluster.gpu={cluster.gpu}; set it to {other}"
+        yield f"trainer.fp8={trainer.fp8} is not supported on cluster.gpu={cluster.gpu}; set trainer.fp8={other}"
 
 
 @rule("fp8.quantize", "publish.quantize")
 def one_rule(trainer: Trainer, publish: Publish) -> Problems:
-    """Checks that engine and trainer round weights by one rule, unless engines get unrounded weights."""
+    """Checks that engines and trainer round weights by the same rule, unless engines get unrounded weights."""
     if trainer.fp8 is None or publish.quantize is None or (trainer.fp8, publish.quantize) == ("blockwise", "te"):
         return
-    remedy = "set it to te" if trainer.fp8 == "blockwise" else "leave it out"
+    remedy = "set publish.quantize=te" if trainer.fp8 == "blockwise" else "leave publish.quantize out"
     yield (
-        f"trainer.fp8={trainer.fp8} rounds weights differently, so engines would not compute with the trainer's "
-        f"weights; {remedy}"
+        f"trainer.fp8={trainer.fp8} rounds weights differently from publish.quantize={publish.quantize}, so engines "
+        f"would not compute with the trainer's weights; {remedy}"
     )
 
 
 @rule("fp8.blocks", "trainer.fp8")
 def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Checks that blocks of a rank's matrix are blocks of the checkpoint's tensors, from which publications make
-    codes."""
+    """Checks that the fp8 blocks of a rank's matrices are also blocks of the checkpoint's tensors, which publications
+    quantize."""
     if trainer.fp8 is None or spec.family.ARCHITECTURE not in ARCHITECTURES["trainer.fp8"]:
         return
     from slimx.extras.low_precision.recipes import RECIPES
@@ -112,10 +115,10 @@ def whole_blocks(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         ways = sizes.expert_tensor if row.per_expert else sizes.tensor
         name = row.name.removesuffix(".weight").split(".")[-1]
         if not _splits_evenly(row, 1, width, cut=cut):
-            yield f"{blocks}, which do not divide the pieces of {name} of {spec.path}; leave it out"
+            yield f"{blocks}, which do not divide the parts of {name} in {spec.path}; leave trainer.fp8 out"
             return
         if row.axis is not None and not _splits_evenly(row, ways, width, cut=cut):
-            yield key, f"{blocks}, and {key}={ways} would split one in {name} of {spec.path}; set it lower"
+            yield key, f"{blocks}, and {key}={ways} would split a block of {name} in {spec.path}; set {key} lower"
             return
 
 
@@ -128,8 +131,8 @@ def _splits_evenly(row: Row, ways: int, width: int, *, cut: bool) -> bool:
 
 
 def _aligned(rect: Rect, source: Shape, local: Shape, width: int, *, cut: bool) -> bool:
-    """Returns True if blocks of the rectangle are blocks of both tensors. `cut`: also smaller last blocks, where both
-    tensors end."""
+    """Returns True if the blocks of `width` rows and columns in `rect` are blocks of the checkpoint's tensor (`source`)
+    and of the rank's (`local`). `cut`: True to allow smaller last blocks where both tensors end."""
     if rect.step != 1:
         return False
     rows = rect.row, rect.local_row, rect.rows, source[0], local[0]
@@ -145,11 +148,11 @@ def _aligned(rect: Rect, source: Shape, local: Shape, width: int, *, cut: bool) 
 
 @rule("qat.dtype", "numerics.dtype")
 def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
-    """Refuses other dtypes than bf16: only then the optimizer has separate fp32 weights."""
+    """Refuses dtypes other than bf16, because only with bf16 weights does the optimizer have separate fp32 weights."""
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
-            f"trainer.qat={trainer.qat} rounds the weights of the model, and the optimizer has no other weights; set "
-            "it to bfloat16, or leave trainer.qat out"
+            f"trainer.qat={trainer.qat} rounds the model's weights, and with numerics.dtype={numerics.dtype} the "
+            "optimizer has no separate ones; set numerics.dtype=bfloat16, or leave trainer.qat out"
         )
 
 
@@ -161,14 +164,14 @@ def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems
         if value == "int4" and not any(map(rounds, spec.table.rows)):
             yield (
                 key,
-                f"it rounds routed experts whose matrices are separate in the checkpoint, but {spec.path} has none; "
-                "leave it out",
+                f"{key}=int4 rounds routed experts whose matrices are separate tensors in the checkpoint, but "
+                f"{spec.path} has none; leave it out",
             )
 
 
 @rule("qat.groups", "trainer.qat")
 def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Checks that each group of columns is on one rank, so that its scale equals the one in the unsplit matrix."""
+    """Checks that each group of columns is on one rank, so that its scale equals that in the whole matrix."""
     if trainer.qat is None:
         return
     from slimx.extras.low_precision.int4 import GROUP, rounds
@@ -177,64 +180,77 @@ def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
         source, (_, cols) = row.sources[0]
         name = source.split(".")[-2]
         if cols % GROUP:
-            yield f"groups have {GROUP} columns, but {name} of the experts of {spec.path} has {cols}; leave it out"
+            yield (
+                f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but {name} in the experts of "
+                f"{spec.path} has {cols}; leave it out"
+            )
             return
         if row.axis == 1 and cols % (GROUP * sizes.expert_tensor):
             yield (
                 "trainer.expert_tensor",
-                f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, which {sizes.expert_tensor} ranks would "
-                f"split in the {cols} of {name}; set it to 1, with trainer.expert of 2 or more",
+                f"trainer.qat={trainer.qat} rounds groups of {GROUP} columns, but "
+                f"trainer.expert_tensor={sizes.expert_tensor} would split a group in the {cols} columns of {name}; "
+                "set it to 1, and trainer.expert to 2 or more",
             )
             return
 
 
 @rule("publish.int4", "publish.quantize")
 def takes_codes(publish: Publish, numerics: Numerics, rollout: Rollout) -> Problems:
-    """Refuses engines that rearrange codes: they must be in rows, as in checkpoints, which only one of SGLang's kernels
-    supports."""
+    """Refuses engines that rearrange codes. Codes must be stored in rows, as in checkpoints, which only SGLang's Triton
+    kernel supports."""
     if publish.quantize != "int4":
         return
     codes = "publish.quantize=int4"
     if numerics.dtype != "bfloat16":
-        yield "numerics.dtype", f"{codes} has bf16 scales; set it to bfloat16"
+        yield "numerics.dtype", f"{codes} has bf16 scales, but numerics.dtype is {numerics.dtype}; set it to bfloat16"
     if publish.encoding == "hf":
-        yield "publish.encoding", f"{codes} writes codes into engine memory; set it to local or auto"
+        yield (
+            "publish.encoding",
+            f"{codes} needs the engines' own layout, but publish.encoding is hf; set it to local or auto",
+        )
     for group in rollout.policy_engines:
         if group.sglang.get("moe_runner_backend") != "triton":
             yield (
                 "rollout.engines.sglang.moe_runner_backend",
-                f"other kernels of {group.where} may rearrange codes, which {codes} could neither write nor verify; "
-                "set it to triton",
+                f"expert kernels other than Triton's may rearrange codes in {group.where}, which {codes} could "
+                "neither write nor verify; set moe_runner_backend to triton",
             )
         if group.sglang.get("enforce_shared_experts_fusion"):
             yield (
                 "rollout.engines.sglang.enforce_shared_experts_fusion",
-                f"{codes} rounds routed experts only, but {group.where} would store the shared one among them; leave "
-                "it out",
+                f"{codes} quantizes only routed experts, but {group.where} would store the shared expert among them; "
+                "leave enforce_shared_experts_fusion out",
             )
         if group.model is None and not group.urls:
             yield (
                 "rollout.engines.model",
-                f"{codes}, but {group.where} serves model.path, which is not quantized: set its model to the output "
-                "directory of `slimx convert hf-to-int4`",
+                f"{codes}, but {group.where} serves model.path, which is not quantized; set the group's model to the "
+                "output directory of `slimx convert hf-to-int4`",
             )
 
 
 @rule("publish.triton_dtype", "publish.quantize")
 def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
     if publish.quantize == "triton" and numerics.dtype == "float32":
-        yield "it requires bfloat16 weights, but numerics.dtype is float32; set that to bfloat16, or this to ieee"
+        yield (
+            "publish.quantize=triton needs bf16 weights, but numerics.dtype is float32; set numerics.dtype=bfloat16 "
+            "or publish.quantize=ieee"
+        )
 
 
 @rule("publish.quantize_on_cpu", "publish.quantize")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
-    """Applies only to configurations with trainers: others publish nothing."""
+    """Refuses quantized publications to engines on the CPU, whose kernels SGLang lacks. `sizes`: restricts the rule to
+    configurations with trainers, because others publish nothing."""
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return
     if publish.in_fp8:
-        problem = "supports fp8 blocks in exact mode only; leave it out, or set numerics.mode=exact"
+        problem = "supports fp8 blocks only in slimx's exact mode; leave it out, or set numerics.mode=exact"
     else:
-        problem = "has no kernels for INT4; leave it out: with trainer.qat=int4 engines get the values of the codes"
+        problem = (
+            "has no INT4 kernels; leave it out, since with trainer.qat=int4 engines get the values of the codes anyway"
+        )
     yield f"publish.quantize={publish.quantize}, but on the CPU SGLang {problem}"
 
 
@@ -243,48 +259,51 @@ def starts_in_plain_values(rollout: Rollout, spec: ModelSpec) -> Problems:
     method = (spec.hf.get("quantization_config") or {}).get("quant_method")
     if rollout.policy_engines and method == "mxfp4":
         yield (
-            f"{spec.path} is in MXFP4, and engines started from it keep their experts in MXFP4; convert it to bf16 "
-            "with slimx convert (hf-to-megatron, then megatron-to-hf) and set model.path to the result"
+            f"the checkpoint {spec.path} is in MXFP4, and engines started from it would keep their experts in MXFP4; "
+            "convert it to bf16 (`slimx convert hf-to-megatron`, then `megatron-to-hf`) and set model.path to the "
+            "result"
         )
 
 
 @rule("engines.fp8_model", "rollout.engines.model")
 def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from bf16 weights: they have no memory for fp8 ones. Directories that do not exist yet
-    are not checked."""
+    """Refuses engines that start from bf16 weights but get fp8 publications, because their parameters cannot store fp8.
+    Directories that do not exist yet are not checked."""
     if not publish.in_fp8:
         return
     for group, directory, quantization in _origins(rollout, spec):
         if not quantization:
             yield (
-                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantize="
-                f"{publish.quantize} is; convert it with `slimx convert hf-to-fp8` and name the result"
+                f"{group.where} starts from {directory}, which is not in fp8, but publish.quantize is "
+                f"{publish.quantize}; convert the directory with `slimx convert hf-to-fp8` and set the group's model "
+                "to the result"
             )
 
 
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start in INT4 but get other weights, or the reverse: their memory layouts differ.
-    Directories that do not exist yet are not checked."""
+    """Refuses engines that start from INT4 weights but get others, or the reverse, because the parameters' layouts
+    differ. Directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
     for group, directory, quantization in _origins(rollout, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"
         if starts and not published:
             yield (
-                f"{group.where} starts from {directory}, an INT4 checkpoint, but publish.quantize is not int4; "
-                "set it to int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then "
-                "`megatron-to-hf`) and name the result"
+                f"{group.where} starts from {directory}, an INT4 checkpoint, but publish.quantize is not int4; set "
+                "publish.quantize=int4, or convert the checkpoint to bf16 (`slimx convert hf-to-megatron`, then "
+                "`megatron-to-hf`) and set the group's model to the result"
             )
         if published and not starts:
             yield (
-                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantize=int4 is; convert "
-                "it with `slimx convert hf-to-int4` and name the result"
+                f"{group.where} starts from {directory}, which is not in INT4, but publish.quantize is int4; convert "
+                "the directory with `slimx convert hf-to-int4` and set the group's model to the result"
             )
 
 
 def _origins(rollout: Rollout, spec: ModelSpec) -> Iterator[tuple[Engines, Path, dict[str, Any]]]:
-    """Yields each group of the policy's engines whose initial directory has a config.json, with that directory and its
-    quantization_config. Raises SlimxError for a config.json with an invalid value."""
+    """Yields each group of engines that serve the policy, with the directory from which it starts and the
+    quantization_config there. Groups whose directory has no config.json are skipped. Raises SlimxError for a
+    config.json with an invalid value."""
     from slimx.models.schema import read_fields
 
     for group in rollout.policy_engines:

@@ -1,6 +1,7 @@
-"""The roundings of a trainer: products in fp8 (`trainer.fp8`), and routed experts rounded to INT4 (`trainer.qat`).
+"""Implements the two kinds of rounding in a trainer: matrix products in fp8 (`trainer.fp8`), and routed experts rounded
+to INT4 (`trainer.qat`).
 
-Imports torch and megatron-core in methods only.
+Only methods import torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -17,30 +18,33 @@ from slimx.numerics.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Rounding):
-    """Matrix products of the linear layers in fp8 (`trainer.fp8`), by Transformer Engine's layers on GPUs and by those
-    of `slimx.extras.low_precision.megatron` elsewhere."""
+    """Computes matrix products of linear layers in fp8 (`trainer.fp8`), with Transformer Engine's layers on GPUs and
+    with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
 
     TOKENS: ClassVar[int] = 128
-    """Tokens per block: with complete blocks, ranks of sequence parallelism exchange codes instead of bf16 (Transformer
-    Engine's `Float8BlockQuantizer.is_quantizable`)."""
+    """Number of which the tokens of each rank are a multiple, so that all fp8 blocks are complete. With complete
+    blocks, sequence-parallel ranks exchange fp8 codes instead of bf16 values (Transformer Engine's
+    `Float8BlockQuantizer.is_quantizable`)."""
     VARIABLES: ClassVar[dict[str, str]] = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
-    """Read by Transformer Engine on import: scales of 128-wide blocks are fp32, as in publications, instead of powers
-    of two."""
+    """Environment variables that Transformer Engine reads when it is imported. They make the scales of 128-wide blocks
+    fp32, as in publications, instead of powers of two."""
 
     recipe: Recipe
 
     def fields(self) -> dict[str, Any]:
-        """Returns Megatron's fp8 fields. Gradients are e4m3 too: blocks are small enough to do without e5m2's range.
-        Attention and output layer stay bf16."""
+        """Returns the fp8 fields of megatron-core's TransformerConfig. Gradients are e4m3, too, because blocks are so
+        small that they do not need e5m2's range. Attention and output layer stay in bf16."""
         return {"fp8": "e4m3", "fp8_recipe": self.recipe.name}
 
     def reasons(self, device: str, *, engine: bool) -> tuple[str, ...]:
         if device != "cuda":
-            return (f"fp8 {self.recipe.name}: rounded as in a publication, products in fp32 (no CUDA device)",)
+            return (
+                f"fp8 {self.recipe.name}: operands are rounded as in publications, products are fp32 (no CUDA device)",
+            )
         if not engine:
             raise SlimxError(
-                f"trainer.fp8={self.recipe.name} needs the package transformer_engine, which is not installed; install "
-                "it or leave trainer.fp8 out",
+                f"trainer.fp8={self.recipe.name} needs the package transformer_engine, which is not installed; "
+                "install the package or leave trainer.fp8 out",
                 code="trainer.not_installed",
                 about="trainer.fp8",
             )
@@ -52,21 +56,24 @@ class Fp8(Rounding):
         megatron.install(block, self.recipe)
 
     def release(self, chunks: Iterable[Any]) -> None:
-        """Clears Transformer Engine 2.20.2's cached copies of weights: megatron-core rewrites them in the first
-        micro-batch of every pass, and they would use memory while engines generate on the GPU."""
+        """Frees the fp8 copies of weights that Transformer Engine 2.20.2 caches in `chunks`. megatron-core rewrites
+        them in the first micro-batch of every pass, and they would use memory while engines generate on the same
+        GPU."""
         for chunk in chunks:
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()
 
     def kept_bytes(self, elements: int) -> int:
-        """Returns the bytes of the weights' fp8 codes and scales, stored rowwise and columnwise."""
+        """Returns the bytes of the fp8 copies of `elements` weights: codes and scales, stored both rowwise and
+        columnwise."""
         scales = -(-elements // prod(self.recipe.weight))
         return 2 * (elements + scales * self.recipe.scale_bytes)
 
 
 class Int4Experts(Rounding):
-    """Routed experts with INT4 values (docs/numerics.md), rounded after every write of parameters. The optimizer keeps
-    the unrounded weights and gets the gradients of the rounded ones unchanged."""
+    """Rounds the weights of routed experts to INT4 values (docs/numerics.md) whenever parameters were written
+    (`trainer.qat`). The optimizer keeps the unrounded weights, and the gradients with respect to the rounded weights
+    are applied to them unchanged."""
 
     def prepare_weights(self, weights: Any) -> None:
         from slimx.extras.low_precision.int4 import rounded_parts
