@@ -1,1 +1,2 @@
-"""Model families in addition to Qwen3: how trainer, checkpoints and engines hold each tensor."""
+"""Model families in addition to Qwen3: for each, which parameters of trainers and engines contain which checkpoint
+tensors."""

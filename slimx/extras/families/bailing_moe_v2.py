@@ -1,5 +1,5 @@
-"""Ling-2 and Ring-2 (mini, flash and 1T): GLM-4.5 with expert groups, other names, and a fused query, key and value
-(Ling 2.0, 2510.22115)."""
+"""Family Ling-2 and Ring-2 (mini, flash and 1T): as GLM-4.5, but with expert groups, other tensor names, and one
+checkpoint tensor for query, key and value (Ling 2.0, 2510.22115)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slimx.models.rows import Attention
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
 ENGINE_ARGUMENTS = {"trust_remote_code": True}
-"""Makes engines read config.json by the checkpoint's code: neither transformers nor SGLang 0.5.23 knows its
-model_type."""
+"""Makes engines read config.json with the checkpoint's own code, because neither transformers nor SGLang 0.5.23
+supports its model_type."""
 _FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 _NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -33,7 +33,7 @@ _NAMES = {
     ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
     ".shared_head.norm.": ".final_layernorm.",
 }
-"""GLM-4.5's names -> names of the same tensors in checkpoints and SGLang."""
+"""Part of a GLM-4.5 tensor's name -> what replaces it in this family's checkpoints and in SGLang."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
@@ -42,14 +42,15 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, Attention.of(hf).head)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     for key in ("max_window_layers", "mtp_loss_scaling_factor"):
-        hf.get(key)  # marked as read: layers have no windows, and the run's configuration sets the loss weight
+        hf.get(key)  # marked as read, because layers have no windows and the run's configuration sets the loss weight
     other = decoder.unusual(
         hf,
         ("score_function", "sigmoid"),
@@ -66,26 +67,28 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction;
-    further layers that the checkpoint declares are frozen."""
+    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
+    the checkpoint declares are `frozen`."""
     trained = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp))
     complete = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp_layers(hf)))
     trained_shapes = trained.checkpoint_shapes()
-    # Unlike GLM-4.5's, these layers have no copies of embedding and output layer.
+    # Unlike GLM-4.5's, these multi-token prediction layers have no copies of embedding and output layer.
     frozen = {name: shape for name, shape in complete.checkpoint_shapes().items() if name not in trained_shapes}
     return replace(trained, frozen=frozen)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.bailing_moe`), which never fuses
-    the shared expert and has an fp32 router.
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.bailing_moe`), which has an fp32 router.
+    `fused_shared_experts` is ignored, because the model never fuses the shared expert.
 
-    Raises SlimxError for a config.json without fields of the published ones: SGLang would serve a different model."""
+    Raises SlimxError if config.json lacks a field of the published files without which SGLang would serve a different
+    model."""
     for key in ("moe_router_enable_expert_bias", "router_dtype", "use_qk_norm"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve a different model; add it to config.json "
-                "(moe_router_enable_expert_bias and use_qk_norm true, router_dtype fp32)",
+                f"SGLang 0.5.23 would serve a {ARCHITECTURE} without {key} as a different model; add it to "
+                "config.json (published values: moe_router_enable_expert_bias true, use_qk_norm true, router_dtype "
+                "fp32)",
                 code="model.served_field",
                 about=key,
             )
@@ -93,7 +96,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _glm(hf: HfConfig) -> HfConfig:
-    """Returns `hf` with the fields of GLM-4.5's config.json."""
+    """Returns config.json `hf` with GLM-4.5's names of fields added."""
     renamed = {glm_name: hf[name] for glm_name, name in _FIELDS.items()}
     return ChainMap(cast(Json, hf), renamed, {"use_qk_norm": True})
 

@@ -1,8 +1,8 @@
-"""The DeepSeek-V3 family (V3, R1, Kimi-K2, Moonlight): TransformerConfig fields and weight table.
+"""Family DeepSeek-V3 (V3, R1, Kimi-K2, Moonlight).
 
-Multi-head latent attention, a sigmoid router with a selection bias and expert groups, shared experts, dense first
-layers, multi-token prediction (DeepSeek-V3 Technical Report, 2412.19437). Rotary dimensions are pairs in the
-checkpoint, and Megatron's MLA deinterleaves them in its activations: weights are copied unchanged."""
+The models have multi-head latent attention, a sigmoid router with a selection bias and expert groups, shared experts,
+dense first layers, and multi-token prediction (DeepSeek-V3 Technical Report, 2412.19437). Rotary dimensions are
+interleaved pairs in the checkpoint. megatron-core's MLA deinterleaves activations, so weights are copied unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def transformer_config(hf: HfConfig) -> Json:
         "ffn_hidden_size": hf["intermediate_size"],
         **moe_fields(hf),
         "normalization": "RMSNorm",
-        # Engines also use it for the latents' norms, where transformers fixes 1e-6.
+        # Engines use it for the latents' norms, too, where transformers always uses 1e-6.
         "layernorm_epsilon": hf["rms_norm_eps"],
         "qk_layernorm": True,
         "gated_linear_unit": True,
@@ -66,7 +66,7 @@ def _rotary(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {
         "vocab_size": hf["vocab_size"],
         "max_sequence_length": hf["max_position_embeddings"],
@@ -76,12 +76,13 @@ def gpt_arguments(hf: HfConfig) -> Json:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     return unsupported_model(hf) or quantized_otherwise(hf)
 
 
 def unsupported_model(hf: HfConfig) -> str | None:
-    """Returns the same, regardless of the checkpoint's number format."""
+    """Returns what `unsupported` does, but without checking the checkpoint's quantization."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
@@ -93,16 +94,16 @@ def _unsupported_rotary(hf: HfConfig) -> str | None:
     if not hf.get("rope_interleave", True):
         return "rope_interleave false"
     if kind == "yarn":
-        # Megatron's MLA derives the factor from the two mscales and rounds the ramp's bounds.
+        # megatron-core's MLA derives the attention factor from the two mscales, and rounds the bounds of YaRN's ramp.
         if scaling.get("attention_factor") is not None:
             return f"rope_scaling.attention_factor {scaling['attention_factor']}"
         if not scaling.get("truncate", True):
             return "rope_scaling.truncate false"
         mscale = scaling.get("mscale")
         mscale_all_dim = scaling.get("mscale_all_dim")
-        # If one of the two is missing, transformers and DeepSeek's code disagree on the meaning of the other.
+        # If only one of the two is set, transformers and DeepSeek's code interpret it differently.
         if bool(mscale) != bool(mscale_all_dim) and not (mscale == 1 and not mscale_all_dim):
-            return f"rope_scaling.mscale {mscale} and mscale_all_dim {mscale_all_dim}, of which one is missing"
+            return f"rope_scaling.mscale {mscale} and mscale_all_dim {mscale_all_dim}, of which only one is set,"
     return None
 
 
@@ -112,7 +113,7 @@ def _unsupported_rest(hf: HfConfig) -> str | None:
         ("attention_bias", False),
         ("tie_word_embeddings", False),
         ("hidden_act", "silu"),
-        # Latent attention has no separate key and value heads; files repeat these sizes.
+        # Latent attention has no separate key and value heads; config.json repeats these sizes.
         ("num_key_value_heads", hf["num_attention_heads"]),
         ("head_dim", rotating),
         ("qk_head_dim", hf["qk_nope_head_dim"] + rotating),
@@ -121,14 +122,14 @@ def _unsupported_rest(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction;
-    further layers of the checkpoint are the table's `frozen` tensors."""
+    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
+    the checkpoint declares are `frozen`."""
     return table_with_prediction(hf, partial(attention, hf), mtp=mtp)
 
 
 def attention(hf: HfConfig, layer: Layer, *, fused: bool = True) -> tuple[Row, ...]:
-    """Returns rows of latent attention and the norm before it. Every tensor-parallel rank computes all latents and its
-    shard of the heads. `fused`: each norm of a latent is one module with the projection after it."""
+    """Returns the rows of latent attention and of the norm before it. Every tensor-parallel rank computes all latents,
+    and its shard of the heads. `fused`: True if each norm of a latent is in one module with the projection after it."""
     hidden = hf["hidden_size"]
     heads = hf["num_attention_heads"]
     query = hf["q_lora_rank"]

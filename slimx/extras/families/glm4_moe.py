@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.5-Air, 4.6 and 4.7: grouped-query attention with biases that rotates half of each head, and DeepSeek-V3's
-experts and multi-token prediction layer (GLM-4.5, 2508.06471)."""
+"""Family GLM-4.5, 4.5-Air, 4.6 and 4.7: grouped-query attention with biases and rotary embeddings in half of each head,
+and DeepSeek-V3's experts and multi-token prediction layer (GLM-4.5, 2508.06471)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slimx.models.rows import Attention
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""SGLang 0.5.23 fuses the shared expert only there, and ignores other requests (`shared_experts_fusion_disable_reason`
-in `sglang.srt.models.glm4_moe`)."""
+"""True, because SGLang 0.5.23 fuses the shared expert only on GPUs without expert parallelism, and otherwise ignores
+requests to do so (`shared_experts_fusion_disable_reason` in `sglang.srt.models.glm4_moe`)."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
@@ -27,32 +27,34 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_fraction(hf, default=0.5)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
     return scaled or unsupported_router(hf) or decoder.quantized_otherwise(hf) or other
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
-    prediction."""
+    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
+    the checkpoint declares are `frozen`."""
     return table_with_prediction(hf, lambda layer: layer.attention(_attention(hf)), mtp=mtp)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`), with an fp32 router."""
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.glm4_moe`), which has an fp32 router.
+    `fused_shared_experts`: True if SGLang stores the shared expert after the routed ones in the same parameters."""
     attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
     return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
 def draft_rows(hf: HfConfig, *, fused_shared_experts: bool = False) -> tuple[Row, ...]:
-    """Returns the layout of the multi-token prediction layer in SGLang's draft model
-    (`sglang.srt.models.glm4_moe_nextn`)."""
+    """Returns the rows of the multi-token prediction layer in SGLang's draft model
+    (`sglang.srt.models.glm4_moe_nextn`). `fused_shared_experts`: as in `engine_table`."""
     attention = partial(engine_rows.attention, sizes=_attention(hf))
     return engine_draft_rows(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 

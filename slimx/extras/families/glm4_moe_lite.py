@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: a DeepSeek-V3 under another name, which SGLang serves with an fp32 router."""
+"""Family GLM-4.7-Flash: DeepSeek-V3 under another architecture name, which SGLang serves with an fp32 router."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from slimx.models.fields import HfConfig
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""The same limit as for GLM-4.5 (`slimx.extras.families.glm4_moe`)."""
+"""True, as for GLM-4.5 (`slimx.extras.families.glm4_moe`)."""
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     return unsupported_layers(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.glm4_moe_lite`). `fused_shared_experts`:
+    True if SGLang stores the shared expert after the routed ones in the same parameters."""
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, gate_dtype="float32")

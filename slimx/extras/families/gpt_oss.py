@@ -1,9 +1,9 @@
-"""gpt-oss (20b, 120b and tiny ones): attention with sinks and a sliding window in every other layer, and biases
-everywhere.
+"""Family gpt-oss (20b, 120b and tiny models): attention with sinks, a sliding window in every other layer, and biases
+in all linear layers.
 
-Experts are stacked, with gate and up in alternating columns. Published checkpoints hold them in MXFP4; transformers
-writes bf16. Exports are bf16 or fp32, in transformers' layout. Source of the model: gpt-oss-120b & gpt-oss-20b Model
-Card (2508.10925); transformers' modeling_gpt_oss.py."""
+Checkpoints stack all experts in one tensor, with gate and up in alternating columns. Published checkpoints store them
+in MXFP4, and transformers writes bf16. Exports are bf16 or fp32, in transformers' layout. Sources: gpt-oss-120b &
+gpt-oss-20b Model Card (2508.10925), and transformers' modeling_gpt_oss.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from slimx.models.rows import Attention, Layer, RowOptions, embedding, head
 
 ARCHITECTURE = "GptOssForCausalLM"
 ENGINE_ARGUMENTS = {"moe_runner_backend": "triton"}
-"""Fields of SGLang's ServerArgs for which `engine_table` holds. SGLang's default is triton_kernel where available,
-whose experts are transposed with gate and up in alternating columns: none of their rows is a row of the trainer's."""
-NO_CPU_ENGINE = "its CPU path requires AMX kernels for this architecture, which use a different weight layout"
+"""Fields of SGLang's ServerArgs -> the value that `engine_table` requires. SGLang's default is triton_kernel where
+available. That kernel stores experts transposed, with gate and up in alternating columns, so that none of their rows is
+a row of the trainer's parameters."""
+NO_CPU_ENGINE = "on the CPU it requires AMX kernels for this architecture, which use a different weight layout"
 _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 
 
@@ -34,7 +35,8 @@ def transformer_config(hf: HfConfig) -> Json:
     return {
         **decoder.decoder_fields(hf, _attention(hf)),
         "add_bias_linear": True,
-        # transformers' window of n tokens includes the query's token; megatron-core counts only those to its left.
+        # transformers' window of n tokens includes the query's own token; megatron-core counts only the tokens to its
+        # left.
         "window_size": (hf["sliding_window"] - 1, 0),
         "window_attn_skip_freq": [_WINDOWED[kind] for kind in hf["layer_types"]],
         "softmax_type": "learnable",
@@ -45,7 +47,7 @@ def transformer_config(hf: HfConfig) -> Json:
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": True,
-        # gate * sigmoid(1.702 * gate) * (up + 1), both clamped before.
+        # gate * sigmoid(1.702 * gate) * (up + 1), where gate and up are clamped first.
         "activation_func": "quick_gelu",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": hf["swiglu_limit"],
@@ -58,12 +60,13 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "position_embedding_type": "yarn"}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     scaled = decoder.scaled_otherwise(hf, "yarn")
     if scaled:
         return scaled
@@ -86,7 +89,7 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
     sizes = _attention(hf)
     layer = Layer()
     hidden = sizes.hidden
@@ -113,14 +116,15 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.gpt_oss`) with the expert kernel
-    `triton` and an attention backend other than trtllm_mha, whose sinks are fp32. There are no shared experts to fuse.
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.gpt_oss`) with the expert kernel `triton`.
+    The attention backend must not be trtllm_mha, whose sinks are fp32. `fused_shared_experts` is ignored, because the
+    family has no shared experts.
     """
     sizes = _attention(hf)
     layer = engine_rows.layer()
     hidden = sizes.hidden
     inner = hf["intermediate_size"]
-    pairs = Blocks((inner,))  # gate and up stay adjacent
+    pairs = Blocks((inner,))  # keeps each gate row next to its up row
     module = "mlp.experts."
     rows = (
         engine_rows.embedding(hf),
@@ -145,7 +149,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
             dtype="float32",
         ),
         _expert(layer, module + "w2_weight", "down_proj[{expert}].T", hidden, inner, axis=1),
-        # The biases of an expert's ranks are summed.
+        # SGLang sums this bias over the ranks that share an expert.
         _expert(layer, module + "w2_weight_bias", "down_proj_bias[{expert}]", hidden, map=Once(), dtype="float32"),
         *engine_rows.head(hf),
     )
@@ -153,7 +157,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _table(hf: HfConfig, rows: tuple[Row, ...]) -> Table:
-    # No checkpoint of the family is quantized to fp8 blocks.
+    # No checkpoint of this family is in block fp8.
     plain = tuple(replace(row, quantized=False) for row in rows)
     return Table(plain, layers=hf["num_hidden_layers"], experts=hf["num_local_experts"])
 

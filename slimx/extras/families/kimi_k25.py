@@ -1,5 +1,6 @@
-"""Kimi-K2.5, text only: a DeepSeek-V3 under `text_config` and `language_model.`, with experts published in INT4. Only
-the text model is trained; exports copy the vision tower and its projector."""
+"""Family Kimi-K2.5, text model only: a DeepSeek-V3 whose fields are in `text_config` and whose tensors have the prefix
+`language_model.`, with experts published in INT4. Only the text model is trained; exports copy the vision tower and its
+projector unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from slimx.models.fields import HfConfig
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 _TEXT = "language_model."
 _INT4 = "compressed-tensors"
-"""Number format of published checkpoints."""
+"""Number format of the published checkpoints."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
@@ -27,7 +28,7 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns the arguments of megatron-core's GPTModel except its TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return deepseek_v3.gpt_arguments(hf["text_config"])
 
 
@@ -37,7 +38,8 @@ def mtp_layers(hf: HfConfig) -> int:
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     text = hf["text_config"]
     for prefix, fields in (("", hf), ("text_config.", text)):
         quantized = quantized_otherwise(fields, _INT4)
@@ -54,8 +56,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor of the text model; those of the vision tower are
-    `frozen`."""
+    """Returns the trainer's weight table. Tensors of the vision tower are `frozen`. `mtp`: number of multi-token
+    prediction layers to train; further layers that the checkpoint declares are `frozen`, too."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
         table,
@@ -66,17 +68,19 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError: a publication proves every tensor of an engine, and no trainer has the vision tower's."""
-    raise no_engine(ARCHITECTURE, "they hold a vision tower that no trainer has")
+    """Raises SlimxError, because a publication must cover every parameter of an engine, and trainers lack those of the
+    vision tower."""
+    raise no_engine(ARCHITECTURE, "engines also load the vision tower, which trainers lack")
 
 
 def _of_text(row: Row) -> Row:
-    # No checkpoint of the family is quantized to fp8 blocks.
+    # No checkpoint of this family is in block fp8.
     return replace(row, sources=tuple((_TEXT + name, shape) for name, shape in row.sources), quantized=False)
 
 
 def _vision(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of MoonViT and its projector, as in the published files."""
+    """Returns the shapes of the tensors of the vision tower (MoonViT) and its projector in the published files, by
+    name."""
     vision = hf["vision_config"]
     wide = vision["vt_hidden_size"]
     inner = vision["vt_intermediate_size"]

@@ -1,4 +1,5 @@
-"""Llama 3, 3.1, 3.2 and 3.3 (dense, text): grouped-query attention without norms or biases, and a gated MLP."""
+"""Family Llama 3, 3.1, 3.2 and 3.3 (dense, text): grouped-query attention without query and key norms or biases, and a
+gated MLP."""
 
 from __future__ import annotations
 
@@ -14,24 +15,26 @@ from slimx.models.rows import Attention
 ARCHITECTURE = "LlamaForCausalLM"
 
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only values with which megatron-core 0.19.2 scales rotary frequencies (`RotaryEmbedding._apply_scaling`), which
-all published Llama 3 models have. Only `factor` can be chosen."""
+"""Required values of the rotary scaling's fields, because megatron-core 0.19.2 scales frequencies only with these
+(`RotaryEmbedding._apply_scaling`). All published Llama 3 models have them. Only the field `factor` may differ."""
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns fields of megatron-core's TransformerConfig."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return decoder.decoder_fields(hf, Attention.of(hf))
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel; positions are scaled from 3.1 on."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec. From Llama 3.1 on,
+    rotary frequencies are scaled."""
     kind, fields = decoder.rotary(hf)
     scaled = {"rope_scaling": True, "rope_scaling_factor": fields["factor"]} if kind == "llama3" else {}
     return decoder.gpt_arguments(hf) | scaled
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     scaled = decoder.scaled_otherwise(hf, "default", "llama3")
     if scaled:
         return scaled
@@ -45,10 +48,11 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
     return dense_table(hf, Attention.of(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang's layout of every checkpoint tensor (`sglang.srt.models.llama`); there are no experts to fuse."""
+    """Returns the weight table of SGLang's model (`sglang.srt.models.llama`). `fused_shared_experts` is ignored,
+    because the model has no experts."""
     return dense_engine_table(hf, Attention.of(hf), "tensor")

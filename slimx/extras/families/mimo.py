@@ -1,6 +1,6 @@
-"""MiMo-7B: a Qwen2 whose checkpoints have layers of multi-token prediction (MiMo, 2505.07608).
+"""Family MiMo-7B: a Qwen2 whose checkpoints contain multi-token prediction layers (MiMo, 2505.07608).
 
-Those layers are not built: their projection takes hidden state and embedding in the opposite order from
+slimx does not build these layers, because their projection takes hidden state and embedding in the opposite order to
 megatron-core's. Exports copy them unchanged."""
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ ARCHITECTURE = "MiMoForCausalLM"
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     return qwen2.unsupported(hf) or unusual(hf, ("attention_bias", True), ("tie_word_embeddings", False))
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor; layers of multi-token prediction are `frozen`."""
+    """Returns the trainer's weight table. `mtp` is ignored, because all multi-token prediction layers are `frozen`."""
     table = qwen2.weight_table(hf)
     hidden = hf["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -47,5 +48,5 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError: engines of this family are untested."""
-    raise no_engine(ARCHITECTURE, "engines of this family are untested")
+    """Raises SlimxError, because engines with this family were never tested."""
+    raise no_engine(ARCHITECTURE, "engines with this family were never tested")

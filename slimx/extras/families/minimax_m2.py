@@ -1,7 +1,7 @@
-"""MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention, partly rotated and normalized over all heads together, and
-sigmoid-routed experts in every layer.
+"""Family MiniMax-M2, M2.1, M2.5 and M2.7: grouped-query attention with rotary embeddings in part of each head and norms
+over all heads together, and experts with a sigmoid router in every layer.
 
-Their config.json declares layers of multi-token prediction (num_mtp_modules); no published checkpoint has them."""
+config.json declares multi-token prediction layers (num_mtp_modules), but no published checkpoint contains them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def transformer_config(hf: HfConfig) -> Json:
 
 
 def gpt_arguments(hf: HfConfig) -> Json:
-    """Returns arguments of megatron-core's GPTModel apart from TransformerConfig and layer spec."""
+    """Returns the arguments of megatron-core's GPTModel, except TransformerConfig and layer spec."""
     return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_dim_fraction(hf, _attention(hf).head)}
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     problem = decoder.scaled_otherwise(hf, "default") or decoder.contradicting_fractions(hf, _attention(hf).head)
     if problem:
         return problem
     if set(hf.get("attn_type_list") or [1]) != {1}:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
-        return "num_experts_per_tok 1"  # Megatron normalizes weights only of several experts
+        return "num_experts_per_tok 1"  # megatron-core renormalizes router weights only if several experts are selected
     return decoder.quantized_otherwise(hf) or decoder.unusual(
         hf,
         ("use_qk_norm", True),
@@ -62,7 +63,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because no published checkpoint contains multi-token
+    prediction layers."""
     hidden = hf["hidden_size"]
     inner = hf["intermediate_size"]
     experts = hf["num_local_experts"]
@@ -88,16 +90,18 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`), with an fp32 router.
-    There are no shared experts to fuse.
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.minimax_m2`), which has an fp32 router.
+    `fused_shared_experts` is ignored, because the family has no shared experts.
 
-    Raises SlimxError for a config.json without fields of the published ones: SGLang's defaults are a different model.
+    Raises SlimxError if config.json lacks a field of the published files for which SGLang's default would be a
+    different model.
     """
     for key in ("use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"):
         if hf.get(key) is None:
             raise SlimxError(
-                f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve a different model; add it to config.json "
-                "(use_qk_norm and use_routing_bias true, scoring_func sigmoid, rotary_dim)",
+                f"SGLang 0.5.23 would serve a {ARCHITECTURE} without {key} as a different model; add it to "
+                "config.json (published values: use_qk_norm true, use_routing_bias true, scoring_func sigmoid, and "
+                "rotary_dim)",
                 code="model.served_field",
                 about=key,
             )
@@ -125,7 +129,7 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def _selection(layer: Layer, name: str, experts: int) -> Row:
-    """Returns the row of the bias used for selection only."""
+    """Returns the row of parameter `name`, the router's bias that is used only to select experts."""
     return layer.row(name, [(_MOE, (experts,))], kind="e_score_correction_bias", dtype="float32")
 
 

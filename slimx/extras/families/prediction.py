@@ -1,5 +1,6 @@
-"""Layers of multi-token prediction in DeepSeek-V3's checkpoints (2412.19437, 2.2): numbered after the others, each with
-a projection and a norm, sharing the model's embedding and output layer."""
+"""Multi-token prediction layers in DeepSeek-V3's checkpoints (2412.19437, 2.2). They are numbered after the decoder
+layers. Each has a projection, a decoder layer and a norm of its own, and shares the model's embedding and output
+layer."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ def table_with_prediction(
     *,
     mtp: int,
 ) -> Table:
-    """Returns the table of a model with this `attention`, dense first layers, experts with DeepSeek-V3's router in the
-    others and `mtp` layers of multi-token prediction.
+    """Returns the trainer's weight table of a model whose first layers are dense and whose other layers have experts
+    with DeepSeek-V3's router. `attention`: function that returns the rows of a layer's attention; `mtp`: number of
+    multi-token prediction layers to train.
 
-    Further layers that the checkpoint declares are frozen; their copies of embedding and output layer, which some
-    checkpoints store, are aliases."""
+    Further multi-token prediction layers that the checkpoint declares are `frozen`. Copies of embedding and output
+    layer, which some checkpoints store in these layers, are `aliases`."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     declared = mtp_layers(hf)
@@ -55,7 +57,8 @@ def table_with_prediction(
 
 
 def _rows(hf: HfConfig, layer: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
-    """Returns rows of the projection of (embedding, hidden state), a decoder layer and a norm."""
+    """Returns the rows of a multi-token prediction layer: norms and projection of embedding and hidden state, a decoder
+    layer, and the final norm. `attention`: as in `table_with_prediction`."""
     hidden = hf["hidden_size"]
     inside = Layer(layer.prefix + "mtp_model_layer.", layer.source_prefix, stage=layer.stage)
     return (

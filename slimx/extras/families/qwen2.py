@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5 (0.5B to 72B, dense): attention with biases of query, key and value, and a gated MLP."""
+"""Family Qwen2 and Qwen2.5 (dense, 0.5B to 72B): grouped-query attention with biases of query, key and value, and a
+gated MLP."""
 
 from __future__ import annotations
 
@@ -22,23 +23,25 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> Json:
-    """Returns fields of megatron-core's TransformerConfig."""
+    """Returns the fields of megatron-core's TransformerConfig that define the model, without parallelism and dtype."""
     return decoder_fields(hf, _attention(hf))
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the part of config.json `hf` that cannot be built; None if everything can."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     usual = (("use_sliding_window", False), ("hidden_act", "silu"))
     return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor."""
+    """Returns the trainer's weight table. `mtp` is ignored, because the family has no multi-token prediction layers."""
     return dense_table(hf, _attention(hf))
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang's layout of every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
+    """Returns the weight table of SGLang's model (`sglang.srt.models.qwen2`). `fused_shared_experts` is ignored,
+    because the model has no experts."""
     return dense_engine_table(hf, _attention(hf), "tensor")
 
 

@@ -1,5 +1,6 @@
-"""The router of DeepSeek-V3 (2412.19437, 2.1.2), which GLM-4.5 adopted with the same names in config.json: sigmoid
-scores, a bias used for selection only, expert groups, shared experts, dense first layers."""
+"""MoE layers of DeepSeek-V3 (2412.19437, 2.1.2), which GLM-4.5 adopted with the same names in config.json: a router
+with sigmoid scores, a bias that is used only to select experts, and expert groups; shared experts; dense first
+layers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from slimx.models.rows import Layer
 
 
 def moe_fields(hf: HfConfig) -> Json:
-    """Returns fields of megatron-core's TransformerConfig for experts, router and the layers that have them."""
+    """Returns the fields of megatron-core's TransformerConfig for router, routed and shared experts, and which layers
+    have them."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     return {
@@ -27,7 +29,7 @@ def moe_fields(hf: HfConfig) -> Json:
 
 
 def router_fields(hf: HfConfig) -> Json:
-    """Returns fields of megatron-core's TransformerConfig for routed experts and their router."""
+    """Returns the fields of megatron-core's TransformerConfig for routed experts and their router."""
     return {
         "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
@@ -43,20 +45,21 @@ def router_fields(hf: HfConfig) -> Json:
 
 
 def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the trainer's rows of a MoE layer and the norm before it."""
+    """Returns the trainer's rows of a MoE layer and of the norm before it. `layer`: creates rows for the layers
+    concerned."""
     return layer.moe(**_sizes(hf), selection=True)
 
 
 def engine_moe_table(hf: HfConfig, attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None) -> Table:
-    """Returns SGLang's layout of a model with these rows of `attention`, dense first layers, and this router and its
-    experts in the others.
+    """Returns SGLang's weight table of a model whose first layers are dense and whose other layers have this router and
+    its experts. `attention`: rows of all layers' attention.
 
-    `fused`: the shared expert follows the routed ones in the same tensors; `gate_dtype`: the router weight's dtype if
-    it is not the model's."""
+    `fused`: True if SGLang stores the shared expert after the routed ones in the same parameters; `gate_dtype`: dtype
+    of the router's weight; None: the model's."""
     if fused and hf.get("n_shared_experts") != 1:
         raise SlimxError(
-            f"SGLang fuses one shared expert with the others, and this model has {hf.get('n_shared_experts')}; do not "
-            "fuse them",
+            "SGLang can fuse exactly one shared expert with the routed ones, but n_shared_experts is "
+            f"{hf.get('n_shared_experts')}; leave rollout.engines.sglang.enforce_shared_experts_fusion out",
             code="model.fused_shared_experts",
             about="n_shared_experts",
         )
@@ -79,9 +82,9 @@ def engine_draft_rows(
     fused: bool,
     gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
-    """Returns SGLang's layout of a multi-token prediction layer with this `attention` and router: the decoder layer of
-    a draft model, which shares the target's embedding and output layer. `fused`, `gate_dtype`: as in
-    `engine_moe_table`."""
+    """Returns the rows of a multi-token prediction layer with this router in SGLang's draft model, which shares the
+    target model's embedding and output layer. `attention`: function that returns the rows of a layer's attention;
+    `fused`, `gate_dtype`: as in `engine_moe_table`."""
     layer = Layer(f"{DRAFT}model.", engine_rows.LAYER, stage="mtp")
     inside = Layer(f"{layer.prefix}decoder.", layer.source_prefix, stage=layer.stage)
     hidden = hf["hidden_size"]
@@ -103,30 +106,34 @@ class _Sizes(TypedDict):
 
 
 def _sizes(hf: HfConfig) -> _Sizes:
-    """Returns sizes of a MoE layer. `shared`: total inner size of the shared experts; 0 without any."""
+    """Returns the sizes of a MoE layer, as arguments of functions that return its rows. Key `shared` is the total
+    intermediate size of the shared experts; 0 if there are none."""
     inner = hf["moe_intermediate_size"]
     shared = (hf.get("n_shared_experts") or 0) * inner
     return {"hidden": hf["hidden_size"], "inner": inner, "experts": hf["n_routed_experts"], "shared": shared}
 
 
 def unsupported_router(hf: HfConfig) -> str | None:
-    """Returns the part of the router that cannot be built; None if everything can."""
+    """Returns a description of the first setting of the router in config.json `hf` that slimx cannot build; None if it
+    can build the router."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if hf.get(key, only) != only:
             return f"{key} {hf[key]}"
     chosen = hf["num_experts_per_tok"]
-    # Megatron normalizes the weights of the chosen experts if there are several.
+    # megatron-core renormalizes the weights of the selected experts if there are several.
     if hf.get("norm_topk_prob", True) != (chosen > 1):
         return f"norm_topk_prob {str(hf.get('norm_topk_prob', True)).lower()} and num_experts_per_tok {chosen}"
-    # The checkpoint's router scores a group by its best two experts, Megatron's by its best topk // group_topk.
+    # The model's router scores a group by its best two experts, megatron-core's by its best topk // group_topk.
     if _grouped(hf) and chosen // hf["topk_group"] != 2:
-        return f"num_experts_per_tok {chosen} in topk_group {hf['topk_group']} groups, which is not two of each,"
+        return (
+            f"num_experts_per_tok {chosen} in topk_group {hf['topk_group']} groups, which is not two experts per group,"
+        )
     return None
 
 
 def unsupported_layers(hf: HfConfig) -> str | None:
     """Returns a description of `mlp_layer_types` if it contradicts `first_k_dense_replace`, else None. transformers
-    builds MoE layers by the former, SGLang by the latter."""
+    builds MoE layers according to the former field, SGLang according to the latter."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
@@ -135,5 +142,5 @@ def unsupported_layers(hf: HfConfig) -> str | None:
 
 
 def _grouped(hf: HfConfig) -> bool:
-    """Returns True if the choice of groups excludes any expert."""
+    """Returns True if selecting groups excludes some experts, that is, if not all groups are selected."""
     return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

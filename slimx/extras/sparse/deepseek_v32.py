@@ -1,8 +1,9 @@
-"""The DeepSeek-V3.2 family (V3.2-Exp, V3.2): DeepSeek-V3 with sparse attention (DSA, 2512.02556, section 2.1).
+"""Family DeepSeek-V3.2 (V3.2-Exp, V3.2): DeepSeek-V3 with sparse attention (DSA, 2512.02556, section 2.1).
 
-In every layer an indexer scores each earlier token of the sequence for each query, and latent attention reads only the
-`index_topk` tokens with the highest scores. The indexer rotates the first dimensions of its heads by halves, where the
-attention rotates pairs. The choice has no gradient: the indexer is not trained (`UNTRAINED`).
+In every layer, an indexer scores all earlier tokens of the sequence for each query, and latent attention reads only the
+`index_topk` tokens with the highest scores. The indexer applies rotary embeddings to the first dimensions of its heads,
+to the two halves of them instead of to adjacent pairs as attention does. Selecting tokens has no gradient, so the
+indexer is not trained (`UNTRAINED`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
-NO_CPU_ENGINE = "its indexer and its sparse attention are CUDA kernels in SGLang"
+NO_CPU_ENGINE = "SGLang has its indexer and sparse attention only as CUDA kernels"
 UNTRAINED = ("*.core_attention.indexer.*",)
-"""Parameters that no loss reaches: they have no gradient and no optimizer state."""
+"""Glob patterns of parameters that get no gradient from any loss, and have no optimizer state."""
 
 
 def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype).
-    `interleaved`: the indexer rotates pairs."""
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and dtype.
+    `interleaved`: True if the indexer's rotary embedding rotates adjacent pairs."""
     interval, offset = period(indexers(hf)) or (1, 0)
     return {
         **deepseek_v3.transformer_config(hf),
@@ -42,51 +43,54 @@ def transformer_config(hf: HfConfig, *, interleaved: bool = False) -> dict[str, 
         "dsa_indexer_topk_freq": interval,
         "dsa_indexer_skip_topk_offset": offset,
         "dsa_indexer_rope_interleaved": interleaved,
-        # DeepSeek's code multiplies queries and keys by a Hadamard matrix before it rounds them to fp8. The matrix is
-        # orthogonal, so the products are the same without it.
+        # DeepSeek's code multiplies the indexer's queries and keys by a Hadamard matrix before rounding them to fp8.
+        # The matrix is orthogonal, so their products are the same without it.
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_k_norm_fp32": True,
-        # The only context parallelism that megatron-core's sparse attention supports.
+        # megatron-core's sparse attention supports only this kind of context parallelism.
         "cp_comm_type": "allgather",
     }
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     if hf.get("indexer_rope_interleave"):
         return "indexer_rope_interleave true"
     if not all(indexers(hf)):
-        return f"{sharing_field(hf)} with layers that share a choice of tokens"
+        return f"{sharing_field(hf)} with layers that share an indexer's selected tokens"
     return unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
 def unsupported_sparse(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of the sparse attention; None if all are supported."""
+    """Returns a description of the first setting of sparse attention in config.json `hf` that slimx cannot build; None
+    if it can build sparse attention."""
     if hf["q_lora_rank"] is None:
-        return "q_lora_rank null, although the indexer's queries are computed from that latent,"
+        return "q_lora_rank null, although the indexer computes its queries from the query latent,"
     if hf["index_head_dim"] < hf["qk_rope_head_dim"]:
         return f"index_head_dim {hf['index_head_dim']}, less than qk_rope_head_dim {hf['qk_rope_head_dim']}"
     if set(hf.get("layer_types") or ()) - {"indexed_attention"}:
         return "layer_types other than indexed_attention"
     with_indexer = indexers(hf)
     if not with_indexer[0] or period(with_indexer) is None:
-        return f"{sharing_field(hf)} whose layers share choices of tokens without a period"
+        return f"{sharing_field(hf)} whose indexers are not periodic, or which has none in the first layer,"
     if not all(with_indexer) and mtp_layers(hf) > 1:
-        # megatron-core would apply the period to them, from layer 1 on.
-        return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share a choice of tokens"
-    hf.get("index_share_for_mtp_iteration")  # read and ignored: affects an engine's draft iterations only
+        # megatron-core would apply the period to multi-token prediction layers, too, counted from layer 1.
+        return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share an indexer's selected tokens"
+    hf.get("index_share_for_mtp_iteration")  # read and ignored, because it affects only an engine's draft iterations
     return unsupported_layers(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token
-    prediction."""
+    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
+    the checkpoint declares are `frozen`."""
     return table_with_prediction(hf, partial(_attention, hf), mtp=mtp)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.deepseek_v2`)."""
+    """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.deepseek_v2`). `fused_shared_experts`: True
+    if SGLang stores the shared expert after the routed ones in the same parameters."""
 
     def indexer(layer: Layer) -> tuple[Row, ...]:
         heads = hf["index_n_heads"]
@@ -102,7 +106,8 @@ def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
 
 
 def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the part of an indexer that is the same in SGLang for all models, complete on every rank."""
+    """Returns the rows of an indexer that are the same in all of SGLang's models: query projection and key norm, which
+    every rank stores completely."""
     head = hf["index_head_dim"]
     norm = [("self_attn.indexer.k_norm", (head,))]
     return (
@@ -115,13 +120,15 @@ def engine_indexer(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
 
 
 def _attention(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns latent attention and its indexer, which is complete on every tensor-parallel rank. The norms are separate
-    modules, because the indexer reads the normed query latent."""
+    """Returns the rows of latent attention, of the norm before it, and of the indexer, which every tensor-parallel rank
+    stores completely. Norms of latents are modules of their own, because the indexer reads the normalized query
+    latent."""
     return *deepseek_v3.attention(hf, layer, fused=False), *_indexer(hf, with_indexers(hf, layer))
 
 
 def with_indexers(hf: HfConfig, layer: Layer) -> Layer:
-    """Returns the layers of `layer` that have an indexer; all layers of multi-token prediction have one."""
+    """Returns `layer`, restricted to those of its layers that have an indexer. All multi-token prediction layers have
+    one."""
     if layer.stage == "mtp" or all(indexers(hf)):
         return layer
     every = range(hf["num_hidden_layers"]) if layer.layers is None else layer.layers

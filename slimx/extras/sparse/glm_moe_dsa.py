@@ -1,4 +1,5 @@
-"""GLM-5 and 5.1: a DeepSeek-V3.2 under another name, whose indexer rotates pairs as its attention does."""
+"""Family GLM-5 and 5.1: DeepSeek-V3.2 under another architecture name, except that the indexer's rotary embedding
+rotates adjacent pairs, as attention's does."""
 
 from __future__ import annotations
 
@@ -22,25 +23,28 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    """Returns the fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
+    """Returns the fields of megatron-core's MLATransformerConfig that define the model, without parallelism and
+    dtype."""
     return deepseek_v32.transformer_config(hf, interleaved=True)
 
 
 def unsupported(hf: HfConfig) -> str | None:
-    """Returns the unsupported part of config.json `hf`; None if all are supported."""
+    """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
+    model."""
     if not hf.get("indexer_rope_interleave", True):
         return "indexer_rope_interleave false"
     return deepseek_v32.unsupported_sparse(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
-    """Returns SGLang 0.5.23's layout of every checkpoint tensor on CUDA (`sglang.srt.models.glm4_moe`), which fuses two
-    projections of an indexer that rotates pairs. Raises SlimxError if config.json lacks the field that SGLang decides
-    by."""
+    """Returns the weight table of SGLang 0.5.23's model on CUDA (`sglang.srt.models.glm4_moe`). It fuses two
+    projections of an indexer whose rotary embedding rotates adjacent pairs. `fused_shared_experts`: True if SGLang
+    stores the shared expert after the routed ones in the same parameters. Raises SlimxError if config.json lacks the
+    field from which SGLang determines the indexer's rotation."""
     if hf.get("indexer_rope_interleave") is not True:
         raise SlimxError(
-            f"{ARCHITECTURE} without indexer_rope_interleave: SGLang 0.5.23 would serve another model; write it into "
-            "config.json (true, as in the published files)",
+            f"SGLang 0.5.23 would serve a {ARCHITECTURE} without indexer_rope_interleave as a different model; set it "
+            "to true in config.json, as in the published files",
             code="model.served_field",
             about="indexer_rope_interleave",
         )

@@ -1,5 +1,5 @@
-"""Sparse attention (DSA, 2512.02556, section 2.1) as a kind of layers: latent attention to tokens chosen by an
-indexer."""
+"""Kind of decoder layers with sparse attention (DSA, 2512.02556, section 2.1): latent attention to tokens that an
+indexer selects."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from slimx.models.layer_kind import LayerKind, LayerParts, Packing, SequenceFlop
 
 FP32 = INT32 = 4
 _INDEXER_ROWS = 8192
-"""Queries per block of megatron-core's fused indexer (`fused_indexer_block_size`)."""
+"""Number of queries that megatron-core's fused indexer processes at a time (`fused_indexer_block_size`)."""
 
 
 @dataclass(frozen=True)
 class SparseAttention(LayerKind):
-    """Sparse attention in every layer. A layer without an indexer reads the tokens chosen by the closest earlier layer
-    with one."""
+    """Decoder with sparse attention in every layer. A layer without an indexer reads the tokens that the closest
+    earlier layer with an indexer selected."""
 
     indexers: tuple[bool, ...]
-    """True for layers with an indexer."""
+    """True for each layer with an indexer, in order."""
 
     unproven = {"megatron-core's experimental attention": ("trainer.offload_activations",)}
     fuses_rotation = False
 
     def attention_flops(self, model: Mapping[str, Any], layers: int, pairs: int) -> SequenceFlops:
-        """Counts products of each query with the tokens that the indexer chooses, and the indexer's with every earlier
-        token, which have no backward pass. The former are products with the latents: each query chooses different
-        tokens, and all heads share one key per token."""
+        """Returns the FLOPs of attention to the selected tokens, and of the indexers, which score every earlier token
+        and have no backward pass. Attention multiplies queries by latents, because each query selects different tokens
+        and all heads share one key per token. `pairs` is ignored."""
         rank = model["kv_lora_rank"]
         pairs = model["num_attention_heads"] * (2 * rank + model["qk_pos_emb_head_dim"])
         choosing = model["dsa_indexer_n_heads"]
         head = model["dsa_indexer_head_dim"]
         hidden = model["hidden_size"]
         read = model["q_lora_rank"] * choosing * head + hidden * (head + choosing)
-        scored = choosing * (head + 1)  # dimensions of a pair's score, including the sum over heads
+        scored = choosing * (head + 1)  # dimensions of the score of one pair of tokens, including the sum over heads
         linear = 3 * 2 * layers * pairs * model["dsa_indexer_topk"] + 2 * sum(self.indexers) * read
         return SequenceFlops(linear=linear, quadratic=2 * sum(self.indexers) * scored / 2)
 
     def mixer_bytes(self, model: Mapping[str, Any], setting: Any, parts: LayerParts) -> dict[str, float]:
-        """Returns the bytes of a layer's activations.
+        """Returns the bytes of one layer's attention activations, by field of `LayerBytes`.
 
-        Without a fused kernel (`materialized`), scores are computed for every pair of tokens in the micro-batch, across
-        sequences as well, and the indexer's for all its heads on every rank."""
+        Without a fused kernel (`setting.materialized`), scores are computed for every pair of tokens in the
+        micro-batch, even of different sequences, and the indexer's scores for all its heads on every rank."""
         itemsize = setting.itemsize
         tokens = setting.tokens
         rank = model["kv_lora_rank"]
@@ -58,9 +58,10 @@ class SparseAttention(LayerKind):
         latent = tokens * heads * rank
         value = tokens * heads * model["v_head_dim"]
         latents = setting.share * (model["q_lora_rank"] + rank)
-        # Queries before their products with the latents' projection, and the attention's output before its own.
+        # Queries before they are multiplied by the latents' up projection, and attention's output before its
+        # projection.
         projected = (tokens * heads * model["qk_head_dim"] + latent) * itemsize
-        scores = model["dsa_indexer_n_heads"] * seen * FP32  # of one query
+        scores = model["dsa_indexer_n_heads"] * seen * FP32  # bytes for one query
         if setting.materialized:
             pairs = heads * tokens * seen * FP32
             core = (query + key) * FP32 + pairs
@@ -86,12 +87,12 @@ class SparseAttention(LayerKind):
 
     @property
     def shares(self) -> bool:
-        """True if some layers have no indexer."""
+        """True if some layers have no indexer, so that layers share selected tokens."""
         return not all(self.indexers)
 
     def microbatch_bytes(self, model: Mapping[str, Any], setting: Any, layers: Sequence[int]) -> float:
-        """Counts choices that layers share: megatron-core stores them with the bounds of the sequences, in torch as
-        int64."""
+        """Returns the bytes of the selected tokens that layers share, which megatron-core stores in the micro-batch's
+        PackedSeqParams: as int64 in plain torch, as int32 by fused kernels."""
         if not self.shares:
             return 0.0
         chosen = min(model["dsa_indexer_topk"], setting.tokens * setting.sizes.context) * setting.tokens
@@ -105,7 +106,8 @@ class SparseAttention(LayerKind):
         return trainer.megatron.get("dsa_kernel_backend", "none") == "none"
 
     def cache_bytes(self, model: Mapping[str, Any]) -> int:
-        """Counts the indexer's key: fp8 with a scale of four bytes per 128 elements, whatever the cache's dtype."""
+        """Returns the bytes per token and layer of the indexer's key, which is fp8 with a scale of four bytes per 128
+        elements, regardless of the KV cache's dtype."""
         key = model["dsa_indexer_head_dim"]
         return key + key // 128 * 4
 
@@ -124,14 +126,15 @@ class SparseAttention(LayerKind):
         return block_spec(transformer, vp_stage=chunk)
 
     def fp32_parameters(self, module: Any) -> Iterator[Any]:
-        """Yields the parameters of the norm of an indexer's keys, which is fp32 in checkpoints and engines."""
+        """Yields the parameters of an indexer's key norm, which are fp32 in checkpoints and engines."""
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 
         if isinstance(module, DSAIndexer):
             yield from module.k_norm.parameters()
 
     def recorder(self, trainer: Trainer) -> Callable[[], Packing] | None:
-        """Returns a factory of recorders of the chosen tokens for `trainer.indexer_replay` R2, else None."""
+        """Returns, if `trainer.indexer_replay` is R2, a factory of callables that create a micro-batch's
+        SparseSequences, all with the same record of selected tokens; else None."""
         if trainer.indexer_replay != "R2":
             return None
         from slimx.extras.sparse.adapters.megatron.sparse import SparseSequences
@@ -140,8 +143,9 @@ class SparseAttention(LayerKind):
 
 
 def indexers(hf: HfConfig) -> tuple[bool, ...]:
-    """Returns True for each layer with an indexer, as transformers and SGLang read config.json: from `indexer_types`,
-    else from `index_topk_pattern`, else every `index_topk_freq` layers after the first `index_skip_topk_offset` (2)."""
+    """Returns, for each layer, True if it has an indexer, as transformers and SGLang read config.json: from
+    `indexer_types`, else from `index_topk_pattern`, else every `index_topk_freq` layers after the first
+    `index_skip_topk_offset` (default 2). Raises ValueError for an unknown type or a wrong number of layers."""
     layers = hf["num_hidden_layers"]
     pattern = hf.get("index_topk_pattern")
     types = hf.get("indexer_types") or pattern
@@ -150,9 +154,9 @@ def indexers(hf: HfConfig) -> tuple[bool, ...]:
     if types:
         odd = {*types} - {"full", "shared", "F", "S"}
         if odd:
-            raise ValueError(f"{sharing_field(hf)} has a layer of type {min(odd)}")
+            raise ValueError(f"{sharing_field(hf)} has a layer of the unknown type {min(odd)}")
         if len(types) != layers:
-            raise ValueError(f"{sharing_field(hf)} has {len(types)} layers of {layers}")
+            raise ValueError(f"{sharing_field(hf)} has {len(types)} entries, but num_hidden_layers is {layers}")
         return tuple(kind in ("full", "F") for kind in types)
     return _periodic(layers, interval, 2 if offset is None else max(offset, 1))
 
@@ -162,13 +166,13 @@ def _periodic(layers: int, interval: int, offset: int) -> tuple[bool, ...]:
 
 
 def sharing_field(hf: HfConfig) -> str:
-    """Returns the field of config.json that `indexers` reads."""
+    """Returns the name of the config.json field from which `indexers` reads which layers have an indexer."""
     return next((name for name in ("indexer_types", "index_topk_pattern") if hf.get(name)), "index_topk_freq")
 
 
 def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
-    """Returns megatron-core's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for layers of which those with
-    True have an indexer; None if no pair of values describes them."""
+    """Returns the values of megatron-core's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` that give the
+    layers with True in `with_indexer` an indexer; None if no values do."""
     layers = len(with_indexer)
     for offset in range(1, layers + 1):
         for interval in range(1, layers + 1):
@@ -178,5 +182,5 @@ def period(with_indexer: tuple[bool, ...]) -> tuple[int, int] | None:
 
 
 def layer_kind(hf: HfConfig) -> LayerKind:
-    """Returns the layer kind of models with DeepSeek-V3.2's architecture."""
+    """Returns the layer kind of DeepSeek-V3.2 and GLM-5, with their indexers."""
     return SparseAttention(indexers(hf))

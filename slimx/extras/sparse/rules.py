@@ -1,4 +1,5 @@
-"""Rules for sparse attention: its indexer and the replay of its choices."""
+"""Configuration rules for sparse attention: limits of its indexer, of pipeline stages, and of replaying selected
+tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _is_sparse(spec: ModelSpec) -> bool:
 @rule("sparse.indexer_loss", "trainer.megatron.dsa_indexer_loss_coeff")
 def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.megatron.get("dsa_indexer_loss_coeff") and _is_sparse(spec):
-        yield f"the indexer of {spec.path} is not trained, it keeps the checkpoint's values; leave the key out"
+        yield f"slimx does not train the indexer of {spec.path}, which keeps the checkpoint's values; leave the key out"
 
 
 @rule("sparse.shared_stage", "trainer.layers_per_stage")
@@ -32,26 +33,30 @@ def stages_begin_with_an_indexer(sizes: Sizes, spec: ModelSpec) -> Problems:
     if sum(counts) != layers:
         return
     fitting = spec.layer_kind.stage_starts(layers)
-    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):  # stages after the last layer are empty
+    # Stages after the last layer are empty, so where they start does not matter.
+    for layer in sorted({*accumulate(counts[:-1])} - {layers, *fitting}):
         yield (
-            f"a pipeline stage begins with layer {layer} of {spec.path}, which reads the tokens chosen by a layer of "
-            f"the previous stage; stages may begin with one of {', '.join(map(str, fitting))}: set "
-            "trainer.layers_per_stage, or fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
+            f"a pipeline stage starts with layer {layer} of {spec.path}, which reads the tokens selected in a layer "
+            "of the previous stage; set trainer.layers_per_stage so that stages start with layers of "
+            f"{', '.join(map(str, fitting))}, or use fewer stages (trainer.pipeline, trainer.virtual_pipeline)"
         )
 
 
 @rule("sparse.replay", "trainer.indexer_replay")
 def has_indexers(trainer: Trainer, spec: ModelSpec) -> Problems:
     if trainer.indexer_replay != "none" and not _is_sparse(spec):
-        yield f"{spec.path} has no sparse attention; leave it at its default"
+        yield (
+            f"the model {spec.path} has no sparse attention whose selected tokens could be replayed; leave the key at "
+            "its default"
+        )
 
 
 @rule("sparse.engine_choice", "trainer.indexer_replay")
 def chosen_by_engines(trainer: Trainer) -> Problems:
-    # sglang.srt.layers.attention.dsa.dsa_topk_backend chooses tokens and looks up the page table in one kernel, whose
+    # sglang.srt.layers.attention.dsa.dsa_topk_backend selects tokens and looks up the page table in one kernel, whose
     # result sglang.srt.state_capturer.indexer_topk reports.
     if trainer.indexer_replay == "R3":
         yield (
-            "SGLang 0.5.23 reports the tokens chosen by an indexer as slots of its KV cache, not as positions; set "
-            "it to R2 or none"
+            "SGLang 0.5.23 reports the tokens that an indexer selects as slots of its KV cache instead of positions; "
+            "set it to R2 or none"
         )

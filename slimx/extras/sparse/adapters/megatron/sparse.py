@@ -1,4 +1,5 @@
-"""Sparse attention (DSA) of megatron-core over packed sequences. Written for megatron-core 0.19.2."""
+"""megatron-core's sparse attention (DSA) over packed sequences, extended to record and replay the indexer's selected
+tokens. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from slimx.adapters.megatron.layers import Norm
 
 
 class Replicated(Linear):
-    """The duplicated Linear of an indexer, complete on each tensor-parallel rank. Upstream's writes checkpoints as if
-    every rank were the first."""
+    """Linear layer of an indexer that every tensor-parallel rank stores completely. megatron-core's duplicated Linear
+    would write checkpoints as if every rank were the first, so this one knows its rank."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -28,7 +29,8 @@ class Replicated(Linear):
 
 
 class KeyNorm(torch.nn.Module):
-    """LayerNorm of the indexer's keys in plain torch, with `weight` and `bias` [head]; computed in fp32."""
+    """LayerNorm of an indexer's keys in plain torch, with parameters `weight` and `bias` [head dimensions]. Computes in
+    fp32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
@@ -43,24 +45,26 @@ class KeyNorm(torch.nn.Module):
 
 
 ChosenTokens = dict[int, torch.Tensor]
-"""Tokens that the queries of one micro-batch attend to, by layer number (from 1, as in megatron-core): int32 [1, T, k]
-in host memory, positions in the pack (-1: none) for the T queries of this context-parallel rank."""
+"""Layer number, from 1 as in megatron-core -> tokens to which the queries of one micro-batch attend in that layer:
+int32 [1, T, k] in host memory, positions in the pack (-1: none) for the T queries on this context-parallel rank."""
 
 
 @dataclass
 class SparseSequences(PackedSeqParams):
-    """Bounds of a micro-batch's sequences, with the tokens that sparse attention reads. A layer that is not in `chosen`
-    adds its choice; the others replay theirs."""
+    """Bounds of a micro-batch's sequences, and the tokens that its indexers selected. A layer that is in `chosen`
+    replays its selected tokens; any other layer selects tokens and adds them."""
 
     chosen: ChosenTokens = field(default_factory=dict)
 
 
 class ReplayableAttention(DSAttention):
-    """DSAttention that can record the indexer's choice of tokens and replay it (`SparseSequences`).
+    """megatron-core's DSAttention, extended to record the tokens that the indexer selects, and to replay them
+    (`SparseSequences`).
 
-    Built on upstream's layers that share a choice: they read it from a dictionary in the micro-batch's PackedSeqParams,
-    do not run the indexer, and avoid the one fused kernel that does not return its choice. A layer that replays is its
-    own source in that dictionary. Recomputation gets the same object and therefore the same choice.
+    Upstream supports layers that share another layer's selected tokens. Those layers read the tokens from a dictionary
+    in the micro-batch's PackedSeqParams, do not run the indexer, and avoid the only fused kernel that does not return
+    its selection. To replay, a layer reads its own recorded tokens from that dictionary. Recomputation gets the same
+    PackedSeqParams object, and therefore the same tokens.
     """
 
     index_share: bool
@@ -72,7 +76,8 @@ class ReplayableAttention(DSAttention):
         self._chooses = not self.skip_topk
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> torch.Tensor:
-        """Computes attention of the local heads."""
+        """Computes sparse attention of this rank's heads. If `packed_seq_params` is a SparseSequences, records the
+        selected tokens in it, or replays them."""
         chosen = packed_seq_params.chosen if isinstance(packed_seq_params, SparseSequences) else None
         if self._chooses:
             self.index_share = self._shares or chosen is not None
@@ -83,9 +88,9 @@ class ReplayableAttention(DSAttention):
         if self.skip_topk:
             shared[self.layer_number] = chosen[self.layer_number].to(kwargs["x"].device, non_blocking=True)
         output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        # Later layers that share the choice, and their recomputation, also read it.
+        # Later layers that share the selected tokens read them, too, also during recomputation.
         choice = shared[self.layer_number] if self._shares else shared.pop(self.layer_number)
-        # Kernels that need the length of each choice compute it if none is stored.
+        # Kernels that need the number of each query's selected tokens compute it if it is not stored.
         self._get_index_share_topk_length_holder(packed_seq_params).pop(self.layer_number, None)
         if not self.skip_topk:
             host = torch.empty(choice.shape, dtype=torch.int32, pin_memory=choice.is_cuda)
@@ -94,11 +99,12 @@ class ReplayableAttention(DSAttention):
 
 
 _IN_TORCH = {Linear: Replicated, Norm: KeyNorm}
-"""Parts of an indexer with a replacement in plain torch."""
+"""Class of an indexer's submodule -> the class that replaces it."""
 
 
 def block_spec(transformer: Any, *, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Returns the spec of a decoder with `experimental_attention_variant` dsa."""
+    """Returns the spec of a decoder with sparse attention (`experimental_attention_variant` dsa). `vp_stage`: index of
+    the virtual pipeline stage; None without virtual stages."""
     block = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules.core_attention

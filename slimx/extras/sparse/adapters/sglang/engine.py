@@ -1,4 +1,5 @@
-"""Layout of an indexer's tensors in SGLang's models. Written for sglang 0.5.23."""
+"""Sparse attention's indexers in SGLang: where an engine's parameters store their tensors. Written for sglang
+0.5.23."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ from slimx.adapters.sglang.weights.layout import ServedParameter, ServedPiece, s
 
 
 class _Indexer(Protocol):
-    """Attributes of SGLang's Indexer."""
+    """Attributes of SGLang's Indexer that layouts read."""
 
     head_dim: int
 
 
 class _KeyProjection(Protocol):
-    """Attributes of the indexer's key projection."""
+    """Attributes of the linear layer with an indexer's key projection that layouts read."""
 
     output_size: int
 
 
 def indexer_keys(parameter: ServedParameter) -> Iterator[ServedPiece]:
-    """Yields the rows of an indexer's key projection, then of its heads' weights, complete on every rank."""
+    """Yields an indexer's fused parameter, which every rank stores completely: the rows of the key projection (wk),
+    then of the projection to head weights (weights_proj)."""
     head = cast(_Indexer, parameter.parent).head_dim
     yield share_of_rows("{at}.wk.weight", head, parameter.cols, head, 0, 0)
     heads = cast(_KeyProjection, parameter.owner).output_size - head
@@ -34,6 +36,6 @@ ROWS = (
     (_INDEXER + r"k_norm\.(weight|bias)", whole),
     (_INDEXER + r"wk_weights_proj\.weight", indexer_keys),
 )
-"""Rows of `slimx.adapters.sglang.weights.layout`."""
+"""Rows that extend the table in `slimx.adapters.sglang.weights.layout`."""
 GAPS = ()
 REPLACEMENTS = ()
