@@ -129,7 +129,8 @@ def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:
 
 
 def dense_table(hf: HfConfig, attention: Attention) -> Table:
-    """Returns the trainer's weight table for a dense decoder like Llama: the rows of every checkpoint tensor."""
+    """Returns the trainer's weight table for a dense decoder like Llama: for each of megatron-core's parameters, the
+    checkpoint tensors that it contains."""
     layer = Layer()
     mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
     rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
@@ -137,8 +138,9 @@ def dense_table(hf: HfConfig, attention: Attention) -> Table:
 
 
 def dense_engine_table(hf: HfConfig, attention: Attention, group: Group = "attention") -> Table:
-    """Returns SGLang 0.5.23's weight table for a dense decoder like Llama: the rows of every checkpoint tensor.
-    `group`: ranks that share attention and embedding; "tensor" if SGLang's model does not support DP-attention."""
+    """Returns SGLang 0.5.23's weight table for a dense decoder like Llama: for each of SGLang's parameters, the
+    checkpoint tensors that it contains. `group`: group of ranks that split attention and embedding; "tensor" if
+    SGLang's model does not support DP-attention."""
     layer = engine_rows.layer()
     rows = (
         engine_rows.embedding(hf, group),

@@ -16,8 +16,8 @@ LAYER = "model.layers.{layer}."
 
 
 def no_engine(architecture: str, reason: str) -> SlimxError:
-    """Returns the error for publishing a family that can only be trained to engines. `reason`: why engines cannot serve
-    it, as a clause."""
+    """Returns the error for an attempt to publish weights of the family `architecture`, which engines cannot serve.
+    `reason`: why not, as a clause."""
     return SlimxError(
         f"{architecture} cannot be published to engines, because {reason}; train it without engines "
         "(algorithm.name=sft)",
@@ -40,8 +40,8 @@ def same(decoder_layer: Layer, name: str, *shape: int, **options: Unpack[RowOpti
 
 def attention(decoder_layer: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
     """Returns the rows of grouped-query attention (SGLang's `QKVParallelLinear` and `RowParallelLinear`) with the norms
-    before and after it. `group`: ranks that share it; "tensor" if SGLang's model does not support DP-attention and
-    splits attention over all ranks (`get_parallel().tp_size`)."""
+    before and after it. `group`: group of ranks that split attention; "tensor" if SGLang's model does not support
+    DP-attention, so that all ranks split it (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
     fused = decoder_layer.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantized=True)
@@ -111,7 +111,7 @@ def moe(
 
 
 def embedding(hf: HfConfig, group: Group = "attention") -> Row:
-    """Returns the row of the word embedding (`VocabParallelEmbedding`). `group`: ranks that share it, as in
+    """Returns the row of the word embedding (`VocabParallelEmbedding`). `group`: group of ranks that split it, as in
     `attention`."""
     name = "model.embed_tokens.weight"
     return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group=group)

@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, object] = {
 
 
 def without_quantization(hf: HfConfig) -> Json:
-    """Returns config.json `hf` without `quantization_config`, at the top level and in nested objects: that of the same
+    """Returns config.json `hf` without `quantization_config`, at the top level and in nested objects, as for the same
     model stored unquantized."""
     plain = {}
     for key, value in hf.items():

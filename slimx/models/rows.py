@@ -18,7 +18,7 @@ Named = Iterable[tuple[str, tuple[int, ...]]]
 
 
 class RowOptions(TypedDict, total=False):
-    """Optional fields of `slimx.layout.table.Row` that callers may set."""
+    """Optional fields of `slimx.layout.table.Row`, as keyword arguments of functions that create rows."""
 
     map: IndexMap
     axis: int | None
@@ -79,7 +79,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Creates the rows of one kind of layer. `prefix` and `source_prefix`: prefixes of the row's name and of its
+    """Factory of the rows of one kind of layer. `prefix` and `source_prefix`: prefixes of the row's name and of its
     sources' names; `stage`: pipeline stage of the rows."""
 
     prefix: str = "decoder.layers.{layer}."

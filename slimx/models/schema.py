@@ -17,7 +17,8 @@ from slimx.models.files.index import read_object
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Valid values of a field: `accepts` tests one, `description` names them in error messages."""
+    """Valid values of a config.json field: `accepts` returns True for them, and `description` describes them in error
+    messages."""
 
     description: str
     accepts: Callable[[object], bool]
@@ -62,7 +63,7 @@ def _pair(kind: Kind) -> Kind:
 _LAYERS = 1000
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _DECIDED = Kind(_FLAG.description, _FLAG.accepts, nullable=False)
-"""A switch that must not be null: if it is missing it is on, but transformers treats null as off."""
+"""Switch that must not be null, because a missing one is on, whereas transformers treats null as off."""
 _NAME = Kind("a string", lambda value: isinstance(value, str))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _OBJECTS = Kind(

@@ -18,8 +18,8 @@ from slimx.numerics.rounding import Rounding
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Rounding):
-    """Computes matrix products of linear layers in fp8 (`trainer.fp8`), with Transformer Engine's layers on GPUs and
-    with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
+    """Rounding in which linear layers compute their matrix products in fp8 (`trainer.fp8`), with Transformer Engine's
+    layers on GPUs and with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
 
     TOKENS: ClassVar[int] = 128
     """Number of which the tokens of each rank are a multiple, so that all fp8 blocks are complete. With complete
@@ -71,9 +71,9 @@ class Fp8(Rounding):
 
 
 class Int4Experts(Rounding):
-    """Rounds the weights of routed experts to INT4 values (docs/numerics.md) whenever parameters were written
-    (`trainer.qat`). The optimizer keeps the unrounded weights, and the gradients with respect to the rounded weights
-    are applied to them unchanged."""
+    """Rounding of the weights of routed experts to INT4 values (docs/numerics.md), repeated whenever parameters were
+    written (`trainer.qat`). The optimizer keeps the unrounded weights, and the gradients with respect to the rounded
+    weights are applied to them unchanged."""
 
     def prepare_weights(self, weights: Any) -> None:
         from slimx.extras.low_precision.int4 import rounded_parts

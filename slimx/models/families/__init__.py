@@ -33,7 +33,8 @@ class FamilyOptions(Protocol):
     """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because they differ in
     this family."""
     ENGINE_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
-    """Fields of SGLang's ServerArgs -> the value without which `engine_table` would not describe the server."""
+    """Field of SGLang's ServerArgs -> the value that a server must have for `engine_table` to describe its
+    parameters."""
     NO_CPU_ENGINE: str | None = None
     """Reason why SGLang cannot serve the family on the CPU; None if it can."""
     FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM: bool = False
@@ -162,7 +163,7 @@ class ModelSpec:
 
     @property
     def engine_arguments(self) -> Mapping[str, object]:
-        """Fields of SGLang's ServerArgs -> the value that `engine_table` requires."""
+        """Field of SGLang's ServerArgs -> the value that `engine_table` requires."""
         return self.family.ENGINE_ARGUMENTS
 
     @property
@@ -348,7 +349,11 @@ def _config_of(file: Path) -> tuple[Json, str]:
     valid."""
     check_downloaded(file.parent)
     if not file.is_file():
-        problem = "not a checkpoint (config.json is missing)" if file.parent.exists() else "no such directory"
+        problem = (
+            "the directory is not a checkpoint (config.json is missing)"
+            if file.parent.exists()
+            else "no such directory"
+        )
         siblings = {
             path.parent.name: path.parent for path in file.parent.parent.glob("*/config.json") if path.is_file()
         }

@@ -46,7 +46,8 @@ class CheckpointReader:
         if weight_map is None:
             if not (self.path / SINGLE).is_file():
                 raise SlimxError(
-                    f"{self.path}: no {SINGLE} and no {INDEX}; give a Hugging Face model directory",
+                    f"{self.path}: the directory contains neither {SINGLE} nor {INDEX}; give a Hugging Face model "
+                    "directory",
                     code="checkpoint.none",
                     about=str(self.path),
                 )
@@ -59,7 +60,7 @@ class CheckpointReader:
                 self._files[name] = safe_open(self.path / name, framework="pt")
             except SafetensorError as error:
                 raise SlimxError(
-                    f"{self.path / name}: truncated or not a safetensors file ({error}); download it again",
+                    f"{self.path / name}: the file is truncated or not a safetensors file ({error}); download it again",
                     code="checkpoint.file",
                     about=name,
                 ) from error

@@ -19,7 +19,7 @@ from slimx.models.fields import without_quantization
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Bytes of copied tensors after which a file is closed; they are in memory at once."""
+"""Size in bytes at which a file of copied tensors is complete; all tensors of a file are in memory at the same time."""
 # Files with these suffixes are not copied from the directory from which the run started; all others are.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 

@@ -50,7 +50,7 @@ ATTRIBUTE = "_slimx_receiver"
 
 
 class RankReceiver:
-    """Receives publications into one rank's model; its public methods are the verbs."""
+    """Receiver of publications into one rank's model, whose public methods are the verbs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""Attestation of a process's arithmetic: that of the trainer and of all engines of a run must be equal."""
+"""Attests the arithmetic of a process. The attestations of the trainer and of all engines in a run must be equal."""
 
 import functools
 import hashlib

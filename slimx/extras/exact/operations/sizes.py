@@ -16,8 +16,8 @@ KEY_BLOCK = 128
 
 
 def check_leaves(leaves: int, columns: int | None = None) -> None:
-    """Raises SlimxError unless `leaves`, a number of leaves, is a power of two and divides `columns`, the elements of a
-    dot product. None: only the first is checked."""
+    """Raises SlimxError unless `leaves`, a number of leaves, is a power of two and divides `columns`, the number of
+    elements of a dot product. If `columns` is None, it is not checked."""
     if leaves < 1 or leaves & (leaves - 1):
         raise SlimxError(
             f"{leaves} leaves do not form a binary tree; set numerics.leaves to a power of two",

@@ -120,8 +120,7 @@ def _check(builder: Builder, role: str) -> None:
         _check(value, name)
 
 
-# Weights with the values that engines have after an fp8 publication
-# -----------------------------------------------------------------------
+# Weights with the values that engines have after an fp8 publication -------------------------------------------------
 
 
 def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
@@ -167,8 +166,8 @@ class ExactLinear(DownProjection):
 
 
 class _TreeSum(torch.autograd.Function):
-    """Adds the fp32 partial sums of all ranks as the upper levels of the binary tree. In the backward pass, each rank's
-    part gets the full gradient, which is the same on all ranks."""
+    """Autograd function that adds the fp32 partial sums of all ranks as the upper levels of the binary tree. In the
+    backward pass, each rank's part gets the full gradient, which is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -203,8 +202,8 @@ class ExactRow(RowParallelLinear):
 
 
 class _FirstRankOnly(torch.autograd.Function):
-    """Returns the input on the first rank of expert tensor parallelism and zeros on the others, because the dispatcher
-    then sums over these ranks. In the backward pass, every rank gets the full gradient."""
+    """Autograd function that returns its input on the first rank of expert tensor parallelism and zeros on the others,
+    because the dispatcher then sums over these ranks. In the backward pass, every rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -304,8 +303,8 @@ class ExactLatentAttention(LatentAttention):
 
 
 class _ZeroRotary(torch.nn.Module):
-    """Replaces the rotary embedding `rotary` by one with the same shapes whose angles are all zero, so that rotating
-    changes no value."""
+    """Substitute for the rotary embedding `rotary` with the same shapes, but with angles that are all zero, so that
+    rotating changes no value."""
 
     def __init__(self, rotary: RotaryEmbedding):
         super().__init__()

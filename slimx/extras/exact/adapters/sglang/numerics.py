@@ -120,15 +120,14 @@ class ExactServer:
         if not is_latent(kinds):
             used.add(ROTARY)
         parts = {}
-        # Log_softmax need not be called: greedy health checks request no log-probs.
+        # log_softmax may never have been called, because greedy health checks request no log-probs.
         for target in (*self.replacements(), LOG_SOFTMAX):
             called = target not in used or self.calls[target] > 0
             parts[target] = target in registry._patched and called
         parts[ATTENTION] = self.calls[ATTENTION] > 0
         return parts
 
-    # Operations, with the signatures of the functions that they replace
-    # -----------------------------------------------------
+    # Operations, with the signatures of the functions that they replace -------------------------------------------
 
     def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
         if residual is None:

@@ -168,8 +168,7 @@ def _declare() -> None:
 
 
 def wide_of(t: torch.Tensor) -> int:
-    """Returns the code by which kernels know the dtype of `t`: 1 for fp32, 0 for bf16. Raises SlimxError for any other
-    dtype."""
+    """Returns the kernels' code for the dtype of `t`: 1 for fp32, 0 for bf16. Raises SlimxError for any other dtype."""
     if t.dtype not in _WIDE:
         raise SlimxError(
             f"exact mode computes in bf16 or fp32, but got a tensor of {t.dtype} on {t.device}; convert it",
