@@ -20,8 +20,8 @@ from slimx.models.rows import Attention
 
 ARCHITECTURE = "BailingMoeV2ForCausalLM"
 ENGINE_ARGUMENTS = {"trust_remote_code": True}
-"""Makes engines read config.json with the checkpoint's own code, because neither transformers nor SGLang 0.5.23
-supports its model_type."""
+"""Argument of SGLang that makes engines read config.json with the checkpoint's own code, because neither transformers
+nor SGLang 0.5.23 supports its model_type."""
 _FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 _NAMES = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -33,7 +33,7 @@ _NAMES = {
     ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
     ".shared_head.norm.": ".final_layernorm.",
 }
-"""Part of a GLM-4.5 tensor's name -> what replaces it in this family's checkpoints and in SGLang."""
+"""Part of a GLM-4.5 tensor's name -> the part that this family's checkpoints and SGLang have instead."""
 
 
 def transformer_config(hf: HfConfig) -> Json:

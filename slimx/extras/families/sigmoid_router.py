@@ -17,8 +17,8 @@ from slimx.models.rows import Layer
 
 
 def moe_fields(hf: HfConfig) -> Json:
-    """Returns the fields of megatron-core's TransformerConfig for router, routed and shared experts, and which layers
-    have them."""
+    """Returns the fields of megatron-core's TransformerConfig for router, routed and shared experts, including which
+    layers have them."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     return {
@@ -45,8 +45,8 @@ def router_fields(hf: HfConfig) -> Json:
 
 
 def moe_rows(hf: HfConfig, layer: Layer) -> tuple[Row, ...]:
-    """Returns the trainer's rows of a MoE layer and of the norm before it. `layer`: creates rows for the layers
-    concerned."""
+    """Returns the trainer's rows of a MoE layer and of the norm before it. `layer`: factory of rows for the layers that
+    have experts."""
     return layer.moe(**_sizes(hf), selection=True)
 
 

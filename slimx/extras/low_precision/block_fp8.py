@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix that the scales' name appends to that of the quantized tensor, in Hugging Face's block-fp8 checkpoints and in
+"""Suffix of the scales' name after the quantized tensor's name, in Hugging Face's block-fp8 checkpoints and in
 SGLang."""
 CODES = "F8_E4M3"
 """Dtype of codes, as named in safetensors files."""

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
 
 CODES = "_packed"
-"""Suffix that the name of the codes appends to the matrix's name."""
+"""Suffix of the codes' name after the matrix's name."""
 SCALES = "_scale"
-"""Suffix that the name of the scales appends to the matrix's name."""
+"""Suffix of the scales' name after the matrix's name."""
 SHAPE = "_shape"
-"""Suffix that the name of the shape tensor appends to the matrix's name."""
+"""Suffix of the shape tensor's name after the matrix's name."""
 DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
 """Suffix -> accepted dtypes of the tensor, as named in safetensors files."""
 PER_WORD = 8

@@ -48,8 +48,8 @@ def quantize(weight: torch.Tensor, *, threads: int | None = None) -> tuple[torch
     and the scales, bf16 [rows, cols / 32]; and True if all values are finite. `threads`: None for torch's number of
     threads.
 
-    A group with a non-finite value gets scale NaN and codes 0. Waits until a GPU is done. Raises SlimxError unless the
-    number of columns is a multiple of 32.
+    A group with a non-finite value gets scale NaN and codes 0. On a GPU, waits until the kernel has finished. Raises
+    SlimxError unless the number of columns is a multiple of 32.
     """
     rows, cols = _shape(weight)
     codes = torch.empty(rows, cols // PER_WORD, dtype=torch.int32, device=weight.device)

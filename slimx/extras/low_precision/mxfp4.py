@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKS = "_blocks"
-"""Suffix that the name of the codes appends to the tensor's name."""
+"""Suffix of the codes' name after the quantized tensor's name."""
 SCALES = "_scales"
-"""Suffix that the name of the scales appends to the tensor's name."""
+"""Suffix of the scales' name after the quantized tensor's name."""
 GROUP = 32
 """Number of adjacent values in a row that share a scale."""
 _BIAS = 127

@@ -55,8 +55,8 @@ ON = {"blockwise": ("h100", "h200"), "mxfp8": ("gb300",)}
 """Recipe of `trainer.fp8` -> the values of `cluster.gpu` whose tensor cores support its blocks. Blackwell GPUs compute
 128-wide blocks as MXFP8, which would need scales that are powers of two."""
 LEAST = 16
-"""Number of which the rows and columns of matrices must be multiples, so that tensor cores can multiply them in fp8
-(Transformer Engine's `assert_dim_for_fp8_exec`, and cuBLAS)."""
+"""Required divisor of the rows and columns of matrices that tensor cores multiply in fp8 (Transformer Engine's
+`assert_dim_for_fp8_exec`, and cuBLAS)."""
 
 
 @rule("unproven", "run", facts=sections_in(UNPROVEN))
@@ -241,7 +241,7 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Problems:
 
 @rule("publish.quantize_on_cpu", "publish.quantize")
 def has_kernels(publish: Publish, numerics: Numerics, rollout: Rollout, device: str, sizes: Sizes) -> Problems:
-    """Refuses quantized publications to engines on the CPU, whose kernels SGLang lacks. `sizes`: restricts the rule to
+    """Refuses quantized publications for which SGLang has no kernels on the CPU. `sizes`: restricts the rule to
     configurations with trainers, because others publish nothing."""
     if publish.quantize is None or device != "cpu" or numerics.exact or not rollout.policy_engines:
         return

@@ -22,8 +22,8 @@ class Fp8(Rounding):
     layers on GPUs and with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
 
     TOKENS: ClassVar[int] = 128
-    """Number of which the tokens of each rank are a multiple, so that all fp8 blocks are complete. With complete
-    blocks, sequence-parallel ranks exchange fp8 codes instead of bf16 values (Transformer Engine's
+    """Required divisor of the number of tokens on each rank, with which all fp8 blocks are complete. Sequence-parallel
+    ranks then exchange fp8 codes instead of bf16 values (Transformer Engine's
     `Float8BlockQuantizer.is_quantizable`)."""
     VARIABLES: ClassVar[dict[str, str]] = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     """Environment variables that Transformer Engine reads when it is imported. They make the scales of 128-wide blocks
@@ -72,8 +72,8 @@ class Fp8(Rounding):
 
 class Int4Experts(Rounding):
     """Rounding of the weights of routed experts to INT4 values (docs/numerics.md), repeated whenever parameters were
-    written (`trainer.qat`). The optimizer keeps the unrounded weights, and the gradients with respect to the rounded
-    weights are applied to them unchanged."""
+    written (`trainer.qat`). The optimizer keeps the unrounded weights, and updates them with the gradients with respect
+    to the rounded weights, unchanged."""
 
     def prepare_weights(self, weights: Any) -> None:
         from slimx.extras.low_precision.int4 import rounded_parts

@@ -24,7 +24,7 @@ _PARTS: Mapping[str, LayerParts] = {
 
 @dataclass(frozen=True)
 class HybridLayers(LayerKind):
-    """Decoder whose layers are built by megatron-core's HybridModel."""
+    """Decoder with layers of several kinds, which megatron-core's HybridModel builds."""
 
     pattern: str
     """One character per layer: M for Mamba-2, * for attention, - for an MLP, E for experts."""

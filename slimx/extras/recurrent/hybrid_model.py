@@ -29,8 +29,8 @@ class HybridPolicyModel(PolicyOutput, HybridModel):
     ) -> Any:
         """Computes the same outputs as PolicyModel. `input_ids` [1, T]: packed sequences, given on every pipeline
         stage."""
-        # With total_tokens, PackedSeqParams has the sequence index of each token, which Mamba-2 layers need instead of
-        # the bounds.
+        # With total_tokens set, PackedSeqParams computes each token's sequence index, which Mamba-2 layers need instead
+        # of bounds.
         packed = replace(packed_seq_params, total_tokens=input_ids.shape[1] * self.config.context_parallel_size)
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=attention_mask, packed_seq_params=packed)

@@ -26,7 +26,7 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
     heads = spec.transformer["linear_num_key_heads"]
     if heads % sizes.tensor:
         yield (
-            f"trainer.tensor={sizes.tensor} does not divide the {heads} key heads of delta nets in {spec.path}; "
+            f"delta nets of {spec.path} have {heads} key heads, which {sizes.tensor} ranks cannot divide among them; "
             f"choose a divisor of {heads}"
         )
     elif heads // sizes.tensor % sizes.context:
@@ -45,8 +45,8 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
         return
     if groups % sizes.tensor:
         yield (
-            f"trainer.tensor={sizes.tensor} does not divide the {groups} groups of Mamba-2 layers in {spec.path}; "
-            f"choose a divisor of {groups}"
+            f"Mamba-2 layers of {spec.path} have {groups} groups, which {sizes.tensor} ranks cannot divide among "
+            f"them; choose a divisor of {groups}"
         )
     if sizes.context > 1:
         yield (

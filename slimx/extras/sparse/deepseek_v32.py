@@ -25,7 +25,7 @@ from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
-NO_CPU_ENGINE = "SGLang has its indexer and sparse attention only as CUDA kernels"
+NO_CPU_ENGINE = "SGLang has indexers and sparse attention only as CUDA kernels"
 UNTRAINED = ("*.core_attention.indexer.*",)
 """Glob patterns of parameters that get no gradient from any loss, and have no optimizer state."""
 

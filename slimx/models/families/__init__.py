@@ -33,8 +33,7 @@ class FamilyOptions(Protocol):
     """Fields of config.json that are exempt from the types and bounds of `slimx.models.schema`, because they differ in
     this family."""
     ENGINE_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
-    """Field of SGLang's ServerArgs -> the value that a server must have for `engine_table` to describe its
-    parameters."""
+    """Field of SGLang's ServerArgs -> the value that `engine_table` requires."""
     NO_CPU_ENGINE: str | None = None
     """Reason why SGLang cannot serve the family on the CPU; None if it can."""
     FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM: bool = False
@@ -101,8 +100,7 @@ UNBUILDABLE: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": _VISION,
     "Qwen3_5MoeForConditionalGeneration": _VISION,
 }
-"""Architecture -> reason why slimx cannot build it with megatron-core 0.19.2, as a clause that completes an error
-message."""
+"""Architecture -> reason why slimx cannot build it with megatron-core 0.19.2, as a clause for the error."""
 
 OUTPUT_LAYER = "output_layer.weight"
 """megatron-core's name of the output layer's weight, which is its row's name in every family's weight table."""
@@ -132,8 +130,7 @@ class ModelSpec:
 
     @property
     def prediction_layers(self) -> int:
-        """Number of multi-token prediction layers that config.json declares; `table` contains only those that are
-        trained."""
+        """Number of multi-token prediction layers in config.json; `table` contains only those that are trained."""
         return self.family.mtp_layers(self.hf)
 
     @property
@@ -227,7 +224,7 @@ class ModelSpec:
 
 def load_family(path: str, key: str = "model.family") -> Family:
     """Imports an external family: the module with dotted path `path`. Raises SlimxError, which names the configuration
-    key `key`, if the import fails or the module lacks a name of `Family`."""
+    key `key`, if that fails or the module lacks a name of `Family`."""
     module = load_module(key, path)
     required = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     missing = [name for name in required if not hasattr(module, name)]

@@ -27,7 +27,8 @@ _KINDS = {_DELTA_NET, "full_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """How tensors store the input projections of a delta net. `sources`: name and number of rows of each tensor."""
+    """Storage of a delta net's input projections in one or several tensors. `sources`: name and number of rows of each
+    tensor."""
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
@@ -78,8 +79,8 @@ def by_kind(net: DeltaNet) -> Projections:
 
 
 Served = Callable[[DeltaNet], dict[str, Projections]]
-"""Function that returns SGLang's parameters of a delta net's input projections: name -> the checkpoint tensors that it
-contains, and their order in it."""
+"""Function that returns SGLang's parameters for a delta net's input projections, by name: which checkpoint tensors each
+contains, and in which order of rows."""
 
 
 def as_stored(net: DeltaNet) -> dict[str, Projections]:

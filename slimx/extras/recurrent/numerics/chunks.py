@@ -1,5 +1,5 @@
-"""Cuts packed sequences into chunks of CHUNK tokens, for recurrent rules that compute all chunks in parallel, except
-for the states that pass from chunk to chunk."""
+"""Cuts packed sequences into chunks of CHUNK tokens, for the gated delta rule and the state-space rule. Both compute
+all chunks in parallel and pass only states from chunk to chunk."""
 
 from __future__ import annotations
 

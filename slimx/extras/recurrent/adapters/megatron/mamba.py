@@ -35,7 +35,7 @@ from slimx.numerics.norm import rms_scale
 
 class StackSpec(ModuleSpec):
     """Spec of a HybridStack that also has the attribute `layer_specs` of TransformerBlockSubmodules, so that trainers
-    can replace modules in it. They only replace modules of MoE layers, so it contains no others."""
+    can replace modules in it. `layer_specs` contains only the MoE layer, because trainers replace no other modules."""
 
     @property
     def layer_specs(self) -> list[ModuleSpec]:

@@ -2,7 +2,7 @@
 sgl_kernel's CPU build, which is not on PyPI, and three Triton kernels. Written for sglang 0.5.23
 (`sglang.srt.layers.attention.linear.gdn_backend`, `sglang.srt.models.qwen3_5`).
 
-SGLang stores two states per request in a slot of a pool each: the convolution's last inputs [slots, channels, width -
+SGLang stores two states per request, each in a slot of a pool: the convolution's last inputs [slots, channels, width -
 1], and the state of each value head [slots, heads, dv, dk]. A new request gets a slot of zeros.
 """
 
