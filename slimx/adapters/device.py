@@ -56,7 +56,7 @@ class Device:
         """Prepares a server's process for the first import of SGLang."""
 
     def open_choices(self) -> None:
-        """Extends the choices of SGLang's server arguments by those that work on this device only with slimx's
+        """Adds to the allowed values of SGLang's server arguments those that work on this device because of slimx's
         changes."""
 
     def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:

@@ -54,14 +54,14 @@ def install(*, always: bool = False) -> bool:
 
 
 def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
-    """Makes layers that read their weight through `served` multiply by the result of `value`, with the shape of
-    `parameter`, instead of by `parameter` itself."""
+    """Supplies the result of `value`, called at each use, in place of `parameter` to layers that read their weight
+    through `served`. The result must have the parameter's shape."""
     parameter.__dict__["served"] = value
 
 
 def served(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that a layer multiplies by in place of its weight `parameter`: the value registered with
-    `serve`, or `parameter` itself."""
+    """Returns the tensor by which a layer with weight `parameter` multiplies: the substitute registered with `serve`,
+    or `parameter` itself."""
     value = getattr(parameter, "served", None)
     return parameter if value is None else value()
 

@@ -68,7 +68,7 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are `frozen`."""
+    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
     trained = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp))
     complete = _renamed_table(glm4_moe.weight_table(_glm(hf), mtp_layers(hf)))
     trained_shapes = trained.checkpoint_shapes()

@@ -41,7 +41,7 @@ def unsupported(hf: HfConfig) -> str | None:
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
     """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train; further layers that
-    the checkpoint declares are `frozen`."""
+    the checkpoint declares are copied unchanged to exports (`Table.frozen`)."""
     return table_with_prediction(hf, lambda layer: layer.attention(_attention(hf)), mtp=mtp)
 
 

@@ -56,8 +56,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. Tensors of the vision tower are `frozen`. `mtp`: number of multi-token
-    prediction layers to train; further layers that the checkpoint declares are `frozen`, too."""
+    """Returns the trainer's weight table. `mtp`: number of multi-token prediction layers to train. Further layers that
+    the checkpoint declares and the vision tower are copied unchanged to exports (`Table.frozen`)."""
     table = deepseek_v3.weight_table(hf["text_config"], mtp)
     return replace(
         table,

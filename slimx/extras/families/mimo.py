@@ -27,7 +27,8 @@ def unsupported(hf: HfConfig) -> str | None:
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
-    """Returns the trainer's weight table. `mtp` is ignored, because all multi-token prediction layers are `frozen`."""
+    """Returns the trainer's weight table. `mtp` is ignored, because multi-token prediction layers are not trained, but
+    copied unchanged to exports (`Table.frozen`)."""
     table = qwen2.weight_table(hf)
     hidden = hf["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {

@@ -27,8 +27,9 @@ def table_with_prediction(
     with DeepSeek-V3's router. `attention`: function that returns the rows of a layer's attention; `mtp`: number of
     multi-token prediction layers to train.
 
-    Further multi-token prediction layers that the checkpoint declares are `frozen`. Copies of embedding and output
-    layer, which some checkpoints store in these layers, are `aliases`."""
+    Further multi-token prediction layers that the checkpoint declares are copied unchanged to exports (`Table.frozen`).
+    Copies of embedding and output layer, which some checkpoints store in these layers, are repeated from their
+    originals (`Table.aliases`)."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     declared = mtp_layers(hf)

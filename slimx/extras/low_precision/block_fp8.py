@@ -163,7 +163,9 @@ def _in_blocks(r: Rect, piece: Any, block: Block) -> Rect:
     if r.col + r.cols < cols:
         remainders.append(r.cols % width)
     if any(remainders):
-        raise SlimxError(f"ranks would split a block of {height} x {width} elements of {piece.tensor}")
+        raise SlimxError(
+            f"ranks split a block of {height} x {width} elements of {piece.tensor}; use smaller parallel sizes"
+        )
     return Rect(
         r.source,
         r.row // height,

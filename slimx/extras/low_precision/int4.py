@@ -79,7 +79,7 @@ QUANTIZATION = Quantization("int4", (1, GROUP), "QUANTIZE_INT4", "uint8", "bfloa
 
 
 class Int4(NumberFormat):
-    """The number format of checkpoints with `quant_method: compressed-tensors` in config.json, restricted to
+    """The number format of checkpoints with `quant_method: compressed-tensors` in config.json, with the scheme
     `SCHEME`."""
 
     RULES: ClassVar[tuple[str, ...]] = ("int4",)

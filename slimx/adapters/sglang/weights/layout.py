@@ -44,8 +44,8 @@ class ServedPiece:
     """The part of one Hugging Face tensor that a parameter of this rank stores."""
 
     tensor: str | None
-    """Name of the Hugging Face tensor, with placeholders for `{name}`, the parameter's name, and for the named groups
-    of the row's pattern; None for padding."""
+    """Template of the Hugging Face tensor's name, in which `{name}` is the parameter's name and other fields are named
+    groups of the row's pattern; None for padding."""
     shape: tuple[int, ...]
     """Shape of the complete tensor, before it is split over ranks."""
     rects: tuple[Rect, ...]
@@ -239,8 +239,8 @@ drops them silently."""
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
-"""Matches attention parameters that SGLang stores in the decoder layer itself (Qwen3-Next and Qwen3.5), whereas
-checkpoints have them under `self_attn`."""
+"""Pattern of attention parameters that SGLang stores in the decoder layer itself (Qwen3-Next and Qwen3.5), whereas
+checkpoints store them under `self_attn`."""
 
 
 class Unexpected(Exception):
