@@ -29,7 +29,7 @@ class DeltaNet:
 
     hidden: int
     keys: int
-    """Number of key heads, which is also that of query heads."""
+    """Number of key heads, equal to that of query heads."""
     values: int
     """Number of value heads."""
     key_head: int
@@ -51,12 +51,12 @@ class DeltaNet:
 
     @property
     def key(self) -> int:
-        """Number of projection rows of all query heads, which is also that of all key heads."""
+        """Number of projection rows of all query heads, equal to that of all key heads."""
         return self.keys * self.key_head
 
     @property
     def value(self) -> int:
-        """Number of projection rows of all value heads, which is also that of all output gates."""
+        """Number of projection rows of all value heads, equal to that of all output gates."""
         return self.values * self.value_head
 
     @property
@@ -71,7 +71,7 @@ class DeltaNet:
 
     @property
     def rates(self) -> int:
-        """Number of learning rates that belong to one key head, which is also that of decays."""
+        """Number of learning rates that belong to one key head, equal to that of decays."""
         return self.values // self.keys
 
     @property

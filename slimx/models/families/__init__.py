@@ -111,7 +111,7 @@ layer."""
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as described by config.json, before any tensor is read."""
+    """Description of a model, made from its config.json before any tensor is read."""
 
     path: str
     hf: Json
