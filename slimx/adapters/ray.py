@@ -16,9 +16,9 @@ from ray._private.node import Node
 from ray.job_config import JobConfig
 
 UNUSED = {
-    "start_monitor": "the autoscaler: a cluster of one host does not change",
-    "start_api_server": "the dashboard's program, started and waited for even without a dashboard",
-    "start_log_monitor": "sends the output of workers to the driver: each part of a run writes its log itself",
+    "start_monitor": "the autoscaler, which a cluster of one host does not need",
+    "start_api_server": "the dashboard's program, which ray.init starts and waits for even without a dashboard",
+    "start_log_monitor": "the log monitor, which sends workers' output to the driver; each part of a run writes its own log",
 }
 """Names of the methods of Ray's `Node` that start one unneeded program each -> the program, and why a run does not need
 it."""

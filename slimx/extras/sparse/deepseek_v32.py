@@ -74,7 +74,7 @@ def unsupported_sparse(hf: HfConfig) -> str | None:
         return "layer_types other than indexed_attention"
     with_indexer = indexers(hf)
     if not with_indexer[0] or period(with_indexer) is None:
-        return f"{sharing_field(hf)} whose indexers are not periodic, or which has none in the first layer,"
+        return f"{sharing_field(hf)} with indexers in layers that are not periodic, or without one in the first layer,"
     if not all(with_indexer) and mtp_layers(hf) > 1:
         # megatron-core would apply the period to multi-token prediction layers, too, counted from layer 1.
         return f"num_nextn_predict_layers {mtp_layers(hf)} where layers share an indexer's selected tokens"
