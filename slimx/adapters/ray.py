@@ -18,7 +18,7 @@ from ray.job_config import JobConfig
 UNUSED = {
     "start_monitor": "the autoscaler, which a cluster of one host does not need",
     "start_api_server": "the dashboard's program, which ray.init starts and waits for even without a dashboard",
-    "start_log_monitor": "the log monitor, which sends workers' output to the driver; each part of a run writes its own log",
+    "start_log_monitor": "the log monitor, which sends workers' output to the driver; each part of a run writes a log",
 }
 """Names of the methods of Ray's `Node` that start one unneeded program each -> the program, and why a run does not need
 it."""

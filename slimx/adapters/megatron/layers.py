@@ -350,6 +350,6 @@ def _gradient_norm() -> None:
     ) -> tuple[torch.Tensor, None]:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
 
-    # Otherwise it is apex's or Transformer Engine's, which is fast.
+    # Not replaced if it is apex's or Transformer Engine's, which is fast.
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm
