@@ -300,7 +300,7 @@ def _add(layout: Layout, name: str, served: ServedParameter, weights: Parameters
 def place(layout: Layout, name: str, parameter: torch.Tensor, pieces: list[ServedPiece]) -> None:
     """Records in `layout` where the parameter `name` stores the tensors of `pieces`, after checking that they cover it
     exactly. Raises Unexpected or SlimxError otherwise."""
-    _expect(parameter.data.is_contiguous(), f"its strides {parameter.stride()} are not those of a contiguous tensor")
+    _expect(parameter.data.is_contiguous(), f"strides {parameter.stride()} are not those of a contiguous tensor")
     rects = chain.from_iterable(piece.rects for piece in pieces)
     boxes = [(rect.local_row, rect.local_col, rect.rows, rect.cols) for rect in rects]
     check_boxes(f"parameter {name}", matrix(parameter.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
@@ -330,7 +330,7 @@ def row_of(name: str) -> tuple[Split, dict[str, str]]:
         match = re.fullmatch(pattern, name)
         if match:
             return split, match.groupdict()
-    raise Unexpected(f"its name matches no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP}")
+    raise Unexpected(f"no row of slimx.adapters.sglang.weights.layout or of an entry point of {GROUP} matches its name")
 
 
 def _experts(served: ServedParameter) -> Iterator[tuple[str, int | None]]:

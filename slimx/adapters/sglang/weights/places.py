@@ -223,7 +223,7 @@ def local_layout(model: nn.Module) -> Layout:
     layout = Layout()
     for name, weight in weights_of(model).items():
         if not weight.data.is_contiguous():
-            layout.uncovered[name] = f"its strides {weight.stride()} are not those of a contiguous tensor"
+            layout.uncovered[name] = f"strides {weight.stride()} are not those of a contiguous tensor"
             continue
         rows, cols = matrix(weight.shape)
         shape = tuple(weight.shape)
