@@ -70,7 +70,7 @@ class RankReceiver:
         self.adapters: dict[str, Slot] = {}
         """Adapter slot of each policy, by policy name; empty in a server without adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
-        """Cached layout for Hugging Face tensors, after the map from slots to experts for which it was made."""
+        """Map from slots to experts, and the layout of Hugging Face tensors computed for it; None at first."""
 
     # Verbs of a publication -------------------------------------------------------------------------------------------
 

@@ -327,7 +327,7 @@ def unserved(architecture: str, key: str, problem: str) -> SlimxError:
 
 def engine_table(hf: HfConfig, served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
     """Returns the weight table of SGLang 0.5.23's model. `served`: its parameters for a delta net's input projections;
-    `embedding`: group of ranks that share the word embedding; `tied`: True if the embedding is also the output
+    `embedding`: group of ranks that split the word embedding; `tied`: True if the embedding is also the output
     layer."""
     layers = hf["num_hidden_layers"]
     hidden = hf["hidden_size"]
