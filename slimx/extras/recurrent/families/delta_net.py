@@ -32,7 +32,7 @@ class Projections:
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
-    """Where `sources` store each kind of row, in megatron-core's order: queries, keys, values, output gates, learning
+    """Places of each kind of row in `sources`, in megatron-core's order: queries, keys, values, output gates, learning
     rates (beta), decays (alpha)."""
 
 
