@@ -56,8 +56,8 @@ class Device:
         """Prepares a server's process for the first import of SGLang."""
 
     def open_choices(self) -> None:
-        """Adds to the allowed values of SGLang's server arguments those that work on this device because of slimx's
-        changes."""
+        """Extends the allowed values of SGLang's server arguments by the values that work on this device only with
+        slimx's changes."""
 
     def register(self, registry: HookRegistry, kinds: HookKinds, *, experts: bool) -> None:
         """Changes SGLang in a scheduler's process by registering hooks. `kinds`: SGLang's HookType. `experts`: True if

@@ -36,7 +36,7 @@ def offloading(transformer: TransformerConfig, *, training: bool) -> Iterator[No
     summary = upstream.print_offload_summary_table
     move = handler.bulk_offload
     handler.bulk_offload = lambda chunk, name, _: move(chunk, name, [])
-    upstream.print_offload_summary_table = lambda _: None  # it would run a collective and print after every pass
+    upstream.print_offload_summary_table = lambda _: None  # upstream's runs a collective and prints after every pass
     try:
         yield
     finally:

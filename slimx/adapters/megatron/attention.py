@@ -194,8 +194,8 @@ class DownProjection(torch.nn.Module):
 
 
 def exchange_down_projections(attention: LatentAttention, make: Callable[[Linear], DownProjection]) -> None:
-    """Replaces each down projection of `attention`, a plain megatron-core layer, by the module that `make` returns for
-    it.
+    """Replaces the down projections of `attention`, which are plain megatron-core layers, by the modules that `make`
+    returns for them.
 
     Upstream checks the classes of the down projections in a spec, so they are replaced after the layer is built."""
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):

@@ -77,7 +77,7 @@ def prepare_deep_ep(*, needed: bool) -> list[str]:
         # From here on, importing deep_ep raises ImportError, which megatron-core handles.
         sys.modules["deep_ep"] = None  # type: ignore[assignment]  # documented by Python, missing in typeshed
         return ["no_deep_ep"]
-    if hasattr(utils, "EventOverlap"):  # other releases of DeepEP have it
+    if hasattr(utils, "EventOverlap"):  # other releases of DeepEP define it there
         return []
     vars(utils)["EventOverlap"] = package.EventOverlap
     return ["deep_ep_events"]

@@ -54,8 +54,8 @@ def install(*, always: bool = False) -> bool:
 
 
 def serve(parameter: torch.nn.Parameter, value: Callable[[], torch.Tensor]) -> None:
-    """Supplies the result of `value`, called at each use, in place of `parameter` to layers that read their weight
-    through `served`. The result must have the parameter's shape."""
+    """Makes layers that read their weight through `served` use the result of `value` instead of `parameter`. `value` is
+    called at each use and must return a tensor of the parameter's shape."""
     parameter.__dict__["served"] = value
 
 
@@ -229,8 +229,8 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """megatron-core's backend interface: each method returns this file's class for one kind of layer, or says whether
-    layers are fused."""
+    """megatron-core's backend interface: methods return this file's class for each kind of layer, and whether layers
+    are fused."""
 
     def linear(self) -> type:
         return Linear
@@ -313,16 +313,16 @@ def repair_upstream() -> None:
 
 
 def _router() -> None:
-    """Patches moe_utils.router_gating_linear, which uses te_general_gemm whenever Transformer Engine is installed, even
-    on a CPU."""
+    """Makes moe_utils.router_gating_linear multiply with torch. Upstream uses te_general_gemm whenever Transformer
+    Engine is installed, even on a CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
 
 def _latent_attention() -> None:
-    """Patches MLASelfAttention and its absorbed form, whose modules import the duplicated Linear, the class of the down
-    projections, only if Transformer Engine is installed."""
+    """Supplies the class of the down projections, the duplicated Linear, to the modules of MLASelfAttention and its
+    absorbed form. Upstream imports it there only if Transformer Engine is installed."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
@@ -332,16 +332,17 @@ def _latent_attention() -> None:
 
 
 def _output_discarding_recomputation() -> None:
-    """Patches CheckpointWithoutOutput, which recomputes norms, activations and MLA's up-projection. It treats its
-    default fp8=False as enabled and then queries Transformer Engine's fp8 state."""
+    """Changes the default of CheckpointWithoutOutput's argument `fp8` from False to None. Upstream treats False as
+    enabled and then queries Transformer Engine's fp8 state. The class recomputes norms, activations and MLA's up
+    projection."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)
 
 
 def _gradient_norm() -> None:
-    """Patches clip_grads, whose fallback norm copies the norm of each parameter from the GPU separately and waits for
-    each copy."""
+    """Replaces the fallback norm of clip_grads by one that stays on the GPU. Upstream's copies the norm of each
+    parameter from the GPU separately and waits for each copy."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 

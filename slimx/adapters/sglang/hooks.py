@@ -32,7 +32,7 @@ KEYS = ("api_key", "admin_api_key")
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LABEL = "slimx"
 ADJUST = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
-"""SGLang's method that is called once the sampling parameters of a batch have been built; SGLang's own version does
+"""SGLang's method that is called after the sampling parameters of a batch have been built; SGLang's own version does
 nothing."""
 UNSEEDED = 42
 """Seed of requests that set none: SGLang's default in deterministic inference."""
@@ -82,8 +82,8 @@ class Scheduler(Protocol):
 def fork_from_here(result: None, arguments: object) -> None:
     """Switches SGLang's start method from spawn to fork, after SGLang has set it.
 
-    Each spawned process imports everything again, which takes 5 to 9 s of CPU time. A fork is safe as long as neither
-    CUDA nor a torch thread pool has been initialized: on the CPU, until SGLang starts its first process.
+    Each spawned process imports everything again, which takes 5 to 9 s of CPU time. A fork is safe only while neither
+    CUDA nor a torch thread pool has been initialized. On the CPU, this is true until SGLang starts its first process.
     """
     multiprocessing.set_start_method("fork", force=True)
 
@@ -97,7 +97,7 @@ def loads_path(ipc_name: str) -> str:
     """
     for process in (psutil.Process(), *psutil.Process().parents()):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            # A descriptor may have been closed since it was listed; the listing's own always has.
+            # A descriptor may have been closed since it was listed, as that of the listing itself always is.
             with contextlib.suppress(FileNotFoundError):
                 if LOADS in os.readlink(link):
                     return str(link)
@@ -116,8 +116,8 @@ def without_keys(original: Callable[..., Json], arguments: object) -> Json:
 
 def take_fields(form: ServedForm, manager: object, request: object, *args: object, **kwargs: object) -> None:
     """Sets the fields of `request` that its client sent as JSON in the custom label "slimx"; runs before
-    `TokenizerManager.generate_request`. `form`: the form of the server's weights. Raises SlimxError if the server
-    cannot serve the request in this form.
+    `TokenizerManager.generate_request`. `form`: form of the server's weights, such as LoRA adapters on shared base
+    weights. Raises ValueError if `form` does not support the request.
 
     sglang-router 0.3.2 drops request fields that it does not define, among them `return_routed_experts`, but forwards
     custom labels. The label is removed from the request because SGLang would pass it to Prometheus, which refuses
@@ -150,8 +150,8 @@ def wait_while_paused(result: None, scheduler: Scheduler) -> None:
     """Waits up to a second for the next message in each iteration of a paused scheduler's loop, if the server was
     started with `--sleep-on-idle`.
 
-    With that option SGLang itself waits only when idle. While paused, it polls at full speed: during each publication,
-    and while trainers compute on the same devices and need the CPU core. Only the rank that receives messages has an
+    With that option SGLang itself waits only when idle. A paused scheduler polls at full speed, during each publication
+    and while trainers on the same devices need its CPU core. Only the rank that receives messages has an
     `idle_sleeper`; the server's other ranks wait for that rank.
     """
     if scheduler.idle_sleeper is not None:

@@ -87,7 +87,7 @@ def register() -> None:
     device.open_choices()
     numerics.open_choices()
     # A hook makes SGLang import its target, which takes 3 s of CPU time for the model runner, so each process registers
-    # only the hooks that it needs. SGLang calls `register` in the server's process before that starts others, and in a
+    # only the hooks that it needs. SGLang calls `register` in the server's process before it starts others, and in a
     # spawned child after importing the child's main module. Forked processes inherit the hooks.
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv

@@ -1,4 +1,4 @@
-"""Seeded sampling with few fp64 logarithms, which draws the same tokens as SGLang 0.5.23's `multinomial_with_seed`.
+"""Seeded sampling with few fp64 logarithms, which samples the same tokens as SGLang 0.5.23's `multinomial_with_seed`.
 
 SGLang samples with the Gumbel-max trick in fp64: two logarithms per request and vocabulary entry, although some GPUs,
 such as Blackwell Ultra, have little fp64 throughput. Here an fp32 estimate finds the blocks of the vocabulary that can
@@ -78,5 +78,6 @@ def draw(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) ->
 
 @cache
 def _fused() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Returns `highest`, compiled on the first call: importing the compiler takes seconds, and few processes sample."""
+    """Returns `highest`, compiled on the first call, because importing the compiler takes seconds and few processes
+    sample."""
     return torch.compile(highest, dynamic=True)

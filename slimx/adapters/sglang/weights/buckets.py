@@ -1,5 +1,5 @@
-"""Opens buckets of published tensors on one rank, and tracks the open publication to which they belong. A bucket in
-host memory is mapped, one in GPU memory is copied."""
+"""Opens buckets of published tensors on one rank, and tracks the open publication to which they belong. Buckets in host
+memory are mapped; buckets in GPU memory are copied."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def open_bucket(
 
 def base_shares(new: Manifest, layout: Layout, loaded: Mapping[str, int]) -> dict[str, int]:
     """Returns the checksum shares of all base weights of this rank, for the adapter-only publication `new`. `loaded`:
-    shares of the tensors copied by earlier publications. Raises SlimxError if a base weight is missing there."""
+    shares of the tensors copied by earlier publications. Raises SlimxError if it lacks a base weight."""
     base = [name for name in layout.local if not is_adapter(name)]
     missing = [name for name in base if name not in loaded]
     if missing:
@@ -159,8 +159,8 @@ def check_manifest(manifest: Manifest, staging: str) -> None:
 
 def check_entry(entry: Json, places: Mapping[str, Destination], taken: Collection[str], bucket: int, size: int) -> None:
     """Raises SlimxError if the model cannot load the tensor that `entry` describes; called before any of its bytes are
-    read. `places`: location of each tensor that the model loads; `taken`: names of tensors already received; `size`:
-    bytes of the bucket."""
+    read. `places`: location of each tensor that the model loads; `taken`: names of tensors already received; `bucket`:
+    number of the bucket, for errors; `size`: bytes of the bucket."""
     name = entry["name"]
     place = places.get(name)
     if place is None:

@@ -252,7 +252,7 @@ def staged_sums(
             right = rect.col + rect.cols
             for row, col, height, width, target in (
                 (rect.row, rect.col, rect.rows, rect.cols, local),
-                # The rest of the tensor's rows down to the rectangle's end: above, left and right of the rectangle.
+                # The rest of the tensor down to the rectangle's last row: above, left and right of the rectangle.
                 (below, 0, rect.row - below, cols, other),
                 (rect.row, 0, rect.rows, rect.col, other),
                 (rect.row, right, rect.rows, cols - right, other),
@@ -319,7 +319,7 @@ def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str
     tensors. SGLang derived these from weights; registered buffers are not included."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *published)}
     for name, module in model.named_modules():
-        if hasattr(module, BASE):  # a wrapper's own tensors are output offsets of the wrapped layer
+        if hasattr(module, BASE):  # the wrapper's only tensors are output offsets of the wrapped layer
             continue
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in storages:
@@ -327,8 +327,8 @@ def derived(model: nn.Module, published: Iterable[torch.Tensor]) -> Iterator[str
 
 
 def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> list[tuple[int, ...]]:
-    """Returns the checksum kernel's record of `part`, which starts at (row, col) of a tensor with `pitch` columns, in a
-    list that is empty if `part` is. `index`: index of the sum to which the part is added."""
+    """Returns a list with the checksum kernel's record of `part`, or an empty list if `part` is empty. `row`, `col`:
+    position of `part` in a tensor with `pitch` columns; `index`: index of the sum to which it is added."""
     if part.numel() == 0:
         return []
     if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:
@@ -344,8 +344,8 @@ def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | N
 
 
 def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np.ndarray:
-    """Returns the sums [count] uint64 of the contributions of `pieces`, `PIECE` records [n], to the checksums of
-    `count` tensors. Checksum seeds, which depend only on the tensors' sizes, are not included.
+    """Returns, for each of `count` tensors, the sum of the contributions of `pieces` to its checksum, uint64 [count].
+    `pieces`: `PIECE` records [n]. Checksum seeds, which depend only on the tensors' sizes, are not included.
 
     `device`: GPU where the source bytes are; None: host memory. Runs in the GPU's current stream, so it sees the
     results of earlier operations there, and waits until it is done.

@@ -43,8 +43,6 @@ from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
 
-Answer = Json
-"""JSON object: a verb's response, or part of its request."""
 ATTRIBUTE = "_slimx_receiver"
 """Attribute of a model that refers to its receiver."""
 
@@ -63,10 +61,10 @@ class RankReceiver:
         """Membership epoch of the last publication that `begin` opened; -1 before the first."""
         self.version: int | None = None
         """Last committed version; None before the first commit, and after a copy that has not been committed."""
-        self.outcome: Answer = {}
+        self.outcome: Json = {}
         """Result of the last copy: {"loaded": number of copied tensors}, with "error": text if it failed."""
         self.copied: OpenPublication | None = None
-        """Publication that was copied last; its `loaded` contains the checksum shares that weights should have."""
+        """Publication last copied; its `loaded` contains the checksum shares that weights should have."""
         self.adapters: dict[str, Slot] = {}
         """Adapter slot of each policy, by policy name; empty in a server without adapters."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
@@ -74,9 +72,10 @@ class RankReceiver:
 
     # Verbs of a publication -------------------------------------------------------------------------------------------
 
-    def begin(self, *, manifest: Answer, staging: Staging = "model") -> Answer:
-        """Opens a publication, and drops an open one of an older membership epoch. Raises SlimxError if one of the same
-        epoch is open, a newer one was begun, or parameters are not covered."""
+    def begin(self, *, manifest: Json, staging: Staging = "model") -> Json:
+        """Opens the publication that `manifest` describes, and drops an open one of an older membership epoch.
+        `staging`: as in `OpenPublication`. Raises SlimxError if a publication of the same epoch is open, one of a newer
+        epoch was begun, or the publication does not cover all parameters."""
         new = Manifest.from_json(manifest)
         check_manifest(new, staging)
         if new.membership_epoch < self.epoch:
@@ -95,8 +94,8 @@ class RankReceiver:
         if layout.uncovered:
             name, reason = next(iter(layout.uncovered.items()))
             raise SlimxError(
-                f"{new} in encoding {new.encoding} does not cover {len(layout.uncovered)} parameters of this rank, "
-                f"first {name}: {reason}; use another publish.encoding",
+                f"{new} in encoding {new.encoding} does not cover {len(layout.uncovered)} parameters of this rank "
+                f"(the first is {name}: {reason}); use another publish.encoding",
                 code="receiver.uncovered",
                 about=name,
             )
@@ -112,7 +111,7 @@ class RankReceiver:
         self.epoch = new.membership_epoch
         return self.status()
 
-    def stage(self, *, policy: str, version: int, epoch: int, bucket: int, ranks: dict[str, Answer]) -> Answer:
+    def stage(self, *, policy: str, version: int, epoch: int, bucket: int, ranks: dict[str, Json]) -> Json:
         """Opens this rank's part of a bucket and keeps its tensors for the next load if every checksum matches.
 
         `ranks`: {rank, or "all": {"fd_path", "size": bytes of the memory at that path, "tensors"}}. Each tensor is
@@ -175,7 +174,7 @@ class RankReceiver:
         missing = publication.missing if publication.staging == "model" else []
         if missing:
             raise SlimxError(
-                f"{len(missing)} tensors for load are not staged, first {missing[0]}; stage all tensors first",
+                f"load needs {len(missing)} tensors that are not staged (the first is {missing[0]}); stage them first",
                 code="receiver.not_staged",
                 about=missing[0],
             )
@@ -205,7 +204,7 @@ class RankReceiver:
             if base:
                 cast(Loads, self.model).load_weights(self._counted(base))
         publication.loaded.update(shares_of(ready))
-        # Clone tensors that wait for others of their `load_weights` call: the publisher may now reuse the bucket.
+        # Clone tensors that wait for others of their `load_weights` call, because the publisher may reuse the bucket.
         publication.staged = {
             name: Staged(staged.view.clone(), staged.share)
             for name, staged in publication.staged.items()
@@ -214,7 +213,7 @@ class RankReceiver:
         if publication.manifest.encoding == "local" and not publication.missing:
             derive(self.model)
 
-    def verify(self) -> Answer:
+    def verify(self) -> Json:
         """Verifies by checksum that the model's current weights are those copied last, including the base weights of
         adapter-only publications, and that every other policy's adapter slot is unchanged since its last copy.
 
@@ -224,7 +223,7 @@ class RankReceiver:
         """
         if self.copied is None:
             raise SlimxError(
-                "nothing was published to this server that verify could check; publish first",
+                "verify has nothing to check, because nothing was published to this server; publish first",
                 code="receiver.never_published",
                 about="verify",
             )
@@ -250,7 +249,7 @@ class RankReceiver:
             "derived": sorted(derived(self.model, parameters.values())),
         }
 
-    def commit(self, *, version: int) -> Answer:
+    def commit(self, *, version: int) -> Json:
         """Closes the open, verified publication `version`, which is this rank's version from now on."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
@@ -269,14 +268,14 @@ class RankReceiver:
         self.version = version
         return self.status()
 
-    def abort(self) -> Answer:
+    def abort(self) -> Json:
         """Drops the open publication, if any. Weights that were already copied from it stay in the model."""
         self.open = None
         return self.status()
 
     # Status ---------------------------------------------------------------------------------------------------------
 
-    def status(self) -> Answer:
+    def status(self) -> Json:
         """Returns `{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name
         or None, "outcome": {...}}`.
 
@@ -284,7 +283,7 @@ class RankReceiver:
         nor copied; only a count, because this is called for every bucket.
         """
         publication = self.open
-        response: Answer = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
+        response: Json = {"open": None, "staged": 0, "bytes": 0, "missing": 0, "first_missing": None}
         if publication is not None:
             missing = publication.missing
             response["open"] = str(publication.manifest)
@@ -294,7 +293,7 @@ class RankReceiver:
             response["first_missing"] = next(iter(missing), None)
         return response | {"version": self.version, "outcome": self.outcome}
 
-    def inventory(self, *, encoding: Encoding) -> Answer:
+    def inventory(self, *, encoding: Encoding) -> Json:
         """Returns `{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: reason}}` for a publication in `encoding`.
 
         `forms`: dtype and shape of each tensor that this rank needs; `uncovered`: parameters that no tensor covers.
@@ -347,7 +346,7 @@ class RankReceiver:
                 yield name, slot, slot.shares
 
     def _base(self, new: Manifest, layout: Layout) -> dict[str, int]:
-        """Returns the checksum shares of the base weights under the adapter-only publication `new`."""
+        """Returns the checksum shares of the base weights to which the adapter-only publication `new` applies."""
         if not self.adapters:
             raise SlimxError(
                 f"{new} contains only adapters, but the server has no slots; start it with the run's adapters",
@@ -379,7 +378,7 @@ class RankReceiver:
 
 
 def receiver_of(model: nn.Module) -> RankReceiver:
-    """Returns the model's receiver, which is created at first use and stored as an attribute of the model."""
+    """Returns the model's receiver, which is created at first use and lives as long as the model that stores it."""
     if not hasattr(model, ATTRIBUTE):
         object.__setattr__(model, ATTRIBUTE, RankReceiver(model))
     return getattr(model, ATTRIBUTE)
