@@ -118,10 +118,10 @@ def quantized_otherwise(hf: HfConfig, *methods: str) -> str | None:
     return all_formats()[method].other_scheme(quantization)
 
 
-def unusual(hf: HfConfig, *only: tuple[str, object]) -> str | None:
-    """Returns name and value of the first field that config.json sets to an unsupported value, for an error message;
-    None if there is none. `only`: pairs of a field and its only supported value. A missing or null field counts as
-    supported."""
+def unsupported_field(hf: HfConfig, *only: tuple[str, object]) -> str | None:
+    """Returns the name and value of the first field that config.json sets to an unsupported value, for an error
+    message; None if there is none. `only`: pairs of a field and its only supported value. A missing or null field
+    counts as supported."""
     for key, value in only:
         if hf.get(key) not in (None, value):
             return f"{key} {hf[key]}"

@@ -15,7 +15,7 @@ WITHOUT_MEANING = frozenset(
     {
         # names and versions
         *("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "tokenizer_class"),
-        *("dtype", "torch_dtype"),  # checkpoint files say how their tensors are stored
+        *("dtype", "torch_dtype"),  # dtypes of tensors are read from the checkpoint files
         # special tokens, which tokenizer and sampling parameters define
         *("bos_token_id", "eos_token_id", "pad_token_id"),
         # outputs of transformers' classes

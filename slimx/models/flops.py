@@ -15,8 +15,8 @@ def sequence_flops(transformer: ModelFields, vocab_size: int, kind: LayerKind) -
     Each of attention's two matrix products takes 2 FLOPs per pair of positions and per dimension of a head in the
     forward pass (Narayanan et al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's
     `num_floating_point_operations`). Only the experts to which a token is routed are counted. Norms, rotary embeddings
-    and softmax are omitted because they are negligible, and multi-token prediction layers because they change both
-    terms nearly equally."""
+    and softmax are omitted because they are negligible, and multi-token prediction layers because they change the
+    linear and the quadratic term by nearly the same factor."""
     hidden = transformer["hidden_size"]
     layers = kind.layers(transformer)
     mixers = Counter(layer.mixer for layer in layers)

@@ -137,9 +137,9 @@ class LayerKind:
         return 0
 
     def replay_bytes(self, model: ModelFields, tokens: int, length: int, layers: Sequence[int]) -> int:
-        """Returns the bytes of host memory for the choices in one micro-batch that `recorder` keeps for later passes.
-        `tokens`: tokens on one context-parallel rank; `length`: tokens on all of these ranks; `layers`: indices, from
-        0, of a pipeline rank's layers."""
+        """Returns the bytes of host memory for the discrete choices, such as selected tokens, that `recorder` keeps of
+        one micro-batch for later passes. `tokens`: tokens on one context-parallel rank; `length`: tokens on all of
+        these ranks; `layers`: indices, from 0, of a pipeline rank's layers."""
         return 0
 
     def exchanged(self, model: ModelFields) -> int:

@@ -180,8 +180,8 @@ def embedding(hf: HfConfig, *, mtp: int = 0) -> Row:
 
 
 def tied_copies(hf: HfConfig) -> dict[str, str]:
-    """Returns `Table.aliases` of the model: some checkpoints with tied embeddings, such as the published Qwen3-0.6B and
-    1.7B, also store the output layer. Empty without tied embeddings."""
+    """Returns the model's `Table.aliases`, which are empty unless embeddings are tied. Some checkpoints with tied
+    embeddings, such as the published Qwen3-0.6B and 1.7B, also store the output layer."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
 
 

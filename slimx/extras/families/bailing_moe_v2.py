@@ -51,7 +51,7 @@ def unsupported(hf: HfConfig) -> str | None:
     model."""
     for key in ("max_window_layers", "mtp_loss_scaling_factor"):
         hf.get(key)  # marked as read, because layers have no windows and the run's configuration sets the loss weight
-    other = decoder.unusual(
+    other = decoder.unsupported_field(
         hf,
         ("score_function", "sigmoid"),
         ("moe_router_enable_expert_bias", True),

@@ -16,7 +16,7 @@ from slimx.extras.families.sigmoid_router import moe_fields, unsupported_router
 from slimx.json_types import Json
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.decoder import quantized_otherwise, rotary, scaled_otherwise, unusual
+from slimx.models.decoder import quantized_otherwise, rotary, scaled_otherwise, unsupported_field
 from slimx.models.fields import HfConfig
 from slimx.models.rows import Layer
 
@@ -118,7 +118,7 @@ def _unsupported_rest(hf: HfConfig) -> str | None:
         ("head_dim", rotating),
         ("qk_head_dim", hf["qk_nope_head_dim"] + rotating),
     )
-    return unusual(hf, *only)
+    return unsupported_field(hf, *only)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

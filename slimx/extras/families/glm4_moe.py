@@ -34,7 +34,7 @@ def gpt_arguments(hf: HfConfig) -> Json:
 def unsupported(hf: HfConfig) -> str | None:
     """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
     model."""
-    other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
+    other = decoder.unsupported_field(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
     scaled = decoder.scaled_otherwise(hf, "default")
     return scaled or unsupported_router(hf) or decoder.quantized_otherwise(hf) or other
 

@@ -85,7 +85,7 @@ def unsupported(hf: HfConfig) -> str | None:
         if hf[key] % group:
             return f"{key} {hf[key]}, not a multiple of {group}"
     only = (("tie_word_embeddings", False), ("attention_bias", True), ("hidden_act", "silu"), ("swiglu_alpha", 1.702))
-    return decoder.unusual(hf, *only)
+    return decoder.unsupported_field(hf, *only)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

@@ -11,7 +11,7 @@ from slimx.json_types import Json
 from slimx.layout.number_formats import all_formats
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import layer_kind as layer_kind
-from slimx.models.decoder import quantized_otherwise, unusual
+from slimx.models.decoder import quantized_otherwise, unsupported_field
 from slimx.models.engine_rows import no_engine
 from slimx.models.fields import HfConfig
 
@@ -52,7 +52,7 @@ def unsupported(hf: HfConfig) -> str | None:
     problem = deepseek_v3.unsupported_model(text)
     if problem:
         return f"text_config.{problem}"
-    return unusual(hf, ("tie_word_embeddings", False))
+    return unsupported_field(hf, ("tie_word_embeddings", False))
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

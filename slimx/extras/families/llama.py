@@ -44,7 +44,7 @@ def unsupported(hf: HfConfig) -> str | None:
             if fields[key] != only:
                 return f"rope_scaling.{key} {fields[key]} instead of {only}"
     usual = (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"))
-    return decoder.unusual(hf, *usual) or decoder.quantized_otherwise(hf)
+    return decoder.unsupported_field(hf, *usual) or decoder.quantized_otherwise(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

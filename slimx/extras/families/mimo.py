@@ -13,7 +13,7 @@ from slimx.layout.table import Table
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.decoder import unusual
+from slimx.models.decoder import unsupported_field
 from slimx.models.engine_rows import no_engine
 from slimx.models.fields import HfConfig
 
@@ -23,7 +23,7 @@ ARCHITECTURE = "MiMoForCausalLM"
 def unsupported(hf: HfConfig) -> str | None:
     """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
     model."""
-    return qwen2.unsupported(hf) or unusual(hf, ("attention_bias", True), ("tie_word_embeddings", False))
+    return qwen2.unsupported(hf) or unsupported_field(hf, ("attention_bias", True), ("tie_word_embeddings", False))
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

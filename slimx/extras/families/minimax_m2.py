@@ -49,7 +49,7 @@ def unsupported(hf: HfConfig) -> str | None:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
         return "num_experts_per_tok 1"  # megatron-core renormalizes router weights only if several experts are selected
-    return decoder.quantized_otherwise(hf) or decoder.unusual(
+    return decoder.quantized_otherwise(hf) or decoder.unsupported_field(
         hf,
         ("use_qk_norm", True),
         ("qk_norm_type", "per_layer"),

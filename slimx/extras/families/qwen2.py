@@ -11,7 +11,7 @@ from slimx.models.decoder import (
     dense_table,
     quantized_otherwise,
     scaled_otherwise,
-    unusual,
+    unsupported_field,
 )
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
@@ -31,7 +31,7 @@ def unsupported(hf: HfConfig) -> str | None:
     """Returns a description of the first setting in config.json `hf` that slimx cannot build; None if it can build the
     model."""
     usual = (("use_sliding_window", False), ("hidden_act", "silu"))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unsupported_field(hf, *usual) or quantized_otherwise(hf)
 
 
 def weight_table(hf: HfConfig, mtp: int = 0) -> Table:

@@ -45,8 +45,8 @@ class FamilyOptions(Protocol):
 
 
 class Family(FamilyOptions, Protocol):
-    """Names that a family's module must define in addition. `hf` is the content of config.json, in which looking up a
-    missing field raises KeyError.
+    """Names that a family's module must define, in addition to the optional ones of `FamilyOptions`. `hf` is the
+    content of config.json, in which looking up a missing field raises KeyError.
 
     A field of config.json that none of these functions except `engine_table` reads by name is refused
     (`slimx.models.fields`)."""
@@ -73,7 +73,8 @@ class Family(FamilyOptions, Protocol):
         ...
 
     def layer_kind(self, hf: HfConfig) -> LayerKind:
-        """Returns the kind of the decoder's layers, which says what each layer computes (`slimx.models.layer_kind`)."""
+        """Returns the kind of the decoder's layers, which describes what each layer computes
+        (`slimx.models.layer_kind`)."""
         ...
 
     def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
@@ -224,7 +225,7 @@ class ModelSpec:
 
 def load_family(path: str, key: str = "model.family") -> Family:
     """Imports an external family: the module with dotted path `path`. Raises SlimxError, which names the configuration
-    key `key`, if that fails or the module lacks a name of `Family`."""
+    key `key`, if the import fails or the module lacks a name of `Family`."""
     module = load_module(key, path)
     required = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     missing = [name for name in required if not hasattr(module, name)]

@@ -7,7 +7,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unsupported_field
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.decoder import mtp_layers as mtp_layers
@@ -42,7 +42,7 @@ def unsupported(hf: HfConfig) -> str | None:
     if hf.get("decoder_sparse_step", 1) != 1:
         return f"decoder_sparse_step {hf['decoder_sparse_step']} (dense layers among the MoE layers)"
     usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unsupported_field(hf, *usual) or quantized_otherwise(hf)
 
 
 def _attention(hf: HfConfig) -> Attention:

@@ -34,8 +34,8 @@ class CheckpointFormat(Protocol):
 
 
 def format_of(directory: Path) -> CheckpointFormat | None:
-    """Returns the format of the checkpoint in `directory`; None if no entry point recognizes it, as for Hugging
-    Face's."""
+    """Returns the format of the checkpoint in `directory`; None if no entry point recognizes it, as with a Hugging Face
+    directory."""
     for kind in entry_points.load_all("slimx.checkpoint_formats").values():
         checkpoint_format = kind()
         if checkpoint_format.recognizes(directory):

@@ -19,7 +19,7 @@ _RESTORE = "restore the file from the checkpoint's source"
 
 def check_downloaded(directory: Path) -> None:
     """Raises SlimxError with the download command if `directory` does not exist and looks like a model name on the
-    Hugging Face Hub. It counts as a local path if its parent exists and contains no models."""
+    Hugging Face Hub. A path whose parent directory exists and contains no models does not count as such a name."""
     folder = directory.parent
     local = folder.is_dir() and not any(folder.glob("*/config.json"))
     if not directory.exists() and HUB_ID.fullmatch(str(directory)) and not local:

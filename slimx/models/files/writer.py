@@ -24,8 +24,8 @@ _SHARD_BYTES = 4 * 2**30
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
-class BucketTensor(Protocol):
-    """Location and type of one tensor in a packed bucket. `offset`: its first byte."""
+class TensorInBucket(Protocol):
+    """Type and location of one tensor in a packed bucket. `offset`: first byte in the bucket."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +47,7 @@ class Packed(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def tensors(self) -> Sequence[BucketTensor]: ...
+    def tensors(self) -> Sequence[TensorInBucket]: ...
 
 
 def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:

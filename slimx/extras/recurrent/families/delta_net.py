@@ -174,7 +174,7 @@ def unsupported(hf: HfConfig) -> str | None:
     predicting = hf.get("mtp_num_hidden_layers") or 1
     if predicting != 1:
         return f"mtp_num_hidden_layers {predicting}"
-    return decoder.unusual(
+    return decoder.unsupported_field(
         hf,
         ("attention_bias", False),
         ("attn_output_gate", True),

@@ -14,7 +14,7 @@ from slimx.extras.recurrent.state_space import KINDS, Kind, StateSpace
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import mtp_layers as mtp_layers
-from slimx.models.decoder import unusual
+from slimx.models.decoder import unsupported_field
 from slimx.models.engine_rows import no_engine
 from slimx.models.fields import HfConfig
 from slimx.models.layer_kind import LayerKind
@@ -79,7 +79,7 @@ def unsupported(hf: HfConfig) -> str | None:
             return problem
         if hf.get("n_shared_experts") not in (None, 1):
             return f"n_shared_experts {hf['n_shared_experts']}"
-    return unusual(
+    return unsupported_field(
         hf,
         ("mlp_hidden_act", "relu2"),
         ("mamba_hidden_act", "silu"),
