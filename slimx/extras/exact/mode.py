@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exact(NumericsMode):
-    """The mode `numerics.mode: exact` of a run or a server (`--exact-leaves N`)."""
+    """The mode `numerics.mode: exact` of a run, or of a server started with `--exact-leaves N`."""
 
     OPTION: ClassVar[str] = "--exact-leaves"
     replaces_layers: ClassVar[bool] = True

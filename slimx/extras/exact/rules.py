@@ -139,7 +139,7 @@ def computes_the_same(numerics: Numerics, trainer: Trainer) -> Problems:
 def kept_activations(numerics: Numerics, trainer: Trainer) -> Problems:
     recompute = trainer.recompute
     if numerics.exact and recompute.granularity == "selective" and "moe_act" in recompute.modules:
-        yield "numerics.mode is exact, where experts save activations; leave moe_act out of trainer.recompute.modules"
+        yield f"{MODE}, in which experts save activations; leave moe_act out of trainer.recompute.modules"
 
 
 @rule("exact.sampling", "rollout.sampling")

@@ -33,8 +33,8 @@ class ServedWeights:
         dtype: ModelDtype,
     ):
         """Prepares the rounding. `parts`: the rank's parts of checkpoint tensors; `parameters`: the rank's tensors in
-        host memory, by the parts' names; `quantization`: block size and rule; `dtype`: the model's. Raises SlimxError,
-        which names the first shard that cuts a block."""
+        host memory, by the parts' names; `quantization`: block size and rule; `dtype`: the model's. Raises SlimxError
+        if a shard cuts a block; the error names the first such shard."""
         quantized = [part._replace(ranks=(0,)) for part in parts if part.quantized]
         precision = Precision(dtype, dtype, quantization)
         plan = compile_plan(quantized, quantized, precision=precision, bucket_bytes=_ONE_BUCKET)

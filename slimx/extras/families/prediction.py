@@ -28,8 +28,8 @@ def table_with_prediction(
     multi-token prediction layers to train.
 
     Further multi-token prediction layers that the checkpoint declares are copied unchanged to exports (`Table.frozen`).
-    Copies of embedding and output layer, which some checkpoints store in these layers, are repeated from their
-    originals (`Table.aliases`)."""
+    Copies of embedding and output layer, which some checkpoints store in these layers, are exported with the values of
+    their originals (`Table.aliases`)."""
     layers = hf["num_hidden_layers"]
     dense = hf["first_k_dense_replace"]
     declared = mtp_layers(hf)

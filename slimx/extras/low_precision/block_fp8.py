@@ -99,8 +99,8 @@ class BlockFp8(NumberFormat):
         return {name: (shape, (CODES,)), name + SCALE_SUFFIX: (scales, SCALES)}
 
     def read(self, files: Any, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Returns the bf16 values of the slice `rows`, `cols`, by reading and dequantizing all blocks that overlap
-        it."""
+        """Returns the bf16 values of rows `rows` and columns `cols` of the tensor `place`, by reading and dequantizing
+        all blocks that overlap them."""
         from slimx.extras.low_precision.blocks import dequantize
 
         block = self._block(files)

@@ -61,8 +61,8 @@ def dequantize(
     *,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """Returns e4m3 `codes` [rows, cols] times the scales of their blocks, in `dtype`. Both may also be a stack of n
-    matrices, with n as first dimension. `block`: rows and columns of a block.
+    """Returns e4m3 `codes` [rows, cols] times the scales of their blocks, in `dtype`. Both may have a further first
+    dimension n, for a stack of n matrices. `block`: rows and columns of a block.
 
     `scales` [rows / block[0], cols / block[1]], each rounded up, are fp32, or E8M0 exponents (uint8) for blocks of 1 x
     32. The product is computed in fp32 and rounded once (docs/numerics.md: DEQUANTIZE_FP8); non-finite values stay

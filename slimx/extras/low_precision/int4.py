@@ -65,7 +65,7 @@ def rounds(row: Row) -> bool:
 
 
 def experts(table: Table) -> Iterator[Entry]:
-    """Returns the entries of `table` to which INT4 quantization applies."""
+    """Yields the entries of `table` to which INT4 quantization applies."""
     return (entry for entry in table.entries() if rounds(entry.row))
 
 

@@ -151,8 +151,8 @@ def keeps_unrounded_weights(trainer: Trainer, numerics: Numerics) -> Problems:
     """Refuses dtypes other than bf16, because only with bf16 weights does the optimizer have separate fp32 weights."""
     if trainer.qat is not None and numerics.dtype != "bfloat16":
         yield (
-            f"trainer.qat={trainer.qat} rounds the model's weights, and with numerics.dtype={numerics.dtype} the "
-            "optimizer has no separate ones; set numerics.dtype=bfloat16, or leave trainer.qat out"
+            f"trainer.qat={trainer.qat} rounds the model's weights, but with numerics.dtype={numerics.dtype} the "
+            "optimizer has no unrounded copies; set numerics.dtype=bfloat16, or leave trainer.qat out"
         )
 
 
@@ -282,8 +282,8 @@ def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Proble
 
 @rule("engines.int4_model", "rollout.engines.model")
 def starts_in_what_is_published(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Problems:
-    """Refuses engines that start from INT4 weights but get others, or the reverse, because the parameters' layouts
-    differ. Directories that do not exist yet are not checked."""
+    """Refuses engines that start from INT4 weights but get unquantized or fp8 publications, or the reverse, because the
+    parameters' layouts differ. Directories that do not exist yet are not checked."""
     published = publish.quantize == "int4"
     for group, directory, quantization in _origins(rollout, spec):
         starts = quantization.get("quant_method") == "compressed-tensors"

@@ -76,7 +76,8 @@ class DeltaNet:
 
     @property
     def mixed(self) -> tuple[Cut, Cut, Cut]:
-        """Cuts of query, key and value rows per key head, from a first source that stores one kind after the other."""
+        """Cuts that take the query, key and value rows of each key head from source 0, which stores all queries, then
+        all keys, then all values."""
         queries = Cut(0, 0, self.key_head, self.key_head)
         keys = Cut(0, self.key, self.key_head, self.key_head)
         values = Cut(0, 2 * self.key, self.value_rows, self.value_rows)
@@ -128,7 +129,7 @@ class DeltaNets(LayerKind):
         net = DeltaNet.of(model)
         head = net.key_head
         wide = net.value_head
-        # Elements of a tensor with one per token and value head.
+        # Number of elements of a tensor with one element per token and value head.
         heads = setting.tokens * net.values / setting.sizes.tensor
         mixed = setting.tokens * net.channels / setting.sizes.tensor
         value = heads * wide

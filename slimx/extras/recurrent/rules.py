@@ -26,14 +26,14 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Problems:
     heads = spec.transformer["linear_num_key_heads"]
     if heads % sizes.tensor:
         yield (
-            f"delta nets of {spec.path} have {heads} key heads, which {sizes.tensor} ranks cannot divide among them; "
+            f"delta nets of {spec.path} have {heads} key heads, which {sizes.tensor} ranks cannot share equally; "
             f"choose a divisor of {heads}"
         )
     elif heads // sizes.tensor % sizes.context:
         yield (
             "trainer.context",
             f"with trainer.tensor={sizes.tensor}, a rank has {heads // sizes.tensor} key heads in each delta net of "
-            f"{spec.path}, which {sizes.context} context-parallel ranks cannot divide among them; choose a divisor of "
+            f"{spec.path}, which {sizes.context} context-parallel ranks cannot share equally; choose a divisor of "
             f"{heads // sizes.tensor}",
         )
 
@@ -45,8 +45,8 @@ def shares_groups(sizes: Sizes, spec: ModelSpec) -> Problems:
         return
     if groups % sizes.tensor:
         yield (
-            f"Mamba-2 layers of {spec.path} have {groups} groups, which {sizes.tensor} ranks cannot divide among "
-            f"them; choose a divisor of {groups}"
+            f"Mamba-2 layers of {spec.path} have {groups} groups, which {sizes.tensor} ranks cannot share "
+            f"equally; choose a divisor of {groups}"
         )
     if sizes.context > 1:
         yield (
@@ -72,6 +72,6 @@ def states_are_not_shared(rollout: Rollout, spec: ModelSpec, device: str) -> Pro
     for group in rollout.policy_engines:
         if not group.sglang.get("disable_radix_cache"):
             yield (
-                f"{group.where} serves {spec.path}, whose requests would start from delta-net states in SGLang's "
-                "prefix cache, and their results were never compared with those without the cache; set it to true"
+                f"{group.where} serves {spec.path}, and generation from delta-net states in SGLang's prefix "
+                "cache was never compared with generation without the cache; set disable_radix_cache to true"
             )

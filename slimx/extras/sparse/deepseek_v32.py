@@ -1,9 +1,9 @@
 """Family DeepSeek-V3.2 (V3.2-Exp, V3.2): DeepSeek-V3 with sparse attention (DSA, 2512.02556, section 2.1).
 
 In every layer, an indexer scores all earlier tokens of the sequence for each query, and latent attention reads only the
-`index_topk` tokens with the highest scores. The indexer applies rotary embeddings to the first dimensions of its heads,
-to the two halves of them instead of to adjacent pairs as attention does. Selecting tokens has no gradient, so the
-indexer is not trained (`UNTRAINED`).
+`index_topk` tokens with the highest scores. The indexer's rotary embedding rotates the first dimensions of its heads,
+as pairs from the two halves of these dimensions, whereas attention's rotates adjacent pairs. Selecting tokens has no
+gradient, so the indexer is not trained (`UNTRAINED`).
 """
 
 from __future__ import annotations

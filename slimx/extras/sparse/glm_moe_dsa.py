@@ -1,4 +1,4 @@
-"""Family GLM-5 and 5.1: DeepSeek-V3.2 under another architecture name, except that the indexer's rotary embedding
+"""Family GLM-5, 5.1 and 5.2: DeepSeek-V3.2 under another architecture name, except that the indexer's rotary embedding
 rotates adjacent pairs, as attention's does."""
 
 from __future__ import annotations

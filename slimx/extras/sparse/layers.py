@@ -46,7 +46,7 @@ class SparseAttention(LayerKind):
         """Returns the bytes of one layer's attention activations, by field of `LayerBytes`.
 
         Without a fused kernel (`setting.materialized`), scores are computed for every pair of tokens in the
-        micro-batch, even of different sequences, and the indexer's scores for all its heads on every rank."""
+        micro-batch, even of different sequences, and every rank computes the indexer's scores for all of its heads."""
         itemsize = setting.itemsize
         tokens = setting.tokens
         rank = model["kv_lora_rank"]

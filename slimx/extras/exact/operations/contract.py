@@ -25,7 +25,7 @@ from slimx.extras.exact.operations.sizes import CONTRACT_VERSION, check_leaves
 
 def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -> dict[str, int | str]:
     """Returns the attestation of this process: contract version, leaves, dtype, and a digest of results. `leaves`:
-    number of leaves of row-parallel sums; `dtype`: that of weights and activations.
+    number of equal parts (leaves) into which each row-parallel sum is cut; `dtype`: dtype of weights and activations.
 
     The entry `bits` is a digest of the operations' results for fixed inputs on `device`. It differs between machines or
     builds that compute differently, and is the same for a CPU and a GPU that both follow the contract.

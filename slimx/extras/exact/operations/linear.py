@@ -73,8 +73,8 @@ def grouped_linear(
     """Computes one linear layer per expert, [T, N].
 
     `x` [T, K], sorted by expert; `counts`: number of rows of each expert; `weights` [experts, N, K], or a list of [N,
-    K]. Each row's result equals that of `linear`. With `dtype=torch.float32` it is a rank's unrounded part, as in
-    `linear_partial`.
+    K]. Each row's result equals that of `linear`. With `dtype=torch.float32`, the result is a rank's unrounded part, as
+    in `linear_partial`.
     """
     check_leaves(leaves, x.shape[1])
     if len(weights) != len(counts) or sum(counts) != len(x):

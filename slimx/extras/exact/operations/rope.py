@@ -110,9 +110,9 @@ class Yarn:
     original: int
     """Context length for which the model was trained before the extension."""
     fast: float
-    """Rotations within `original` positions at or above which a dimension keeps its frequency (beta_fast)."""
+    """Number of rotations within `original` positions at or above which a dimension keeps its frequency (beta_fast)."""
     slow: float
-    """Rotations within `original` positions at or below which a dimension's frequency is divided by `factor`
+    """Number of rotations within `original` positions at or below which a dimension's frequency is divided by `factor`
     (beta_slow)."""
     magnitude: float
     """Factor by which both queries and keys are multiplied."""

@@ -32,8 +32,8 @@ class Projections:
 
     sources: tuple[tuple[str, int], ...]
     cuts: tuple[Cut, ...]
-    """Places of each kind of row in `sources`, in megatron-core's order: queries, keys, values, output gates, learning
-    rates (beta), decays (alpha)."""
+    """Locations of each kind of row in `sources`, in megatron-core's order: queries, keys, values, output gates,
+    learning rates (beta), decays (alpha)."""
 
 
 Store = Callable[[DeltaNet], Projections]

@@ -73,8 +73,9 @@ checked."""
 def install(block: Any, *, leaves: int, rotary: exact.Rotary) -> None:
     """Replaces the modules in the decoder's spec `block`, a TransformerBlockSubmodules, by those of exact mode.
 
-    `leaves`: number of leaves of row-parallel sums. `rotary`: the model's rotary embedding, which core attention
-    applies itself. Raises SlimxError if the spec contains a module without a counterpart in exact mode.
+    `leaves`: number of equal parts (leaves) into which each row-parallel sum is cut. `rotary`: the model's rotary
+    embedding, which core attention applies itself. Raises SlimxError if the spec contains a module without a
+    counterpart in exact mode.
     """
     parts = {
         ColumnParallelLinear: ModuleSpec(ExactColumn),
@@ -124,9 +125,9 @@ def _check(builder: Builder, role: str) -> None:
 
 
 def compute_with(parameter: torch.nn.Parameter, rounded: torch.Tensor) -> None:
-    """Makes layers multiply by `rounded`, which has the shape of `parameter`, instead of by `parameter`. It contains
-    the values that engines have after an fp8 publication; updates of its memory take effect at the next call. The
-    gradient with respect to `rounded` becomes that of `parameter`, unchanged."""
+    """Makes layers multiply by `rounded`, which has the shape of `parameter`, instead of by `parameter`. `rounded`
+    contains the values that engines have after an fp8 publication; updates of its memory take effect at the next call.
+    Its gradient becomes the gradient of `parameter`, unchanged."""
     serve(parameter, lambda: _StraightThrough.apply(parameter, rounded))
 
 

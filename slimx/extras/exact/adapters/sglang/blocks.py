@@ -25,7 +25,8 @@ class BlockOperations:
     """Functions that replace those of SGLang's fp8 layers, through its HookRegistry."""
 
     def __init__(self, linear: Callable[..., torch.Tensor]):
-        """Stores `linear`, the function (method, layer, input, bias) -> output that replaces fp8 linear layers."""
+        """Stores `linear`, the function (quantization method, layer, input, bias) -> output that replaces the matrix
+        product of fp8 linear layers."""
         self._linear = linear
 
     def replacements(self) -> dict[str, Callable[..., Any]]:

@@ -26,7 +26,8 @@ BLOCKS = {
 
 
 class ExpertOperations:
-    """Operations of a server's MoE layers. `leaves`: number of leaves of row-parallel sums."""
+    """Operations of a server's MoE layers. `leaves`: number of equal parts (leaves) into which each row-parallel sum is
+    cut."""
 
     def __init__(self, leaves: int):
         self.leaves = leaves

@@ -2,7 +2,7 @@
 
 Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves`. Weight loading, scheduling,
 the KV cache and sampling remain SGLang's. Norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts,
-output layer and log_softmax are replaced. A model that has any other module with parameters is refused, because that
+output layer and log_softmax are replaced. A model that has any other module with parameters is refused, because it
 would round differently.
 
 Operations of MoE layers are in `experts.py`, of attention in `attention.py` and `latent.py`, and sums over ranks in
@@ -31,8 +31,8 @@ from slimx.extras.exact.adapters.sglang.rotary import rotary_of
 
 
 def open_choices() -> None:
-    """Adds exact mode's attention backend to the choices of SGLang's server arguments, also for deterministic mode and
-    for a radix cache."""
+    """Adds exact mode's attention backend to those that SGLang's server arguments accept: in general, in deterministic
+    mode, and in deterministic mode with a radix cache."""
     from sglang.srt.arg_groups import choices
 
     for listed in (
@@ -46,7 +46,7 @@ def open_choices() -> None:
 
 def register(registry: Any, kinds: Any, leaves: int) -> None:
     """Registers exact mode's operations with SGLang's HookRegistry, and its attention backend. `kinds`: SGLang's
-    HookType; `leaves`: number of leaves of row-parallel sums."""
+    HookType; `leaves`: number of equal parts (leaves) into which each row-parallel sum is cut."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     server = ExactServer(leaves)
@@ -148,8 +148,8 @@ class ExactServer:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Applies the module `rotary` to query and key, [T, heads * head size] each, at `positions` [T].
-        `fused_set_kv_buffer_arg`: KV cache to which the keys and values are also written, for models on CUDA that do so
-        here."""
+        `fused_set_kv_buffer_arg`: KV cache to which keys and values are also written, because some models do so in this
+        call on CUDA; None: no cache."""
         if offsets is not None:
             positions = positions + offsets
         positions = positions.flatten()
@@ -215,7 +215,7 @@ class ExactServer:
                 )
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
-        # Selects forward_native, which is replaced, instead of other GPU kernels.
+        # Selects forward_native, which exact mode replaces, instead of other GPU kernels.
         set_fused_op_backend(KernelBackend.TORCH)
         problems = list(uncovered(runner.model))
         if problems:

@@ -81,7 +81,7 @@ def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tenso
     A score is the sum of LANES chains of multiply-adds over d, times `scale`, and its weight is exp(score - largest
     score). The sum of weights (`row_sum`) and the sum of weights times values (multiply-adds in order) are computed in
     blocks of KEY_BLOCK keys, and blocks are added in order. The quotient of the two sums is rounded to query's dtype.
-    `sinks` [heads] fp32: additional first score of each head, without a value.
+    `sinks` [heads] fp32: score of each head's attention sink, which precedes the keys and has no value.
     """
     out = torch.empty(*query.shape[:2], read.value.shape[2], dtype=query.dtype, device=query.device)
     values_per_key = query.shape[1] * max(query.shape[2], read.value.shape[2])

@@ -29,8 +29,8 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Returns the spec (TransformerBlockSubmodules) of a decoder whose `linear_attention_freq` in `config` has a 1 for
     each delta net. `vp_stage`: index of the virtual pipeline stage; None without virtual stages.
 
-    The gated delta rule is flash-linear-attention's on CUDA if that package is installed, otherwise this package's in
-    torch.
+    The gated delta rule is flash-linear-attention's on CUDA if that package is installed, otherwise this extra's, in
+    plain torch.
     """
     if not (torch.cuda.is_available() and common.HAVE_FLA):
         _install_torch()

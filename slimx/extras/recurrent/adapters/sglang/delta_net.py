@@ -21,7 +21,8 @@ from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
 GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
-"""Dotted name of a function that launches a Triton kernel, like GATED_NORM and GATED_LAYER_NORM."""
+"""Dotted name of SGLang's function that adds the gated shared expert's output. Like GATED_NORM and GATED_LAYER_NORM, it
+launches a Triton kernel and is replaced on the CPU."""
 _OPERATORS = {
     "fused_gdn_gating_cpu": "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
     "fused_sigmoid_gating_delta_rule_update_cpu": (
@@ -169,9 +170,9 @@ def layer_norm_gated(
 def split_projections(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits the projections `mixed_qkvz` and `mixed_ba`, which store one kind of rows after the other. Returns
-    queries, keys and values together [T, rows], output gates [T, value heads, dv], and b and a [T, value heads]
-    each."""
+    """Splits the outputs of two fused projections by kind: `mixed_qkvz` [T, rows] into queries, keys, values and output
+    gates, and `mixed_ba` [T, 2 * value heads] into b and a. Returns queries, keys and values in one tensor [T, rows],
+    output gates [T, value heads, dv], b and a [T, value heads]."""
     mixed = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv, z = mixed_qkvz.split([mixed, num_heads_v * head_v], dim=-1)
     b, a = mixed_ba.split(num_heads_v, dim=-1)
@@ -216,8 +217,8 @@ def add_gated_expert(
     final_hidden_states: torch.Tensor,
 ) -> None:
     """Adds the shared expert's output times the sigmoid of its gate to `final_hidden_states`, the sum of the routed
-    experts, in place and in fp32. All are [T, hidden], except `gate_weight` [hidden], which gives the gate from
-    `hidden_states`."""
+    experts, in place and in fp32. All are [T, hidden], except `gate_weight` [hidden], whose product with
+    `hidden_states` is the gate before the sigmoid."""
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
 
@@ -229,7 +230,7 @@ def operators_missing() -> bool:
 
 def add_operators() -> None:
     """Defines the operators in `_OPERATORS` for the CPU. Must run before SGLang's backend of delta nets and Qwen3.5's
-    model are imported, because they look the operators up."""
+    model are imported, because both look the operators up on import."""
     functions: tuple[Callable[..., object], ...] = (
         fused_gdn_gating,
         fused_sigmoid_gating_delta_rule_update,

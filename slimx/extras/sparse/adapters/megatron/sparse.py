@@ -21,7 +21,7 @@ from slimx.adapters.megatron.layers import Norm
 
 class Replicated(Linear):
     """Linear layer of an indexer that every tensor-parallel rank stores completely. megatron-core's duplicated Linear
-    would write checkpoints as if every rank were the first, so this one knows its rank."""
+    would write checkpoints as if every rank were the first, so this class sets the tensor-parallel group."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
