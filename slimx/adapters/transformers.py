@@ -19,7 +19,7 @@ from importlib import metadata
 
 def import_transformers() -> None:
     """Imports transformers and its Auto classes: packages are mapped by `recorded_packages`, and text generation is
-    imported only once a model needs it. Modules that are already imported stay unchanged."""
+    imported only when a model needs it. Modules that are already imported stay unchanged."""
     original = metadata.packages_distributions
     metadata.packages_distributions = recorded_packages
     try:

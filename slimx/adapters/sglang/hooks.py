@@ -150,9 +150,9 @@ def wait_while_paused(result: None, scheduler: Scheduler) -> None:
     """Waits up to a second for the next message in each iteration of a paused scheduler's loop, if the server was
     started with `--sleep-on-idle`.
 
-    With that option SGLang itself waits only when idle. A paused scheduler polls at full speed, during each publication
-    and while trainers on the same devices need its CPU core. Only the rank that receives messages has an
-    `idle_sleeper`; the server's other ranks wait for that rank.
+    With that option SGLang itself waits only when idle. Without this hook, a paused scheduler would poll at full speed
+    during each publication, and while trainers on the same devices need the CPU core. Only the rank that receives
+    messages has an `idle_sleeper`; the server's other ranks wait for that rank.
     """
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()

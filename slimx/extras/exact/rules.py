@@ -78,8 +78,8 @@ FAMILIES = (
 )
 """Architectures whose log-probs were shown to be bitwise equal in trainer and engines (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures whose code in SGLang was reviewed for GPUs: exact mode disables all special kernels that it uses
-there."""
+"""Architectures whose code in SGLang was reviewed for GPUs. Exact mode disables all special kernels that this code uses
+on GPUs."""
 IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose log-probs were also shown to be bitwise equal with block-fp8 weights."""
 
@@ -168,7 +168,7 @@ def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publ
     if numerics.dtype != "bfloat16":
         yield (
             "numerics.dtype",
-            f"{problem}, but numerics.dtype is {numerics.dtype}, with which SGLang cannot combine fp8 weights; set "
+            f"{problem}, but numerics.dtype is {numerics.dtype}, which SGLang cannot combine with fp8 weights; set "
             "numerics.dtype=bfloat16",
         )
     if publish.encoding == "hf":

@@ -171,7 +171,7 @@ def has_experts(trainer: Trainer, publish: Publish, spec: ModelSpec) -> Problems
 
 @rule("qat.groups", "trainer.qat")
 def whole_groups(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> Problems:
-    """Checks that each group of columns is on one rank, so that its scale equals that in the whole matrix."""
+    """Checks that each group of columns is on one rank, so that it has the same scale as in the whole matrix."""
     if trainer.qat is None:
         return
     from slimx.extras.low_precision.int4 import GROUP, rounds

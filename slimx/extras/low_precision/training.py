@@ -22,7 +22,7 @@ class Fp8(Rounding):
     layers on GPUs and with those of `slimx.extras.low_precision.megatron` elsewhere. `recipe`: block sizes."""
 
     TOKENS: ClassVar[int] = 128
-    """Required divisor of the number of tokens on each rank, with which all fp8 blocks are complete. Sequence-parallel
+    """Required divisor of the number of tokens on each rank, so that all fp8 blocks are complete. Sequence-parallel
     ranks then exchange fp8 codes instead of bf16 values (Transformer Engine's
     `Float8BlockQuantizer.is_quantizable`)."""
     VARIABLES: ClassVar[dict[str, str]] = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}

@@ -104,7 +104,7 @@ UNBUILDABLE: dict[str, str] = {
 """Architecture -> reason why slimx cannot build it with megatron-core 0.19.2, as a clause for the error."""
 
 OUTPUT_LAYER = "output_layer.weight"
-"""megatron-core's name of the output layer's weight, which is its row's name in every family's weight table."""
+"""Name of the output layer's weight in megatron-core, and of its row in every family's weight table."""
 SCORE = "score.weight"
 """Name of a reward model's score head in transformers and SGLang; a checkpoint may contain it instead of the output
 layer."""

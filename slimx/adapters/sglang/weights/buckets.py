@@ -107,7 +107,7 @@ def open_bucket(
     path: str, size: int, entries: Sequence[Json], device: torch.device
 ) -> tuple[dict[str, torch.Tensor], torch.device | None]:
     """Returns the tensors that `entries` describe in the bucket of `size` bytes at `path`, by name, and the GPU on
-    which they are; None: host memory.
+    which they are; None if they are in host memory or `entries` is empty.
 
     Tensors in host memory are views: they keep the mapping alive and change when the publisher writes to the bucket.
     Tensors in GPU memory are copied to `device`, this rank's GPU, so the publisher may reuse the bucket.

@@ -28,7 +28,7 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 
 Parameters = Mapping[str, torch.Tensor]
 BASE = "base_layer"
-"""Attribute of a layer wrapped by SGLang for LoRA adapters that refers to the original layer."""
+"""Name of the attribute in which a layer that SGLang wrapped for LoRA adapters stores the original layer."""
 CACHE_SCALES = ("k_scale", "v_scale")
 """Last name components of the parameters that scale an fp8 KV cache."""
 

@@ -44,11 +44,11 @@ from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
 
 ATTRIBUTE = "_slimx_receiver"
-"""Attribute of a model that refers to its receiver."""
+"""Name of the attribute in which a model stores its receiver."""
 
 
 class RankReceiver:
-    """Receiver of publications into one rank's model, whose public methods are the verbs."""
+    """Receiver of publications into one rank's model. Its public methods are the verbs that clients call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

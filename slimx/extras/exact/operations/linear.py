@@ -1,4 +1,5 @@
-"""Linear layers of exact mode: a single one or one per expert, complete or a tensor-parallel rank's part of the sum."""
+"""Linear layers of exact mode, single or one per expert, with complete sums or a tensor-parallel rank's parts of
+them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -30,8 +30,8 @@ def weight_table(hf: HfConfig, mtp: int = 0) -> Table:
 def engine_table(hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
     """Returns the weight table of SGLang 0.5.23's model (`sglang.srt.models.qwen3_next`).
 
-    Raises SlimxError if SGLang would build a different model from config.json `hf`, also because a field of the
-    published files is missing for which SGLang has another default.
+    Raises SlimxError if SGLang would build a different model from config.json `hf`, including if `hf` lacks a field
+    whose default in SGLang differs from the published value.
     """
     delta_net.check_served(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
     if hf.get("rope_theta") is None:

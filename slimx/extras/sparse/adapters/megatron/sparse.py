@@ -52,7 +52,7 @@ int32 [1, T, k] in host memory, positions in the pack (-1: none) for the T queri
 @dataclass
 class SparseSequences(PackedSeqParams):
     """Bounds of a micro-batch's sequences, and the tokens that its indexers selected. A layer that is in `chosen`
-    replays its selected tokens; any other layer selects tokens and adds them."""
+    replays its selected tokens; any other layer selects tokens and adds them to `chosen`."""
 
     chosen: ChosenTokens = field(default_factory=dict)
 
