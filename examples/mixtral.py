@@ -10,7 +10,7 @@ from typing import Any
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unusual
+from slimx.models.decoder import decoder_fields, quantized_otherwise, scaled_otherwise, unsupported_field
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import layer_kind as layer_kind
 from slimx.models.rows import Attention, Layer, embedding, head
@@ -35,7 +35,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Returns the first setting in config.json that this file does not support, so that slimx refuses it; else None."""
     usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
-    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantized_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unsupported_field(hf, *usual) or quantized_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

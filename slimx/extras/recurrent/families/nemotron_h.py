@@ -241,8 +241,8 @@ def _mamba(layer: Layer, sizes: StateSpace) -> tuple[Row, ...]:
 
 def _sections(groups: int, kinds: dict[str, int]) -> dict[str, Any]:
     """Returns the fields `map`, `axis` and `sections` of a `Row` whose source stores several kinds of rows one after
-    the other, each of which ranks split. `groups`: number of groups; `kinds`: name of each kind -> its rows per
-    group."""
+    the other. Tensor-parallel ranks split each kind. `groups`: number of groups; `kinds`: name of each kind -> its rows
+    per group."""
     starts = accumulate((groups * rows for rows in kinds.values()), initial=0)
     cuts = [Cut(0, start, rows, rows) for start, rows in zip(starts, kinds.values(), strict=False)]
     return {"map": Sections(groups, tuple(cuts)), "axis": 0, "sections": tuple(kinds)}
