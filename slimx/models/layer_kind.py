@@ -42,9 +42,9 @@ class SequenceFlops:
     """FLOPs of the forward and backward pass on one sequence of n tokens: linear * n + quadratic * n^2."""
 
     linear: float
-    """FLOPs per token, of products with weight matrices and of attention with a bounded number of keys."""
+    """FLOPs per token: products with weight matrices, and attention to a bounded number of keys."""
     quadratic: float
-    """FLOPs per ordered pair of tokens, of causal attention, which masks half of the pairs."""
+    """FLOPs of causal attention per ordered pair of tokens, where the mask excludes half of the pairs."""
 
     def __call__(self, tokens: int) -> float:
         """Returns the FLOPs of the forward and backward pass on a sequence of `tokens` tokens."""
@@ -118,8 +118,8 @@ class LayerKind:
         return 0.0
 
     def stage_starts(self, layers: int) -> Sequence[int]:
-        """Returns the indices, from 0, of those of the model's `layers` layers with which a pipeline stage may
-        start."""
+        """Returns the indices, from 0, of the layers with which a pipeline stage may start. `layers`: number of layers
+        in the model."""
         return range(layers)
 
     def materializes(self, trainer: Trainer) -> bool | None:

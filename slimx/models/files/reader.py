@@ -171,8 +171,8 @@ class CheckpointReader:
             )
 
     def _expected(self, name: str, shape: tuple[int, ...], *, transposed: bool, quantized: bool) -> StoredTensors:
-        """Returns shape and possible dtypes of each checkpoint tensor that stores `name`, a tensor of a weight table
-        with shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: as in `check`."""
+        """Returns the shape and the possible dtypes of each checkpoint tensor that stores `name`, a tensor of a weight
+        table with shape `shape`. `transposed`: True for a stack of transposed matrices; `quantized`: as in `check`."""
         number_format = self._format(name)
         if number_format is None or (number_format.CONVERTED and not quantized):
             return {name: (shape, _DTYPES)}
