@@ -20,11 +20,11 @@ from slimx.extras.foreign.verl import VERL
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
 TITLE = "## Every name\n"
 HEAD = """
-These tables are made from `slimx/extras/foreign/` by `python -m tools.docs.make_foreign`. `slimx train` and
-`slimx plan` answer each of these names with its key, on the command line and in the file. A flag that is called as its
-key is, such as `--lr` or `--seed`, is answered too, and left out here. `[]` is an entry of a list. Where the last
-column is empty, the value stays as it was; where the key is missing, it says why none is needed, or what comes nearest.
-A name that ends in `*` stands for all that begin so, and `{}` for the rest of it.
+`python -m tools.docs.make_foreign` generates these tables from `slimx/extras/foreign/`. `slimx train` and `slimx plan`
+answer each of these names with its key, on the command line and in the file. A flag with the name of its key, such as
+`--lr` or `--seed`, is answered too, and left out here. `[]` is an entry of a list. If the last column is empty, the
+value does not change. If the key is missing, the last column says why none is needed, or names the closest alternative.
+A name that ends in `*` stands for all names with this beginning, and `{}` for the rest of the name.
 """
 
 

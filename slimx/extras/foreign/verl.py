@@ -26,7 +26,7 @@ from slimx.extras.foreign.megatron import MEGATRON
 
 _FSDP = not_needed("trainers are megatron-core's: trainer.tensor, pipeline, expert, distributed_optimizer")
 _CHECKPOINTS = not_needed("slimx reads Hugging Face and Megatron-LM directories with built-in tables")
-_OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options buffer and penalty")
+_OVERLONG = computed("reward.parts", "a part with the function `overlong` and its options limit and buffer")
 _REWARD_MODEL = computed("rollout.engines", "a frozen group with the reward model, which a reward hook calls by name")
 _SIZES = {
     "tensor_model_parallel_size": "tensor",
