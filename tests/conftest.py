@@ -59,7 +59,7 @@ def pytest_pycollect_makeitem() -> Any:
 def pytest_collection_finish() -> None:
     """Ends the session if a test module has changed torch, which all tests after it would compute with.
 
-    What has been imported stays: the garbage collector, which would take a seventh of the plans' time, passes it over,
+    Imported modules stay: the garbage collector, which would take a seventh of the plans' time, passes it over,
     and looks at young objects as seldom as in a driver. At Python's 700 it takes an eighth of the CPU seconds of
     pytest's processes (perf, 2 x86-64 cores, 2026-11-28).
     """
@@ -81,7 +81,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers copy the code that a checkpoint brings before they run it: not into the user's own cache."""
+    """Keeps the copies that servers make of a checkpoint's code out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
         yield
@@ -89,7 +89,7 @@ def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
-    """Ask the processes before pytest-timeout fails the test: its fixtures then end them."""
+    """Asks the processes before pytest-timeout fails the test: its fixtures then end them."""
     timer = yield
     fail = signal.getsignal(signal.SIGALRM)
 

@@ -77,6 +77,6 @@ class OnDevice:
 
 
 def on_gpu(plan: Plan, device: torch.device, blocks_per_sm: int = 0) -> Outcome:
-    held = OnDevice(plan, device, blocks_per_sm)
-    held.pack()
-    return held.outcome()
+    state = OnDevice(plan, device, blocks_per_sm)
+    state.pack()
+    return state.outcome()

@@ -1,4 +1,4 @@
-"""Failures on a GPU are told as a SlimxError that names the bucket, and the tensor where there is one."""
+"""Failures on a GPU become a SlimxError that names the bucket, and the tensor where there is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def copies(t: torch.Tensor, op: OP = OP.COPY) -> np.ndarray:
-    """One piece that copies the matrix `t`."""
+    """Returns one piece that copies the matrix `t`."""
     rows, cols = t.shape
     piece = np.zeros(1, dtype=kernel.PIECE)
     size = t.element_size()
@@ -76,10 +76,10 @@ def test_a_value_that_is_not_finite_is_named(device: torch.device) -> None:
 
 
 def test_a_bucket_at_an_odd_address_is_refused(device: torch.device) -> None:
-    held = OnDevice(random_plan(15), device)
-    shifted = torch.zeros(len(held.bucket) + 1, dtype=torch.uint8, device=device)[1:]
+    state = OnDevice(random_plan(15), device)
+    shifted = torch.zeros(len(state.bucket) + 1, dtype=torch.uint8, device=device)[1:]
     with refused("kernel.alignment"):
-        kernel_cuda.pack(held.plan, shifted, held.sums, held.flags)
+        kernel_cuda.pack(state.plan, shifted, state.sums, state.flags)
 
 
 FAULT = """

@@ -27,7 +27,7 @@ def test_sanitizer_is_clean(tool: str) -> None:
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         pytest.skip(f"compute-sanitizer --tool {tool} did not end within {SECONDS} s")
-    said = run.stdout + run.stderr
-    if "not supported" in said or "Unable to" in said:
-        pytest.skip(f"compute-sanitizer cannot watch this machine's device: {said.strip().splitlines()[-1]}")
-    assert run.returncode == 0 and "all plans are equal" in said, said[-4000:]
+    output = run.stdout + run.stderr
+    if "not supported" in output or "Unable to" in output:
+        pytest.skip(f"compute-sanitizer cannot watch this machine's device: {output.strip().splitlines()[-1]}")
+    assert run.returncode == 0 and "all plans are equal" in output, output[-4000:]

@@ -36,22 +36,22 @@ ROOT = Path(__file__).parents[2]
 EXACT = ["qwen", "deepseek"]
 """Cases in fp32: without TF32, which torch leaves off."""
 SECONDS = 150
-"""Of one process: imports, three models, and on a GPU what torch.compile makes of megatron-core's router."""
+"""Limit of one process: imports, three models, and on a GPU the compilation of megatron-core's router."""
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process said and computed for a case."""
+    """Report and tensors of one process for a case."""
 
-    said: dict[str, Any]
+    report: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
     def all(self, kind: str) -> dict[str, torch.Tensor]:
         return {name.partition(".")[2]: value for name, value in self.tensors.items() if name.startswith(f"{kind}.")}
 
-    def way(self) -> dict[str, torch.Tensor]:
-        """By how much each parameter has changed after STEPS steps."""
+    def change(self) -> dict[str, torch.Tensor]:
+        """Returns the difference of each parameter after STEPS steps."""
         before = self.all("before")
         return {name: value - before[name] for name, value in self.all("weights").items()}
 
@@ -61,8 +61,8 @@ Runs = Callable[[str, str], Run]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """`runs(kind, case)`; each kind of device is one process, and all begin together, with the cases of the tests that
-    were selected."""
+    """Yields `runs(kind, case)`; each kind of device is one process, and all begin together, with the cases of the
+    selected tests."""
     items = (item for item in request.session.items if hasattr(item, "callspec"))
     selected = {item.callspec.params.get(name) for item in items for name in ("case", "exact_case")}
     cases = [case for case in CASES if case in selected]
@@ -85,27 +85,27 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             if not (out / kind / f"{case}.safetensors").exists():
                 log = (out / kind / "output.txt").read_text()
                 pytest.fail(f"the {kind} process did not finish {case}:\n{log[-4000:]}")
-            said = json.loads((out / kind / f"{case}.json").read_text())
-            return Run(said, load_file(out / kind / f"{case}.safetensors"))
+            report = json.loads((out / kind / f"{case}.json").read_text())
+            return Run(report, load_file(out / kind / f"{case}.safetensors"))
 
         yield run
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| of a tensor, and its name."""
+    """Returns the largest max|a - b| / max|b| of a tensor, and its name."""
     assert found.keys() == expected.keys() and expected
-    each = []
-    for name, wanted in expected.items():
+    errors = []
+    for name, reference in expected.items():
         assert found[name].isfinite().all(), name
-        difference = (found[name] - wanted).abs().max().item()
-        each.append((difference / (wanted.abs().max().item() or 1.0), name))
-    return max(each)
+        difference = (found[name] - reference).abs().max().item()
+        errors.append((difference / (reference.abs().max().item() or 1.0), name))
+    return max(errors)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative difference of all tensors together, as one vector."""
-    square = sum(float((found[name] - wanted).square().sum()) for name, wanted in expected.items())
-    return (square / sum(float(wanted.square().sum()) for wanted in expected.values())) ** 0.5
+    """Returns the relative difference of all tensors together, as one vector."""
+    square = sum(float((found[name] - reference).square().sum()) for name, reference in expected.items())
+    return (square / sum(float(reference.square().sum()) for reference in expected.values())) ** 0.5
 
 
 @needs_gpu
@@ -127,10 +127,10 @@ def test_gradients_are_those_of_the_cpu(runs: Runs, case: str) -> None:
 def test_losses_and_norms_of_all_steps_are_those_of_the_cpu(runs: Runs, case: str) -> None:
     """Also the log-prob gap and the routes, which are measured on the device. Counts are exact but for tokens that
     stand at a limit."""
-    found, expected = (runs(kind, case).said["steps"] for kind in ("cuda", "cpu"))
-    for mine, wanted in zip(found, expected, strict=True):
-        assert mine.keys() == wanted.keys()
-        for name, value in wanted.items():
+    found, expected = (runs(kind, case).report["steps"] for kind in ("cuda", "cpu"))
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine.keys() == reference.keys()
+        for name, value in reference.items():
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     for name in ("loss/policy", "kl/reference", "gap/mean", "optim/grad_norm"):
         assert found[0][name] == pytest.approx(expected[0][name], rel=1e-4, abs=1e-6), name
@@ -139,9 +139,9 @@ def test_losses_and_norms_of_all_steps_are_those_of_the_cpu(runs: Runs, case: st
 @needs_gpu
 @pytest.mark.parametrize("case", EXACT)
 def test_weights_after_the_steps_are_those_of_the_cpu(runs: Runs, case: str) -> None:
-    difference, name = worst(runs("cuda", case).way(), runs("cpu", case).way())
+    difference, name = worst(runs("cuda", case).change(), runs("cpu", case).change())
     assert difference <= 0.05, name
-    assert distance(runs("cuda", case).way(), runs("cpu", case).way()) <= 0.01
+    assert distance(runs("cuda", case).change(), runs("cpu", case).change()) <= 0.01
 
 
 @needs_gpu
@@ -154,7 +154,7 @@ def test_bf16_is_as_near_to_fp32_as_on_the_cpu(runs: Runs, exact_case: str, case
         allowed = distance(cpu.all(kind), exact.all(kind))
         assert 0 < allowed < 0.2
         assert distance(gpu.all(kind), exact.all(kind)) <= 2 * allowed, kind
-    for found, expected in zip(gpu.said["steps"], exact.said["steps"], strict=True):
+    for found, expected in zip(gpu.report["steps"], exact.report["steps"], strict=True):
         assert found["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=0.15)
         assert found["optim/skipped"] == 0
 
@@ -165,17 +165,17 @@ def test_a_restored_checkpoint_goes_on_as_the_run_that_wrote_it(runs: Runs, kind
     """The weights bit for bit, the next step as far as sums on a GPU have an order: there, additions into one place
     (tokens that return from their experts, rows of the embedding) come as they come. The same step after an offload."""
     run = runs(kind, case)
-    assert len(run.said["steps"]) == STEPS
+    assert len(run.report["steps"]) == STEPS
     assert worst(run.all("restored"), run.all("weights"))[0] == 0
-    assert run.said["after_save"].keys() == run.said["after_restore"].keys()
+    assert run.report["after_save"].keys() == run.report["after_restore"].keys()
     bound = 0.0 if kind == "cpu" else 1e-2 if case.endswith("bf16") else 1e-5
-    for name, value in run.said["after_save"].items():
-        assert run.said["after_restore"][name] == pytest.approx(value, rel=bound, abs=bound), name
+    for name, value in run.report["after_save"].items():
+        assert run.report["after_restore"][name] == pytest.approx(value, rel=bound, abs=bound), name
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("case", [*EXACT, "qwen-bf16"])
 def test_every_parameter_learns(runs: Runs, kind: str, case: str) -> None:
     """Else the comparisons above would compare nothing."""
-    still = {name for name, way in runs(kind, case).way().items() if not way.any()}
+    still = {name for name, change in runs(kind, case).change().items() if not change.any()}
     assert still <= {name for name in still if name.endswith("expert_bias")}

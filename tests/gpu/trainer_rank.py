@@ -54,16 +54,16 @@ def run(name: str, out: Path, parallel: Any) -> None:
 
     keep("before", trainer.weights.parameters)
     keep("logprobs", {str(k): torch.tensor(v) for k, v in enumerate(trainer.logprobs(batches(0)))})
-    said: dict[str, Any] = {"steps": [step(0)]}
+    report: dict[str, Any] = {"steps": [step(0)]}
     # Buffers (the router's selection bias) have no gradient.
     keep("gradient", {k: p.main_grad for k, p in trainer.weights.parameters.items() if hasattr(p, "main_grad")})
-    said["steps"] += [step(number) for number in range(1, STEPS)]
+    report["steps"] += [step(number) for number in range(1, STEPS)]
     keep("weights", trainer.weights.parameters)
 
     checkpoint = out / name / "checkpoint"
     (checkpoint / files.REPORTS).mkdir(parents=True)
     trainer.save(str(checkpoint), step=STEPS)
-    said["after_save"] = step(STEPS)  # while the files are written
+    report["after_save"] = step(STEPS)  # while the files are written
     end = time.monotonic() + 60
     while files.unreported(checkpoint, range(1)):
         assert time.monotonic() < end, f"the checkpoint {checkpoint} is not written after 60 s"
@@ -72,10 +72,10 @@ def run(name: str, out: Path, parallel: Any) -> None:
     keep("restored", trainer.weights.parameters)
     trainer.offload()
     trainer.reload()
-    said["after_restore"] = step(STEPS)
+    report["after_restore"] = step(STEPS)
     if parallel.device.type == "cuda":
-        said["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    (out / f"{name}.json").write_text(json.dumps(said))
+        report["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    (out / f"{name}.json").write_text(json.dumps(report))
     save_file(tensors, out / f"{name}.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Two policies whose adapters each engine has, beside the base that both share: a server, and whole runs."""
+"""Two policies on a shared base, with the adapters of both on each engine: a server, and whole runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPT = [5, 9, 40, 77, 3, 12]
 
 
 async def publish(engine: Engine, policy: str, version: int, weights: Weights, encoding: Encoding = "adapters") -> None:
-    """The whole publication of `weights` in one bucket; the engine is READY before and after."""
+    """Publishes `weights` in one bucket; the engine is READY before and after."""
     of = Manifest(policy=policy, version=version, encoding=encoding, trainer_step=version, membership_epoch=0)
     await engine.begin(of)
     with Bucket(weights) as bucket:
@@ -54,7 +54,7 @@ async def publish(engine: Engine, policy: str, version: int, weights: Weights, e
 
 
 def logprobs_of(model: Path, adapters: Weights, alpha: float, ids: list[int]) -> np.ndarray:
-    """[L - 1] of the model in directory `model` with `adapters` merged, by transformers."""
+    """Returns log-probs [L - 1] of the model in directory `model` with `adapters` merged, by transformers."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     weights = load_file(model / "model.safetensors")
     merged = {
@@ -97,7 +97,7 @@ async def test_a_server_answers_each_policy_with_its_adapters_and_version(tmp_pa
         await publish(engine, "actor", 3, load_file(model / "model.safetensors") | first, "hf")
         for version, judged in ((3, second), (4, newer)):
             await publish(engine, "judge", version, judged)
-            for policy, adapters, own in (("actor", first, 3), ("judge", judged, version)):
+            for policy, adapters, current in (("actor", first, 3), ("judge", judged, version)):
                 async with (
                     GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key, adapters=policy) as client,
                     GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key, adapters="actor") as other,
@@ -106,10 +106,10 @@ async def test_a_server_answers_each_policy_with_its_adapters_and_version(tmp_pa
                     completion, *_ = await asyncio.gather(
                         client.generate(request), *(other.generate(request) for _ in range(3))
                     )
-                assert completion.versions == [(0, 12, own)]
+                assert completion.versions == [(0, 12, current)]
                 ids = [*PROMPT, *completion.token_ids.tolist()]
-                wanted = logprobs_of(model, adapters, ALPHAS[policy], ids)[len(PROMPT) - 1 :]
-                np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+                expected = logprobs_of(model, adapters, ALPHAS[policy], ids)[len(PROMPT) - 1 :]
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
                 theirs = logprobs_of(model, first if policy == "judge" else judged, 8.0, ids)[len(PROMPT) - 1 :]
                 assert np.abs(completion.logprobs - theirs).max() > 1e-2, "the adapters matter"
         async with GenerationClient(engine.spec.url, ModelShape.of(spec), api_key=key) as unnamed:
@@ -149,8 +149,8 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
         make_model(case.model, model := tmp_path / "model")
     prompts, hold = tmp_path / "prompts.jsonl", tmp_path / "hold"
     rows = map(json.loads, (task_of_sums / "train.jsonl").read_text().splitlines())
-    held = ({**row, "metadata": {**row["metadata"], "hold": str(hold)}} for row in rows)
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in held))
+    delayed = ({**row, "metadata": {**row["metadata"], "hold": str(hold)}} for row in rows)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in delayed))
     config = write_config(
         tmp_path,
         model,
@@ -194,23 +194,23 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
     resumed = TrainProcess(config, "schedule.steps=5")
     assert resumed.wait(3000) == 0, resumed.text()
 
-    said = steps(directory)
-    assert [*said] == [1, 2, 3, 4, 5]
+    by_step = steps(directory)
+    assert [*by_step] == [1, 2, 3, 4, 5]
     parts = [*adapter_targets(read_model(model).table, targets, 4)]
     few = sum(getattr(torch, case.dtype).itemsize * math.prod(part.shape) for part in parts) / 2**20
     gap, bound = GAPS[case.dtype]
     for prefix in POLICIES:
-        for step, metrics in said.items():
+        for step, metrics in by_step.items():
             assert metrics[f"{prefix}gap/tokens"] > 0 and metrics[prefix + gap] < bound, (prefix, step)
-        assert [said[step][f"{prefix}publish/mib"] for step in (1, 2, 5)] == [pytest.approx(few)] * 3
-        assert [said[step][f"{prefix}publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
+        assert [by_step[step][f"{prefix}publish/mib"] for step in (1, 2, 5)] == [pytest.approx(few)] * 3
+        assert [by_step[step][f"{prefix}publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
         for step in (1, 2, 5):
-            assert said[step][f"{prefix}publish/engines_verified"] == case.servers
+            assert by_step[step][f"{prefix}publish/engines_verified"] == case.servers
     if others_serve:
-        assert said[3]["publish/mib"] > 2 * few, "to the one that is back, with the base"
-        serving = [said[3][f"{prefix}engines/serving"] for prefix in POLICIES]
+        assert by_step[3]["publish/mib"] > 2 * few, "to the one that is back, with the base"
+        serving = [by_step[3][f"{prefix}engines/serving"] for prefix in POLICIES]
         assert serving == [case.servers - case.killed, case.servers], "it serves after the last policy's part"
-        assert said[3]["publish/engines_verified"] == said[4]["engines/serving"] == case.servers
+        assert by_step[3]["publish/engines_verified"] == by_step[4]["engines/serving"] == case.servers
     timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
     back = {line["track"] for line in timeline if line["track"].startswith("engine ") and line["name"] == "restart"}
     assert len(back) == case.killed
@@ -232,5 +232,5 @@ def test_engines_generate_for_two_policies_each_with_its_own_adapters(
 
 
 def standings(directory: Path) -> list[str]:
-    """Return the standing of each engine of the run in `directory`."""
-    return [each["standing"] for each in json.loads((directory / "engines.json").read_text())["engines"]]
+    """Returns the standing of each engine of the run in `directory`."""
+    return [engine["standing"] for engine in json.loads((directory / "engines.json").read_text())["engines"]]

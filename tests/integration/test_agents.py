@@ -70,7 +70,7 @@ async def rolling(client: GenerationClient, model: Path, **sampling: Any) -> Asy
 
 
 async def two_turns(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """What the agents below do, as a hook."""
+    """Samples the rollout of the agents below, as a hook."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=0))
     draft.add_inserted(ctx.turn(AGAIN["content"], after=draft.token_ids))
@@ -105,19 +105,19 @@ async def blocking(base_url: str, prompt: Prompt) -> None:
 
 
 async def anthropic_messages(base_url: str, prompt: Prompt) -> None:
-    """Whole, then streamed."""
+    """Requests a whole message, then a streamed one."""
     import anthropic  # 3 s of a core, which a worker that only collects this file does without
 
-    asked = {"model": "m", "max_tokens": 100}
+    request = {"model": "m", "max_tokens": 100}
     async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="x") as client:
-        first = await client.messages.create(**asked, messages=prompt.messages)
+        first = await client.messages.create(**request, messages=prompt.messages)
         answer = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
-        async with client.messages.stream(**asked, messages=[*prompt.messages, answer, AGAIN]) as stream:
+        async with client.messages.stream(**request, messages=[*prompt.messages, answer, AGAIN]) as stream:
             assert (await stream.get_final_message()).usage.output_tokens > 0
 
 
 async def openai_responses(base_url: str, prompt: Prompt) -> None:
-    """Whole, then streamed."""
+    """Requests a whole response, then a streamed one."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
         first = await client.responses.create(model="m", input=prompt.messages)
         items = [item.model_dump(exclude_none=True) for item in first.output]
@@ -126,29 +126,37 @@ async def openai_responses(base_url: str, prompt: Prompt) -> None:
 
 
 def adding(calls: list[Any]) -> None:
-    """Assert that (name, arguments) of `calls` are as their tool wants them."""
-    assert calls and all(name == "add" and list(held) == ["a"] and isinstance(held["a"], int) for name, held in calls)
+    """Asserts that (name, arguments) of `calls` are as their tool wants them."""
+    assert calls and all(
+        name == "add" and list(arguments) == ["a"] and isinstance(arguments["a"], int) for name, arguments in calls
+    )
 
 
 async def forcing(base_url: str, prompt: Prompt) -> None:
-    """Forces a tool by each API, and asks once without."""
+    """Requires a tool call by each API, and asks once without."""
     import anthropic
 
     tool = {"name": "add", "parameters": {**ADD["function"]["parameters"], **CLOSED}}
     async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
-        asked = {"model": "m", "messages": prompt.messages, "tools": [{"type": "function", "function": tool}]}
+        request = {"model": "m", "messages": prompt.messages, "tools": [{"type": "function", "function": tool}]}
         named = {"type": "function", "function": {"name": "add"}}
-        first = (await client.chat.completions.create(**asked, tool_choice=named)).choices[0].message
+        first = (await client.chat.completions.create(**request, tool_choice=named)).choices[0].message
         adding([(call.function.name, json.loads(call.function.arguments)) for call in first.tool_calls])
-        asked = {"model": "m", "input": prompt.messages, "tools": [{"type": "function", **tool}]}
-        second = await client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False)
+        request = {"model": "m", "input": prompt.messages, "tools": [{"type": "function", **tool}]}
+        second = await client.responses.create(**request, tool_choice="required", parallel_tool_calls=False)
         adding([(item.name, json.loads(item.arguments)) for item in second.output])
         await client.chat.completions.create(model="m", messages=prompt.messages, max_tokens=12)
     async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="x") as client:
         offered = [{"name": "add", "input_schema": tool["parameters"]}]
         choice = {"type": "any", "disable_parallel_tool_use": True}
-        asked = {"model": "m", "max_tokens": 300, "messages": prompt.messages, "tools": offered, "tool_choice": choice}
-        async with client.messages.stream(**asked) as stream:
+        request = {
+            "model": "m",
+            "max_tokens": 300,
+            "messages": prompt.messages,
+            "tools": offered,
+            "tool_choice": choice,
+        }
+        async with client.messages.stream(**request) as stream:
             third = await stream.get_final_message()
         adding([(block.name, block.input) for block in third.content])
 
@@ -175,9 +183,9 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
             async with rolling(client, tiny_model) as ctx:
                 expected = await two_turns(ctx, PROMPT)
                 assert expected.loss_mask.sum() >= 4 and len(expected.spans) == 4
-                for each in (plain, streaming, blocking, anthropic_messages, openai_responses):
-                    (found,) = await agent.generate(ctx, PROMPT, agent=f"{__name__}.{each.__name__}")
-                    assert_equal(found, expected, each.__name__)
+                for program in (plain, streaming, blocking, anthropic_messages, openai_responses):
+                    (found,) = await agent.generate(ctx, PROMPT, agent=f"{__name__}.{program.__name__}")
+                    assert_equal(found, expected, program.__name__)
                 results = set()
                 example = (
                     {"agent": "examples.openai_agent.solve"},
@@ -191,14 +199,14 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
             free = {"stop_token_ids": [3], "max_new_tokens": 300, "top_k": -1}
             async with rolling(client, tiny_model, **free) as ctx:
                 found = await agent.generate(ctx, PROMPT, agent=f"{__name__}.forcing")
-                assert [bool(each.loss_mask.any()) for each in found] == [False, False, True, False]
+                assert [bool(trajectory.loss_mask.any()) for trajectory in found] == [False, False, True, False]
                 assert found[0].metadata["forced"] == 3 and ctx.metrics["tool_calls"] == 3
                 begin = ctx.tokenizer('<tool_call>\n{"name": "add", "arguments": ').input_ids
-                for each in (found[0], found[1], found[3]):
-                    (span,) = [span for span in each.spans if span.source == "sampled"]
+                for trajectory in (found[0], found[1], found[3]):
+                    (span,) = [span for span in trajectory.spans if span.source == "sampled"]
                     made = slice(span.start, span.start + len(begin))
-                    assert each.token_ids[made].tolist() == begin and not each.logprobs[made].any()
-                    alone = (await client.score(each.token_ids)).logprobs[made.start - 1 : made.stop - 1]
+                    assert trajectory.token_ids[made].tolist() == begin and not trajectory.logprobs[made].any()
+                    alone = (await client.score(trajectory.token_ids)).logprobs[made.start - 1 : made.stop - 1]
                     assert alone.max() < -1  # what the model itself gives the same tokens
             for parser, text in CALLS.items():
                 content, (call,) = await find_parser(parser, router.url, client.headers)(f"So: {text}", [ADD])
@@ -207,7 +215,7 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
                     "So: nothing",
                     [],
                 )
-            # What the server itself refuses, and what nobody serves.
+            # Requests that the server itself refuses, and unsupported ones.
             async with rolling(client, tiny_model) as ctx:
                 ctx = replace(ctx, proxy=ChatProxy(context=10_000))
                 long = Prompt(id="long", messages=[{"role": "user", "content": "1" * 3000}])

@@ -34,6 +34,6 @@ def test_ctrl_c_ends_a_start_in_one_line(
         run.kill(signal.SIGINT)
         # Python ends by the signal itself where one has passed through code that C ran; a shell makes 130 of both.
         assert run.wait(END_S) in (128 + signal.SIGINT, -signal.SIGINT), run.text()
-        said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
-        assert len(said) == 1 and "Traceback" not in run.text(), run.text()
+        messages = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+        assert len(messages) == 1 and "Traceback" not in run.text(), run.text()
         run.assert_nothing_left()

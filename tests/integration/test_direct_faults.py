@@ -1,8 +1,8 @@
 """Publications from every trainer rank to real engines, struck at random moments: what serves is one version, whole.
 
-A publication is struck at a seeded moment: one process of it is killed, or stopped for good. Digests that SGLang itself
-computes of what each engine holds are compared with those of what it must hold, which plain torch operations make of
-the checkpoint (`tests.unit.layout.engine_stand`).
+A publication is struck at a seeded moment: one process of it is killed, or stopped permanently. Digests that SGLang
+itself computes of each engine's weights are compared with those of the expected weights, which plain torch operations
+make of the checkpoint (`tests.unit.layout.engine_stand`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Moment:
 
 
 def moments(seed: int) -> list[Moment]:
-    """`KILLS` and `STOPS` in a random order; every kind of process is struck as often as any other."""
+    """Returns `KILLS` and `STOPS` in a random order; every kind of process is struck as often as any other."""
     draw = np.random.default_rng(seed)
     signals = [signal.SIGKILL] * KILLS + [signal.SIGSTOP] * STOPS
     kinds = [KINDS[n % len(KINDS)] for n in range(KILLS)] + [KINDS[n % len(KINDS)] for n in range(STOPS)]
@@ -114,18 +114,18 @@ class Stand:
         return await self.publisher.publish(self.version, trainer_step=self.version)
 
     def expected(self, version: int) -> dict[str, str]:
-        """By parameter the digest of what an engine must hold of `version`."""
-        held = engine_rank(self.served, perturbed(self.weights, seed=version), ENGINE, 0)
-        return {name: digest(tensor) for name, tensor in held.items()}
+        """Returns the digest of each parameter that an engine must hold of `version`."""
+        tensors = engine_rank(self.served, perturbed(self.weights, seed=version), ENGINE, 0)
+        return {name: digest(tensor) for name, tensor in tensors.items()}
 
-    async def held(self, engine: EngineHandle) -> dict[str, str]:
-        """By parameter SGLang's own digest of what an engine holds now."""
+    async def digests(self, engine: EngineHandle) -> dict[str, str]:
+        """Returns SGLang's own digest of each parameter that an engine holds now."""
         wire = ControlClient(engine.url, keys=engine.spec.keys)
         answer = await wire.call("/weights_checker", {"action": "checksum", "selector": "target"})
         return answer["ranks"][0]["checksums"]
 
     async def victim(self, moment: Moment) -> int:
-        """The process id."""
+        """Returns the id of the process that `moment` strikes."""
         if moment.kind == "sender":
             return await self.trainers.pid(moment.number)
         engine = self.group.engines[moment.number]
@@ -138,7 +138,7 @@ class Stand:
         return (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("attest"))[0]["pid"]
 
     async def back(self) -> None:
-        """Wait until every engine runs."""
+        """Waits until every engine runs."""
         async with asyncio.timeout(BACK_S):
             while any(e.state not in (MemberState.JOINING, MemberState.MEMBER) for e in self.group.engines):
                 assert self.group.members.failure() is None
@@ -146,7 +146,7 @@ class Stand:
 
 
 def serves(process: psutil.Process, engine: EngineHandle) -> bool:
-    """True for the process that has an engine's HTTP port."""
+    """Returns whether the process has an engine's HTTP port."""
     with suppress(psutil.Error):
         port = int(engine.url.rpartition(":")[2])
         listening = [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -155,7 +155,7 @@ def serves(process: psutil.Process, engine: EngineHandle) -> bool:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The first 8 bytes of the SHA-256 of a tensor's bytes, as SGLang's checksums are on the CPU."""
+    """Returns the first 8 bytes of the SHA-256 of a tensor's bytes, as SGLang's checksums are on the CPU."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(data)).digest()[:8].hex()
 
@@ -174,28 +174,28 @@ async def test_no_engine_serves_half_a_version_whatever_is_killed(
     tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     seen: Counter[str] = Counter()
-    async with stand(tiny_model, tiny_weights, tmp_path) as each:
+    async with stand(tiny_model, tiny_weights, tmp_path) as deployment:
         usual: dict[Staging, tuple[int, float]] = {}
         for staging in ("model", "bucket", "model", "bucket"):  # the first ones also connect
-            done = await each.publish(staging)
-            usual[staging] = each.calls, done.seconds["total"]
+            done = await deployment.publish(staging)
+            usual[staging] = deployment.calls, done.seconds["total"]
             assert done.lost == [] and done.buckets > 8
-        for engine in each.group.engines:
-            assert await each.held(engine) == each.expected(each.version)
+        for engine in deployment.group.engines:
+            assert await deployment.digests(engine) == deployment.expected(deployment.version)
         print(f"a publication has {done.buckets} buckets; calls and seconds: {usual}")
         for number, moment in enumerate(moments(seed=16)):
-            told = await struck(each, moment, *usual[moment.staging])
-            seen[told] += 1
+            outcome = await struck(deployment, moment, *usual[moment.staging])
+            seen[outcome] += 1
             print(f"{number}: {moment.signum.name} to {moment.kind} {moment.number} at {moment.share:.2f} of a")
-            print(f"    publication by {moment.staging}: {told}", flush=True)
+            print(f"    publication by {moment.staging}: {outcome}", flush=True)
     print(dict(seen))
     assert sum(seen.values()) == KILLS + STOPS
 
 
 async def struck(stand: Stand, moment: Moment, calls: int, seconds: float) -> str:
-    """Strike one publication, which usually makes so many `calls` in `seconds`, and see what must follow.
+    """Breaks one publication, which usually makes `calls` calls in `seconds`, and checks the consequences.
 
-    Returns what did, in a few words.
+    Returns the outcome in a few words.
     """
     members, old = stand.group.members, stand.version
     lost_before = members.lost
@@ -214,8 +214,8 @@ async def struck(stand: Stand, moment: Moment, calls: int, seconds: float) -> st
     for number, engine in enumerate(stand.group.engines):
         await assert_whole(stand, engine, old, struck=moment.kind != "sender" and number == moment.number)
     new = stand.version
-    told = f"published to {len(done.engines) - len(done.lost)}" if done else f"given up ({error.code})"
-    told += " before" if ended else ""
+    outcome = f"published to {len(done.engines) - len(done.lost)}" if done else f"given up ({error.code})"
+    outcome += " before" if ended else ""
     if moment.kind == "sender":
         assert members.lost == lost_before, "no engine is to blame"
         name = f"trainer rank {moment.number}"
@@ -235,8 +235,8 @@ async def struck(stand: Stand, moment: Moment, calls: int, seconds: float) -> st
         assert done.lost in ([], [struck.name]) and other.state is MemberState.MEMBER
         if done.lost:
             assert done.engines[struck.name].error.about in (struck.name, "trainers"), done.engines[struck.name].error
-            told += f", lost by {done.engines[struck.name].error.code} in {done.engines[struck.name].step}"
-        # What was killed after its last step is found by the next look; what was stopped then serves nobody.
+            outcome += f", lost by {done.engines[struck.name].error.code} in {done.engines[struck.name].step}"
+        # An engine killed after its last step is found by the next look; one that was stopped then serves no requests.
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(BACK_S):
@@ -247,22 +247,22 @@ async def struck(stand: Stand, moment: Moment, calls: int, seconds: float) -> st
     again = await stand.publish(moment.staging)
     assert again.lost == [] and len(again.engines) == 2
     for engine in stand.group.engines:
-        assert await stand.held(engine) == stand.expected(stand.version)
+        assert await stand.digests(engine) == stand.expected(stand.version)
     assert stand.version == new + 1
-    return told
+    return outcome
 
 
 async def assert_whole(stand: Stand, engine: EngineHandle, old: int, *, struck: bool) -> None:
-    """An engine that generates holds one version, of which it says that it holds it; else it serves nobody."""
+    """Asserts that an engine that generates holds the version that it reports; otherwise it serves no requests."""
     try:
         async with asyncio.timeout(STEP_S):
             if engine.state is not MemberState.MEMBER or not await engine.perform("serves", None):
                 return
             status = (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("status"))[0]
-            held = await stand.held(engine)
+            digests = await stand.digests(engine)
     except (SlimxError, TimeoutError):
         if not struck:
             raise
         return
     assert status["version"] in (old, stand.version)
-    assert held == stand.expected(status["version"])
+    assert digests == stand.expected(status["version"])

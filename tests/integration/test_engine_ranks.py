@@ -51,22 +51,22 @@ class Stand:
     """`answer` before anything was published."""
 
     def local(self, weights: Weights) -> list[Weights]:
-        """`weights` as each rank's own parameters."""
+        """Returns `weights` as the parameters of each rank."""
         ranks: list[Weights] = [{} for _ in range(self.layout.sizes.world)]
         for part in self.layout.parts():
-            held = torch.zeros(part.shape)
+            tensor = torch.zeros(part.shape)
             for r in part.rects:
                 source = weights[part.sources[r.source]]
                 flat = source.view(matrix(source.shape))[r.row : r.row + r.rows, r.col : r.col + r.cols]
-                target = held.view(matrix(held.shape))
+                target = tensor.view(matrix(tensor.shape))
                 target[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols] = flat
             for rank in part.ranks:
-                ranks[rank][part.name] = held
+                ranks[rank][part.name] = tensor
         return ranks
 
     def assert_same(self, one: np.ndarray, other: np.ndarray) -> None:
-        """Log-probs of the same weights, bit for bit; where attention has several copies but for rounding: what the
-        other copy computes meanwhile (a health check) is in the same batch of the experts."""
+        """Asserts that log-probs are equal bit for bit, or up to rounding where attention has several copies: a health
+        check on another copy is in the same batch of the experts."""
         atol = 1e-6 if self.layout.sizes.attention_data > 1 else 0.0
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
@@ -75,7 +75,7 @@ class Stand:
 
 
 async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
+    """Returns greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     meta = (await engine.wire.call("/generate", body, key=engine.spec.keys.api_key))["meta_info"]
@@ -84,7 +84,7 @@ async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
 
 
 def expected(stand: Stand, weights: Weights, tokens: list[int], out: Path) -> np.ndarray:
-    """The log-probs that the model itself gives to prompt and tokens with `weights`."""
+    """Returns the log-probs that the model itself gives to prompt and tokens with `weights`."""
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text((stand.model / "config.json").read_text())
     ids = [*PROMPT, *tokens]
@@ -223,7 +223,7 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
     first = manifest(20, "local", epoch)
 
     async def stage(of: Manifest, packed: PackedBucket) -> None:
-        """Past the engine, which would refuse it before its ranks are asked."""
+        """Sends the bucket to the ranks directly: the engine would refuse it first."""
         which = {"policy": of.policy, "version": of.version, "epoch": of.membership_epoch, "bucket": 0}
         await engine.wire.ask("stage", **which, ranks=packed.parts("local", 2))
 

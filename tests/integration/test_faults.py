@@ -57,7 +57,7 @@ class Stand:
         return await self.publisher.publish(version, trainer_step=version)
 
     async def back(self, engine: EngineHandle) -> None:
-        """Wait until a lost engine runs again. It is not in the router: nothing was published to it."""
+        """Waits until a lost engine runs again. It is not in the router: nothing was published to it."""
         async with asyncio.timeout(RESTART_S):
             while engine.state is not MemberState.JOINING:
                 assert engine.state is MemberState.OUT
@@ -75,7 +75,7 @@ class Stand:
 
 
 async def process_of(engine: EngineHandle) -> int:
-    """The server's scheduler, which holds the model."""
+    """Returns the server's scheduler, which holds the model."""
     return (await ControlClient(engine.url, keys=engine.spec.keys).request_ranks("attest"))[0]["pid"]
 
 
@@ -98,7 +98,7 @@ async def engines_and_clients(tiny_model: Path, weights: Weights, directory: Pat
 
 @contextmanager
 def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
-    """`engine` alone gets one bucket with a changed byte."""
+    """Gives `engine` alone one bucket with a changed byte."""
 
     async def perform(verb: str, epoch: int | None, *arguments: Any, **deadline: float) -> Any:
         if verb != "stage" or arguments[1] != bucket:
@@ -122,7 +122,7 @@ def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
 
 @torch.no_grad()
 def check_tokens(completions: list[Completion], weights: Callable[[int], Weights], model: Path) -> None:
-    """Every token was sampled by exactly the published weights of the version that it names."""
+    """Asserts that every token was sampled by exactly the published weights of the version that it names."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()] for completion in completions])
     logprobs = np.stack([completion.logprobs for completion in completions])
@@ -202,10 +202,10 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
 
         # What no engine can take may be the engines' fault: they are started again before the same is tried again.
         trainers.renamed = {"model.norm.weight": "model.norm.wait"}
-        with pytest.raises(NoReceiverLeft) as told:
+        with pytest.raises(NoReceiverLeft) as caught:
             await stand.publish(6)
-        assert (told.value.code, told.value.about) == ("publish.refused", "stage")
-        assert "model.norm.wait" in str(told.value) and not stand.members.candidates()
+        assert (caught.value.code, caught.value.about) == ("publish.refused", "stage")
+        assert "model.norm.wait" in str(caught.value) and not stand.members.candidates()
     served = {version for completion in stand.completions for _, _, version in completion.versions}
     assert {2, 3, 4, 5} <= served <= {1, 2, 3, 4, 5}
     check_tokens(stand.completions, trainers.weights, tiny_model)
@@ -247,8 +247,8 @@ def test_a_run_waits_for_its_only_engine_unless_it_may_not_restart(
     rows, last = steps(directory), completed_steps(directory)
     scheduler(run).kill()
     assert run.wait() == LOST, run.text()
-    said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
-    assert len(said) == 1 and "engine actor-0" in said[0] and "engine-actor-0.log" in said[0], run.text()
+    messages = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+    assert len(messages) == 1 and "engine actor-0" in messages[0] and "engine-actor-0.log" in messages[0], run.text()
     assert "Traceback" not in run.text()
     assert any("engine actor-0" in line and "1 of 1" in line for line in run.text().splitlines()), "its restart"
     run.assert_nothing_left()

@@ -1,6 +1,6 @@
 """Trainer ranks get GPUs machine by machine, and engines that take turns with them get the same GPUs.
 
-Ray counts GPUs that it is told of: two machines with two each are invented here, and nothing uses them.
+Ray counts GPUs that are declared to it: two machines with two each are invented here, and nothing uses them.
 """
 
 from __future__ import annotations

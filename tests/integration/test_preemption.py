@@ -28,8 +28,8 @@ def test_a_preempted_run_keeps_complete_groups_and_continues(
     first.kill(signal.SIGUSR1 if colocate else signal.SIGTERM)
     assert first.wait() == 75, first.text()
     first.assert_nothing_left()
-    said = [line for line in first.text().splitlines() if line.startswith("slimx: ")]
-    assert numbers(said[-1]) == [0, 2], "the step that is saved, and all"
+    messages = [line for line in first.text().splitlines() if line.startswith("slimx: ")]
+    assert numbers(messages[-1]) == [0, 2], "the step that is saved, and all"
     (directory / "go").touch()
     second = TrainProcess(config)
     assert second.wait() == 0, second.text()

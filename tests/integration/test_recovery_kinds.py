@@ -50,7 +50,7 @@ AHEAD = {
 
 
 def sections(kind: dict[str, Any]) -> dict[str, Any]:
-    """`kind` over what `config_of` gives."""
+    """Returns the sections of `kind` over those of `config_of`."""
     return kind | {"trainer": {"watch_deadline": 10} | kind.get("trainer", {})}
 
 
@@ -70,10 +70,10 @@ def test_struck_runs_of_other_kinds_have_the_metrics_of_those_left_alone(
 ) -> None:
     if "nixl" in kind:
         pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
-    given = sections(KINDS[kind])
+    options = sections(KINDS[kind])
     moments = [*STRIKES, WRITES] if "disk" in kind else STRIKES
-    run = struck(config_of(tmp_path / "struck", tiny_model, task_of_sums, count=STEPS, replaced=20, **given), moments)
-    alone = config_of(tmp_path / "alone", tiny_model, task_of_sums, count=STEPS, replaced=20, **given)
+    run = struck(config_of(tmp_path / "struck", tiny_model, task_of_sums, count=STEPS, replaced=20, **options), moments)
+    alone = config_of(tmp_path / "alone", tiny_model, task_of_sums, count=STEPS, replaced=20, **options)
     ended_as(run, undisturbed(alone))
 
 

@@ -14,23 +14,23 @@ from tests.integration.runs import TrainProcess, steps, write_config
 
 pytestmark = pytest.mark.integration
 
-OWN = ("time/", "perf/", "memory/", "publish/", "engines/", "rollout/")
+VARYING = ("time/", "perf/", "memory/", "publish/", "engines/", "rollout/")
 """Metrics of the engines, and those that differ between two runs of the same."""
 
 
 def replaying(uninterrupted: Path, directory: Path, *overrides: str) -> TrainProcess:
-    """The uninterrupted run's configuration, trained again in `directory` on what it has saved."""
+    """Starts the uninterrupted run's configuration, trained again in `directory` on what it has saved."""
     file = directory / "config.yaml"
     file.write_text((uninterrupted / "config.yaml").read_text())
     return TrainProcess(file, f"run.dir={directory / 'run'}", f"rollout.replay={uninterrupted / 'run'}", *overrides)
 
 
 def assert_same_metrics(recorded: Path, replayed: Path, expected: range, among: tuple[str, ...]) -> None:
-    """All that does not depend on engines or time, `among` others, is the same to the last bit."""
+    """Asserts that all metrics that do not depend on engines or time, `among` others, are the same to the last bit."""
     whole, again = steps(recorded / "run"), steps(replayed / "run")
     assert [*whole] == [*again] == [*expected]
     for step, row in whole.items():
-        compared = {key: value for key, value in row.items() if not key.startswith(OWN)}
+        compared = {key: value for key, value in row.items() if not key.startswith(VARYING)}
         assert {key: again[step].get(key) for key in compared} == compared, step
     assert set(among) <= compared.keys()
 

@@ -21,13 +21,13 @@ TOKENS = 256
 
 
 def trained(run: Path) -> dict[int, list[Trajectory]]:
-    """What each step has trained."""
+    """Returns the trajectories that each step has trained."""
     files = step_files(run / DIRECTORY)
     return {step: [t for g in read_step(file)[1] for t in g.trajectories] for step, file in files.items()}
 
 
 def open_groups(run: Path) -> int:
-    """As `slimx status` says; 0 where it says nothing yet."""
+    """Returns the number of open groups by `slimx status`; 0 where it reports none yet."""
     activity = run_status(run)["activity"]
     return activity["rollouts"]["open"] if activity and activity["step"] else 0
 
@@ -63,7 +63,9 @@ def test_generation_runs_through_publications_within_the_bound(tiny_model: Path,
         assert row["eval/sums/accuracy"] == row["eval/accuracy"] == step and row["eval/failed"] == 0
         assert row["eval/sums/pass@2"] == (step == 4)
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
-    assert {(each["step"], each["version"]) for each in samples if each["evaluation"]} == {(n, n) for n in evaluated}
+    assert {(sample["step"], sample["version"]) for sample in samples if sample["evaluation"]} == {
+        (n, n) for n in evaluated
+    }
     assert rows.pop(0) and rows.keys() == {*range(1, 5)}
     assert max(row["staleness/max"] for row in rows.values()) == 2
     assert any(row["staleness/mixed"] > 0 for row in rows.values())

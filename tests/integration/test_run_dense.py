@@ -27,7 +27,7 @@ STEPS, SIZE, OPEN = 2, 4, 8
 
 @pytest.fixture(scope="module")
 def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the model and the finished run are."""
+    """The directory of the model and the finished run."""
     directory = tmp_path_factory.mktemp("dense")
     make_model("qwen2", directory / "model")
     config = write_config(
@@ -62,7 +62,7 @@ def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def trained(directory: Path) -> dict[int, list[Group]]:
-    """The groups of each step."""
+    """Returns the groups of each step."""
     return {step: read_step(file)[1] for step, file in step_files(directory / "run" / DIRECTORY).items()}
 
 
@@ -79,15 +79,15 @@ def test_two_trainer_ranks_and_an_engine_agree_after_every_publication(directory
 
 
 def test_trained_tokens_masks_and_rewards_are_those_of_the_slime_hook(directory):
-    given = [json.loads(line) for line in (directory / "given.jsonl").open()]
+    records = [json.loads(line) for line in (directory / "given.jsonl").open()]
     rewards = set()
     for step, groups in trained(directory).items():
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         for trajectory in trajectories:
             length, prompt = len(trajectory.token_ids), trajectory.spans[0].stop
             # One that is generated anew by the next version stands there again, with the same tokens or others.
-            own = [hook for hook in given if hook["id"] == trajectory.id]
-            hook = next(hook for hook in own if hook["tokens"][:length] == trajectory.token_ids.tolist())
+            candidates = [hook for hook in records if hook["id"] == trajectory.id]
+            hook = next(hook for hook in candidates if hook["tokens"][:length] == trajectory.token_ids.tolist())
             mask = hook["mask"][: length - prompt]
             assert hook["mask"][0] == 0 and sum(hook["mask"]) == sum(mask), "a tool's last words are left off"
             assert trajectory.loss_mask.tolist() == [0] * prompt + mask
@@ -132,7 +132,7 @@ def test_values_of_every_token_are_kept_and_are_those_of_the_metrics(directory):
                 values, mask = kept[trajectory.id], trajectory.loss_mask > 0
                 gaps += np.abs(values.logprobs - trajectory.logprobs)[mask].tolist()
                 assert values.other_experts is None and np.isnan(values.advantages[0])
-                mean = np.mean([each.reward for each in group.trajectories])
+                mean = np.mean([t.reward for t in group.trajectories])
                 assert set(np.sign(values.advantages[1:])) == {np.sign(trajectory.reward - mean)}
         row = steps(directory / "run")[step]
         assert max(gaps) == row["gap/max"] and np.mean(gaps) == pytest.approx(row["gap/mean"], rel=1e-6)

@@ -1,5 +1,5 @@
-"""A whole run with low-rank adapters: an engine that knows nothing of them serves the merged weights, another computes
-with them beside their base, and a checkpoint belongs to its adapters."""
+"""A whole run with low-rank adapters: an engine without adapter support serves the merged weights, another computes
+with base and adapters, and a checkpoint belongs to its adapters."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_m
     assert run.wait() == 0, run.text()
     directory = tmp_path / "run"
     assert all(step["gap/max"] < 1e-4 and step["gap/tokens"] > 0 for step in steps(directory).values())
-    said = steps(directory)
-    assert said[1]["kl/reference"] <= 1e-8 < said[2]["kl/reference"]
+    metrics = steps(directory)
+    assert metrics[1]["kl/reference"] <= 1e-8 < metrics[2]["kl/reference"]
     base, merged = load_file(tiny_model / "model.safetensors"), exported(directory / "hf")
     assert base.keys() == merged.keys()
     moved = {name for name, value in base.items() if not torch.equal(value, merged[name])}
@@ -59,10 +59,10 @@ def test_engines_serve_merged_weights_and_a_run_goes_on_with_its_adapters(tiny_m
     with refused("resume.lora"):
         check_resume(saved, state, {"actor": SimpleNamespace(config=other, sizes=sizes_of(other.trainer))})
 
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, f"adapters-to-peft {directory}/checkpoints {tmp_path}/peft --original {tiny_model}".split()
     )
-    assert told.exit_code == 0, told.output
+    assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (4, 8)
     assert written["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
@@ -90,10 +90,10 @@ def test_a_colocated_run_in_exact_mode_has_no_gap(tiny_model, task_of_sums, tmp_
     )
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
-    said = steps(tmp_path / "run")
-    assert len(said) == 3
-    assert all(step["gap/max"] == 0.0 and step["gap/tokens"] > 0 for step in said.values())
-    assert said[1]["kl/reference"] == 0.0 < said[3]["kl/reference"], "the adapters learned"
+    metrics = steps(tmp_path / "run")
+    assert len(metrics) == 3
+    assert all(step["gap/max"] == 0.0 and step["gap/tokens"] > 0 for step in metrics.values())
+    assert metrics[1]["kl/reference"] == 0.0 < metrics[3]["kl/reference"], "the adapters learned"
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
@@ -135,16 +135,18 @@ def test_engines_compute_with_adapters_beside_a_base_that_they_got_once(tiny_mod
         server.kill()
     assert run.wait() == 0, run.text()
     run.assert_nothing_left()
-    said, (gap, bound) = steps(directory), GAPS[dtype]
-    assert all(step[gap] < bound and step["gap/tokens"] > 0 for step in said.values())
-    assert said[1]["kl/reference"] <= 1e-8 < said[10]["kl/reference"], "the adapters learned, and engines use them"
+    metrics, (gap, bound) = steps(directory), GAPS[dtype]
+    assert all(step[gap] < bound and step["gap/tokens"] > 0 for step in metrics.values())
+    assert metrics[1]["kl/reference"] <= 1e-8 < metrics[10]["kl/reference"], (
+        "the adapters learned, and engines use them"
+    )
     parts = [*adapter_targets(read_model(model).table, targets, 4)]
     few = sum(getattr(torch, dtype).itemsize * math.prod(part.shape) for part in parts) / 2**20
-    assert [said[step]["publish/mib"] for step in (1, 2)] == [pytest.approx(few)] * 2
-    assert [said[step]["publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
+    assert [metrics[step]["publish/mib"] for step in (1, 2)] == [pytest.approx(few)] * 2
+    assert [metrics[step]["publish/tensors_verified"] for step in (1, 2)] == [len(parts)] * 2
     timeline = [json.loads(line) for line in (directory / "timeline.jsonl").open()]
     assert any(line["track"] == "engine actor-0" and line["name"] == "restart" for line in timeline)
-    assert said[10]["publish/engines_verified"] == 1
+    assert metrics[10]["publish/engines_verified"] == 1
 
 
 def engines(run: TrainProcess) -> list[psutil.Process]:

@@ -73,7 +73,7 @@ def train(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., list[Traje
         assert len(steps(tmp_path / "run")) == STEPS
         files = step_files(tmp_path / "run" / DIRECTORY)
         groups = [group for step in range(1, STEPS + 1) for group in read_step(files[step])[1]]
-        return [each for group in groups for each in group.trajectories]
+        return [trajectory for group in groups for trajectory in group.trajectories]
 
     with tempfile.TemporaryDirectory() as base:
         Path(base).chmod(0o755)
@@ -86,12 +86,15 @@ def test_a_policy_is_rewarded_for_what_its_commands_left_in_the_box(train, tmp_p
     tasks.write_text("".join(json.dumps(TASK | {"id": f"t{number}"}) + "\n" for number in range(4)))
     trajectories = train(tasks, "tests.integration.hooks.writing_numbers", sampling={"max_new_tokens": 120})
     assert len(trajectories) == STEPS * 8
-    rewards = [each.reward_parts["tests"] for each in trajectories]
+    rewards = [trajectory.reward_parts["tests"] for trajectory in trajectories]
     assert {*rewards} == {0.0, 1.0}, rewards
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    written = [int(re.search(r"echo (\d+) > value", each["response"])[1]) for each in samples]  # type: ignore[index]
-    assert [each["reward"] for each in samples] == [float(number % 2 == 0) for number in written]
-    assert all(each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {} for each in trajectories)
+    written = [int(re.search(r"echo (\d+) > value", sample["response"])[1]) for sample in samples]  # type: ignore[index]
+    assert [sample["reward"] for sample in samples] == [float(number % 2 == 0) for number in written]
+    assert all(
+        trajectory.metadata["tool_calls"] == 1 and trajectory.metadata["tool_errors"] == {}
+        for trajectory in trajectories
+    )
 
 
 def test_repairs_are_rewarded_by_the_policys_choice(train, tiny_model: Path) -> None:
@@ -107,12 +110,12 @@ def test_repairs_are_rewarded_by_the_policys_choice(train, tiny_model: Path) -> 
     rows = map(json.loads, (EXAMPLES / "tasks.jsonl").read_text().splitlines())
     prompts = {row["id"]: row["prompt"] for row in rows}
     repaired: dict[str, set[float]] = {}
-    for each in trajectories:
-        text = tokenizer.decode(each.token_ids)
+    for trajectory in trajectories:
+        text = tokenizer.decode(trajectory.token_ids)
         (name,) = (name for name, prompt in prompts.items() if prompt in text)
         did, idle = IN_ONE_CALL[name] in text, IDLE in text
-        assert did != idle and each.reward_parts["tests"] == float(did)
-        assert each.metadata["tool_calls"] == 1 and each.metadata["tool_errors"] == {}
+        assert did != idle and trajectory.reward_parts["tests"] == float(did)
+        assert trajectory.metadata["tool_calls"] == 1 and trajectory.metadata["tool_errors"] == {}
         repaired.setdefault(name, set()).add(float(did))
     assert repaired.keys() == IN_ONE_CALL.keys()
     assert set.union(*repaired.values()) == {0.0, 1.0}

@@ -26,12 +26,12 @@ def test_a_short_soak_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
         text=True,
         timeout=3000,
     )
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED") and " grows " not in line]
-    assert not failed and done.returncode in (0, 1), said
+    assert not failed and done.returncode in (0, 1), output
     account = Ledger(tmp_path / "run").account()
-    assert account.step == STEPS and not account.problems, said
-    assert account.trained == 2 * STEPS and account.dropped["filter: unlucky"], said
+    assert account.step == STEPS and not account.problems, output
+    assert account.trained == 2 * STEPS and account.dropped["filter: unlucky"], output
     strikes = (tmp_path / "strikes.jsonl").read_text().splitlines()
-    assert len(strikes) >= 2, said
+    assert len(strikes) >= 2, output
     assert (tmp_path / "samples.jsonl").stat().st_size

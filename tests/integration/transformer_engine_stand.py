@@ -1,7 +1,7 @@
 """Transformer Engine's real Python without a GPU: its compiled half, which needs one, is computed in plain torch.
 
-What megatron-core builds from Transformer Engine is then the real thing: classes, constructors, parameters, their marks
-and checkpoint keys. Every call of a class or function whose kernels are replaced here is bound to its real signature
+megatron-core then builds real objects of Transformer Engine: classes, constructors, parameters, their marks and
+checkpoint keys. Every call of a class or function whose kernels are replaced here is bound to its real signature
 first, so that an argument that the installed version does not know fails as it would on a GPU.
 
 `install()` changes the whole process, before the trainer's adapters, which then find what they find on a GPU.
@@ -65,8 +65,8 @@ class CompiledHalf(types.ModuleType):
 
 
 def install(*, fp32_scales: bool = True) -> None:
-    """Import Transformer Engine, give it kernels of plain torch, and have trainers choose its layers as on a GPU.
-    `fp32_scales`: set the variable that a rank with trainer.fp8 has; nothing else reads it."""
+    """Imports Transformer Engine with kernels of plain torch, and lets trainers choose its layers as on a GPU.
+    `fp32_scales`: sets the variable that a rank with trainer.fp8 has; nothing else reads it."""
     if fp32_scales:
         os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     megatron_cpu.install()
@@ -83,7 +83,7 @@ def install(*, fp32_scales: bool = True) -> None:
     from slimx.trainer import trainer  # once megatron-core finds the layers
 
     choose = trainer.choose_backends
-    trainer.choose_backends = lambda section, **given: choose(section, **given | {"device": "cuda"})
+    trainer.choose_backends = lambda section, **options: choose(section, **options | {"device": "cuda"})
 
 
 def _import(compiled: CompiledHalf) -> None:
@@ -109,9 +109,9 @@ def bound(original: Callable[..., Any], compute: Callable[..., Any]) -> Callable
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return compute(**given.arguments)
+        inputs = signature.bind(*args, **kwargs)
+        inputs.apply_defaults()
+        return compute(**inputs.arguments)
 
     return call
 
@@ -155,7 +155,7 @@ def _norm_linear(self: Any, inp: torch.Tensor, is_first_microbatch: bool | None,
 
 
 def _product(module: Any, x: torch.Tensor, first: bool | None) -> Any:
-    """x W^T + b with what tensor parallelism exchanges before and after."""
+    """Computes x W^T + b with the exchanges of tensor parallelism before and after."""
     from megatron.core.tensor_parallel import mappings
 
     group, cut = module.tp_group, module.sequence_parallel
@@ -173,7 +173,7 @@ def _product(module: Any, x: torch.Tensor, first: bool | None) -> Any:
 
 
 def _multiplied(module: Any, name: str, x: torch.Tensor, first: bool | None) -> torch.Tensor:
-    """x W^T with the module's parameter `name`, in fp8 where the caller's context says so.
+    """Computes x W^T with the module's parameter `name`, in fp8 where the caller's context says so.
 
     The weights' copies from one micro-batch to the next lie where Transformer Engine has them; one that is used and is
     not of the present weights fails."""
@@ -230,7 +230,7 @@ def _attention(
     window_size: tuple[int, int] | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Causal attention of packed sequences: queries [T, heads, d]; returns [T, heads * d of values]."""
+    """Computes causal attention of packed sequences: queries [T, heads, d]; returns [T, heads * d of values]."""
     assert (qkv_format, attn_mask_type) == ("thd", "padding_causal")
     assert (window_size or self.window_size)[0] == -1
     lengths = cu_seqlens_q.diff().tolist()
@@ -246,7 +246,7 @@ def _gemm(
     grad: bool,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None, None]:
-    """In cuBLAS' order, by columns: TN is B A^T, NN is B A, NT is B^T A."""
+    """Multiplies in cuBLAS' order, by columns: TN is B A^T, NN is B A, NT is B^T A."""
     left, right = B.T if layout[1] == "T" else B, A.T if layout[0] == "T" else A
     product = left.to(out_dtype) @ right.to(out_dtype)
     if bias is not None:
@@ -265,7 +265,7 @@ def _rotate(
     cp_size: int,
     **_: Any,
 ) -> torch.Tensor:
-    """Heads [T, heads, d], of which the first of `freqs` [longest, 1, 1, rotated] turn, each sequence from place 0."""
+    """Rotates the first elements of heads [T, heads, d] by `freqs` [longest, 1, 1, rotated]; sequences begin at 0."""
     assert fused
     assert (tensor_format, cp_size) == ("thd", 1)
     places = torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
@@ -281,7 +281,7 @@ def _rotate(
 
 
 def _permute(inp: torch.Tensor, routing_map: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows by expert, and of which token each is: [rows]."""
+    """Returns rows by expert, and the token of each row: [rows]."""
     tokens = routing_map.bool().T.nonzero()[:, 1]
     return inp[tokens], tokens
 
@@ -339,8 +339,8 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """AdamW (Loshchilov and Hutter, 1711.05101) on lists of gradients, parameters and both moments, which are read into
-    fp32 and rounded when they are written, as `adam.cu` does."""
+    """Applies AdamW (Loshchilov and Hutter, 1711.05101) to lists of gradients, parameters and both moments, which are
+    read into fp32 and rounded when they are written, as `adam.cu` does."""
     assert mode == bias_correction == 1
     for gradient, parameter, *moments in zip(*tensor_lists, strict=True):
         assert parameter.dtype == gradient.dtype == torch.float32
@@ -359,9 +359,9 @@ def multi_tensor_l2norm(
     tensor_lists: Sequence[Sequence[torch.Tensor]],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all, and of each."""
-    each = torch.stack([tensor.norm() for tensor in tensor_lists[0]])
-    return each.norm().view(1), each
+    """Returns the norm of all tensors together, and of each."""
+    norms = torch.stack([tensor.norm() for tensor in tensor_lists[0]])
+    return norms.norm().view(1), norms
 
 
 def multi_tensor_scale(
