@@ -43,7 +43,7 @@ class Reader(NamedTuple):
 
 
 def plain(*units: str) -> list[Shape]:
-    """Nothing but a unit."""
+    """Returns shapes of a unit alone."""
     return [("", unit, "") for unit in units]
 
 
@@ -98,14 +98,14 @@ def reader() -> AnswerReader:
 
 
 def message(text: str) -> None:
-    """All that the proxy makes of an answer."""
+    """Reads an answer as the proxy does, as a whole message."""
     answers, request = reader(), ChatRequest(messages=[], model="m", tools=[{}], calls_tools=True, stop=["###", "</"])
     ids, after = answers.tokenizer(text).input_ids, [1]
     asyncio.run(answers.message(ids, request, 0, after=after))
 
 
 def streamed(text: str) -> None:
-    """A stream of single bytes."""
+    """Reads a stream of single bytes."""
     pieces = Pieces(reader(), ["###", "ab" * 500, "<answer>"])
     for token in pieces._reading.tokenizer(text).input_ids:
         pieces.add([token])
@@ -113,7 +113,7 @@ def streamed(text: str) -> None:
 
 
 def torn(text: str) -> None:
-    """A stream of bytes that are no characters."""
+    """Reads a stream of bytes that are no characters."""
     pieces = Pieces(reader(), ["\ufffd\ufffdx"])
     first = pieces._reading.tokenizer("é").input_ids[0]
     for _ in text:
@@ -151,7 +151,7 @@ READERS = [
 
 
 def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
-    """CPU seconds of this thread."""
+    """Returns the CPU seconds of a call in this thread."""
     begins, unit, ends = shape
     text = begins + unit * ((length - len(begins) - len(ends)) // len(unit)) + ends
     began = time.thread_time()
@@ -164,8 +164,8 @@ def seconds(function: Callable[[str], Any], shape: Shape, length: int) -> float:
 @pytest.mark.parametrize("longest", [SHORT, pytest.param(LENGTHS[-1], marks=pytest.mark.slow("a million characters"))])
 def test_readers_of_sampled_text_take_time_in_proportion_to_its_length(reader, longest):
     for shape in dict.fromkeys(reader.shapes):
-        for shorter, length in pairwise(each for each in LENGTHS if each <= min(longest, reader.longest)):
-            short, long = (partial(seconds, reader.function, shape, each) for each in (shorter, length))
+        for shorter, length in pairwise(x for x in LENGTHS if x <= min(longest, reader.longest)):
+            short, long = (partial(seconds, reader.function, shape, x) for x in (shorter, length))
             assert not grows(short, long, GROWTH, FLOOR_S), (shape, length)
 
 

@@ -73,7 +73,7 @@ async def test_a_session_counts_and_its_verdict_is_the_reward(server):
 
 
 def answering(**answers: Any) -> Any:
-    """A server that answers each path with its status and text, and keeps what it was sent in `heard`."""
+    """Makes a handler that answers each path with its status and text, and keeps what it was sent in `heard`."""
     heard: list[tuple[str, Any]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -105,7 +105,7 @@ async def test_the_verifier_reads_the_whole_rollout_as_a_response():
     assert {key: verified[key] for key in ROW} == ROW
     output = verified["response"]["output"]
     kinds = ["message", "function_call", "function_call_output", "message", "message"]
-    assert [each["type"] for each in output] == kinds
+    assert [item["type"] for item in output] == kinds
     assert output[1]["name"] == "get_counter_value" and output[1]["call_id"] == output[2]["call_id"]
     assert output[2]["output"] == '{"count": 3}' and output[0]["content"][0]["text"] == "So:"
     assert output[4]["content"][0]["text"] == "It is 3."

@@ -160,8 +160,8 @@ async def test_an_answer_has_the_shape_that_the_client_knows():
         prompt_tokens = len(encode("<user>user: 1+1=<end>\n<assistant>"))
         assert answer.usage.prompt_tokens == prompt_tokens and answer.usage.completion_tokens == 3
         assert answer.usage.total_tokens == prompt_tokens + 3 and answer.usage.prompt_tokens_details.cached_tokens == 2
-        told = answer.choices[0].logprobs.content
-        assert [(entry.token, entry.logprob) for entry in told] == [("a", -0.125), ("b", -0.25), ("<end>", -0.375)]
+        logprobs = answer.choices[0].logprobs.content
+        assert [(entry.token, entry.logprob) for entry in logprobs] == [("a", -0.125), ("b", -0.25), ("<end>", -0.375)]
         assert (await client.models.list()).data[0].id == "policy"
 
     await rollout(Script("ab"), look)
@@ -220,16 +220,16 @@ async def test_reasoning_is_set_apart_if_asked_for_and_stays_in_the_tokens():
 
 async def test_a_stream_has_the_text_of_a_whole_answer_and_is_captured_alike():
     async def streaming(client: Any, prompt: Any) -> None:
-        parts, usage, finish, told = [], None, None, []
+        parts, usage, finish, logprobs = [], None, None, []
         options = {"stream_options": {"include_usage": True}, "logprobs": True}
         async for chunk in await ask(client, USER, stream=True, **options):
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 parts.append(choice.delta.content or "")
                 finish = choice.finish_reason or finish
-                told += choice.logprobs.content if choice.logprobs else []
+                logprobs += choice.logprobs.content if choice.logprobs else []
         assert "".join(parts) == "it is 3" and sum(map(bool, parts)) == 4 and finish == "stop"
-        assert usage.completion_tokens == 8 and [entry.logprob for entry in told] == [-n / 8 for n in range(1, 9)]
+        assert usage.completion_tokens == 8 and [entry.logprob for entry in logprobs] == [-n / 8 for n in range(1, 9)]
         first = {"role": "assistant", "content": "".join(parts)}
         await chat(client, [*USER, first, {"role": "user", "content": "Sure?"}])
 

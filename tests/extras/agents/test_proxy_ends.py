@@ -1,4 +1,4 @@
-"""Agents that ask for what cannot be, fall over a limit, fail or leave: what they are told, and what is counted."""
+"""Agents that send invalid requests, exceed a limit, fail or leave: the answers they get, and the metrics."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ async def test_unsupported_requests_are_refused_in_the_apis_error_format():
 
 
 async def test_the_run_decides_temperature_and_top_p_or_refuses_others():
-    async def own(client: Any, prompt: Any) -> None:
+    async def override(client: Any, prompt: Any) -> None:
         await chat(client, USER, temperature=0.2, top_p=1.0)
 
     engine = Script("2")
-    (found,) = await rollout(engine, own)
+    (found,) = await rollout(engine, override)
     assert engine.received[0][1]["temperature"] == 1.0 and found.metadata["overridden"] == ["temperature"]
     with refused("hooks.given_up", about="agent failed", kind=GivenUp) as caught:
-        await rollout(Script("2"), own, sampling="strict")
+        await rollout(Script("2"), override, sampling="strict")
     cause = caught.value.__cause__
     assert isinstance(cause, openai.BadRequestError) and cause.param == "temperature"
 
@@ -261,9 +261,9 @@ async def test_an_address_that_is_taken_or_that_nobody_could_be_told_is_refused(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         proxy = ChatProxy("127.0.0.1", port, context=100)
-        with refused("hooks.given_up", about="agent failed") as told:
+        with refused("hooks.given_up", about="agent failed") as caught:
             await agent.generate(context(Script("1"), proxy), PROMPT, agent="tests.extras.agents.proxy_stand.call")
-        cause = told.value.__cause__
+        cause = caught.value.__cause__
         assert isinstance(cause, SlimxError) and (cause.code, cause.about) == ("proxy.address", "rollout.proxy")
 
 

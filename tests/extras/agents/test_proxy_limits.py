@@ -21,7 +21,7 @@ USER = [{"role": "user", "content": "1+1="}]
 
 
 async def served(function: Any, *, tokens: int = 1000, proxy: ChatProxy | None = None) -> Any:
-    """The result of `async def function(url)`, run as the agent of a rollout."""
+    """Returns the result of `async def function(url)`, run as the agent of a rollout."""
     found: list[Any] = []
 
     async def act(url: str, prompt: Any) -> None:
@@ -173,9 +173,9 @@ async def test_connections_beyond_the_bound_are_closed_and_counted():
     async def many(url: str) -> list[bytes]:
         opened = [await connect(url) for _ in range(5)]
         reading = [asyncio.create_task(ended(reader)) for reader, _ in opened]
-        await until(lambda: sum(each.done() for each in reading) >= 2)
+        await until(lambda: sum(task.done() for task in reading) >= 2)
         await asyncio.sleep(0.5)
-        closed = [each.result() for each in reading if each.done()]
+        closed = [task.result() for task in reading if task.done()]
         for _, writer in opened:
             writer.close()
         await until(lambda: len(proxy._open) == 0)  # else the next one would need room

@@ -27,7 +27,7 @@ from tests.refusals import refused
 
 
 def bytewise() -> PreTrainedTokenizerFast:
-    """One token is one byte: a character may need several."""
+    """Returns a tokenizer whose tokens are single bytes: a character may need several."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,8 +38,8 @@ def bytewise() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("text", ["plain", "süß 東京 🙂!", "a\n b  c", ""])
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_pieces_add_up_to_the_whole_text_and_never_take_anything_back(text, step):
-    each = bytewise()
-    reading, ids = AnswerReader(each, find_parser("hermes", "")), each(text).input_ids
+    byte_tokenizer = bytewise()
+    reading, ids = AnswerReader(byte_tokenizer, find_parser("hermes", "")), byte_tokenizer(text).input_ids
     pieces = Pieces(reading, ["###"])
     shown = [pieces.add(ids[start : start + step]) for start in range(0, len(ids), step)]
     assert "".join(shown) + pieces.end() == text == pieces.shown == reading.text(ids, ["###"])
@@ -47,9 +47,9 @@ def test_pieces_add_up_to_the_whole_text_and_never_take_anything_back(text, step
 
 
 def test_bytes_that_are_no_character_are_told_at_the_end():
-    each = bytewise()
-    ids = each("aé").input_ids[:2]
-    pieces = Pieces(AnswerReader(each, find_parser("hermes", "")), [])
+    byte_tokenizer = bytewise()
+    ids = byte_tokenizer("aé").input_ids[:2]
+    pieces = Pieces(AnswerReader(byte_tokenizer, find_parser("hermes", "")), [])
     assert pieces.add(ids) == "" and pieces.end() == "a\ufffd"
 
 
@@ -87,8 +87,8 @@ def test_calls_in_the_format_of_hermes():
 async def test_a_program_gets_the_prompt_without_its_answer():
     code = "import os, sys; print(sys.stdin.read(), os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])"
     out = await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT)
-    told, url, _ = out.rsplit(" ", 2)
-    assert json.loads(told) == {"id": "p", "messages": PROMPT.messages, "metadata": {}}
+    prompt, url, _ = out.rsplit(" ", 2)
+    assert json.loads(prompt) == {"id": "p", "messages": PROMPT.messages, "metadata": {}}
     assert url == "http://base/v1"
 
 
@@ -124,9 +124,9 @@ async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given
         monkeypatch.setenv(name, "secret")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
     found = json.loads(await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT, ["GIVEN", "ABSENT"]))
-    told = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
+    endpoints = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
     assert found["ANTHROPIC_BASE_URL"] == "http://base", "its clients write the /v1 themselves"
-    assert found.keys() <= {*ALLOWED, "GIVEN", "no_proxy", "NO_PROXY", *told} and found["GIVEN"] == "secret"
+    assert found.keys() <= {*ALLOWED, "GIVEN", "no_proxy", "NO_PROXY", *endpoints} and found["GIVEN"] == "secret"
     assert found["PATH"] == os.environ["PATH"] and list(found.values()).count("secret") == 1
 
 

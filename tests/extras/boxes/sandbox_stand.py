@@ -21,4 +21,6 @@ class Marked(Sandbox):
         return [*super()._enclosed(named), "--setenv", "MARK", self.mark]
 
     def processes(self) -> list[int]:
-        return [each.pid for each in psutil.process_iter(["cmdline"]) if self.mark in (each.info["cmdline"] or ())]
+        return [
+            process.pid for process in psutil.process_iter(["cmdline"]) if self.mark in (process.info["cmdline"] or ())
+        ]

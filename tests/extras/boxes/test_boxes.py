@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit", "cp", "rm")
 
 @pytest.fixture
 def base():
-    """A directory that the user nobody reaches, as those of pytest are not."""
+    """A directory that an unprivileged user can reach, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
@@ -76,7 +76,7 @@ def test_files_are_not_read_or_written_over_a_link_that_the_box_made(box, base, 
         box.get(place, 100)
     with refused("box.file", about=place):
         box.put(place, b"x")
-    assert {each.name: each.read_bytes() for each in outside.iterdir()} == {"file": b"secret"}
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"file": b"secret"}
 
 
 @pytest.mark.parametrize("name", ["proc", "dev"])
@@ -84,7 +84,8 @@ def test_a_link_where_bubblewrap_mounts_leads_it_nowhere(box, base, name):
     outside = base / "outside"
     outside.mkdir(mode=0o777)
     root = box._root.path
-    (root / name).rmdir() if (root / name).exists() else None
+    if (root / name).exists():
+        (root / name).rmdir()
     os.symlink(f"/oldroot{outside}", root / name)
     assert box.run(["sh", "-c", "test -d /proc/self && test -c /dev/null"]).ok
     assert list(outside.iterdir()) == [] and (root / name).is_dir() and not (root / name).is_symlink()

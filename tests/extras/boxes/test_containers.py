@@ -35,7 +35,7 @@ sys.exit(status)
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Makes a program in the place of an engine, which writes down what it is told."""
+    """Makes a program that replaces a container engine and logs its calls."""
 
     def make(**answers: tuple[int, str]) -> ContainerEngine:
         usual = {"image": (0, "0"), "create": (0, "c0ffee"), "container": (0, "4096"), "inspect": (0, "0")}
@@ -47,14 +47,14 @@ def stand_in(tmp_path):
     return make
 
 
-def told(directory: Path) -> list[tuple[list[str], str]]:
+def engine_calls(directory: Path) -> list[tuple[list[str], str]]:
     return [json.loads(line) for line in (directory / "log").read_text().splitlines()]
 
 
 def test_a_container_has_no_network_no_capabilities_and_every_limit(stand_in, tmp_path):
     limits = Limits(seconds=5, memory_mib=256, processes=8, disk_mib=16)
     ContainerBox("python:3.12", limits, engine=stand_in(), user="1000:1000", cpus=0.5).end()
-    (words, profile), *_ = [each for each in told(tmp_path) if each[0][0] == "create"]
+    (words, profile), *_ = [call for call in engine_calls(tmp_path) if call[0][0] == "create"]
     options = {(first, second) for first, second in zip(words, words[1:], strict=False) if first.startswith("--")}
     assert options >= {
         ("--network", "none"),
@@ -71,7 +71,7 @@ def test_a_container_has_no_network_no_capabilities_and_every_limit(stand_in, tm
         ("--label", f"{OWNER}={owner()}"),
     }
     assert json.loads(profile) == seccomp.profile() and "--privileged" not in words and "--volume" not in words
-    assert told(tmp_path)[-1][0] == ["rm", "--force", "--volumes", "c0ffee"]
+    assert engine_calls(tmp_path)[-1][0] == ["rm", "--force", "--volumes", "c0ffee"]
 
 
 def test_the_profile_of_a_container_denies_what_the_sandboxs_filter_does():
@@ -79,9 +79,9 @@ def test_the_profile_of_a_container_denies_what_the_sandboxs_filter_does():
     plain = {name for rule in rules if not rule["args"] for name in rule["names"]}
     assert plain >= {"mount", "unshare", "setns", "bpf", "keyctl", "io_uring_setup", "memfd_create", "clone3"}
     bits = [rule["args"][0] for rule in rules if rule["names"] == ["clone"]]
-    assert sum(each["value"] for each in bits) == 0x7E020000 and all(each["value"] == each["valueTwo"] for each in bits)
+    assert sum(bit["value"] for bit in bits) == 0x7E020000 and all(bit["value"] == bit["valueTwo"] for bit in bits)
     families = [rule["args"][0] for rule in rules if rule["names"] == ["socket"]]
-    denied = {each["value"] for each in families if each["op"] == "SCMP_CMP_EQ"}
+    denied = {family["value"] for family in families if family["op"] == "SCMP_CMP_EQ"}
     assert denied == {0, 3, 4, 5, 6, 7, 8, 9} and {"SCMP_CMP_GT"} == {e["op"] for e in families if e["value"] == 10}
 
 

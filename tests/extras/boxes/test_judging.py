@@ -24,10 +24,10 @@ MOST = 2**16
 def tar(*members: tarfile.TarInfo | tuple[str, bytes], mode: str = "w") -> bytes:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode=mode) as archive:  # type: ignore[call-overload]
-        for each in members:
-            member, content = (each, bytes(each.size)) if isinstance(each, tarfile.TarInfo) else (None, each[1])
+        for entry in members:
+            member, content = (entry, bytes(entry.size)) if isinstance(entry, tarfile.TarInfo) else (None, entry[1])
             if member is None:
-                member = plain(each[0], len(content))  # type: ignore[index]
+                member = plain(entry[0], len(content))  # type: ignore[index]
             archive.addfile(member, io.BytesIO(content))
     return made.getvalue()
 
@@ -39,12 +39,12 @@ def folder(name: str) -> tarfile.TarInfo:
 
 
 def carried(left: bytes, began: bytes = tar(), *kept: str, tests: Path | None = None) -> dict[str, bytes | str | None]:
-    """What the tests get: content of files, ends of links, None for directories."""
+    """Returns the files that the tests get: contents of files, targets of links, None for directories."""
     archive = judged(left, began, Task(tests=Checks(command=("true",), files=tests), kept=kept), MOST)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
         return {
-            each.name: opened.extractfile(each).read() if each.isreg() else each.linkname or None  # type: ignore[union-attr]
-            for each in opened
+            member.name: opened.extractfile(member).read() if member.isreg() else member.linkname or None  # type: ignore[union-attr]
+            for member in opened
         }
 
 
@@ -59,13 +59,13 @@ def test_kept_files_are_restored_and_tests_replace_all(tmp_path):
         "src": None, "src/a.py": b"new", "b.py": "src/a.py", "setup.cfg": b"strict", "gone.cfg": b"kept",
         "tests/test_a.py": b"test",
     }  # fmt: skip
-    for way in (
+    for entry in (
         link("tests", "/nowhere"),
         ("tests/test_a.py", b"broken"),
         folder("tests/test_a.py/deep"),
         ("tests", b""),
     ):
-        assert carried(tar(way), tests=tmp_path) == {"tests/test_a.py": b"test"}
+        assert carried(tar(entry), tests=tmp_path) == {"tests/test_a.py": b"test"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_header_means_the_same_to_all_who_read_it():
     cut.pax_headers = {"path": "tests\0other"}  # which ends at the NUL in a header of another form
     archive = judged(tar(hidden, cut), tar(), Task(tests=Checks(command=("true",))), MOST)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
-        assert [(each.name, each.pax_headers) for each in opened] == [("a", {})]
+        assert [(member.name, member.pax_headers) for member in opened] == [("a", {})]
 
 
 def sparse(size: int) -> bytes:
@@ -113,7 +113,7 @@ def test_a_sparse_file_of_a_terabyte_is_not_carried():
 
 
 def global_name() -> bytes:
-    """One long path for all members of an archive."""
+    """Makes an archive with one long path for all members."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", pax_headers={"linkpath": "x" * 4096}) as archive:
         for number in range(64):
@@ -176,7 +176,9 @@ def test_what_tests_must_say_is_looked_for_in_each_line(expect, passes):
         verdict(
             box,
             tar(),
-            Task(tests=Checks(command=("true",), expect=tuple(re.compile(each, re.MULTILINE) for each in expect))),
+            Task(
+                tests=Checks(command=("true",), expect=tuple(re.compile(pattern, re.MULTILINE) for pattern in expect))
+            ),
         )[0]
         is passes
     )  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def run(program: str, limits: Limits = SMALL) -> sandbox.ProgramResult:
     return Sandbox(limits).run_blocking(program)
 
 
-# Memory that is in nobody's address space -------------------------------------------------------------------------
+# Memory outside every address space -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_control_group_bounds_memory_without_resident_pages():
 def test_no_control_group_is_left_behind():
     place = memory_group.find()
     run("print(1)")
-    mine = [each for each in place.directory.glob(f"{memory_group.PREFIX}{os.getpid()}-*")]
+    mine = [group for group in place.directory.glob(f"{memory_group.PREFIX}{os.getpid()}-*")]
     assert mine == []
 
 
@@ -97,7 +97,7 @@ def test_a_group_that_a_killed_process_left_is_removed_by_the_next_one():
 def system(tmp_path):
     """A /proc/self and control groups of version 2, as files: this machine's own may be version 1."""
 
-    def make(own: str, controls: dict[str, str]) -> Path:
+    def make(group: str, controls: dict[str, str]) -> Path:
         for directory, handed_on in controls.items():
             path = tmp_path / "cgroup" / directory
             path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def system(tmp_path):
             (path / "cgroup.procs").touch()
         proc = tmp_path / "self"
         proc.mkdir()
-        (proc / "cgroup").write_text(f"0::/{own}\n")
+        (proc / "cgroup").write_text(f"0::/{group}\n")
         (proc / "mountinfo").write_text(f"30 25 0:26 / {tmp_path}/cgroup rw,nosuid - cgroup2 cgroup2 rw\n")
         return proc
 
@@ -113,7 +113,7 @@ def system(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "controls", "directory"),
+    ("group", "controls", "directory"),
     [
         ("", {"": "cpu memory"}, ""),
         ("user/app", {"": "memory", "user": "memory pids", "user/app": "memory"}, "user/app"),
@@ -122,10 +122,10 @@ def system(tmp_path):
     ],
 )
 def test_groups_of_version_2_are_made_where_memory_is_handed_on(
-    own, controls, directory, system, tmp_path, monkeypatch
+    group, controls, directory, system, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(memory_group, "_delegated", lambda directory: True)
-    found = memory_group._hierarchies(system(own, controls))
+    found = memory_group._hierarchies(system(group, controls))
     assert found[:1] == ([] if directory is None else [Hierarchy(tmp_path / "cgroup" / directory, 2)])
 
 
@@ -170,7 +170,7 @@ def test_the_status_of_a_run_cannot_be_written_from_inside():
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "output"),
     [
         ("call((272, 97), 0x10000000)", "EPERM"),
         ("call((56, 220), 0x10000000 | 17, 0, 0, 0, 0)", "EPERM"),
@@ -196,9 +196,9 @@ def test_the_status_of_a_run_cannot_be_written_from_inside():
         "perf", "io_uring", "process_vm_readv", "vsock", "alg", "netlink", "unix", "inet", "getpid",
     ],
 )  # fmt: skip
-def test_a_call_that_leads_out_is_denied_and_the_others_work(program, said):
+def test_a_call_that_leads_out_is_denied_and_the_others_work(program, output):
     ran = run(CALL + program)
-    assert ran.stdout == said + "\n", ran.stderr
+    assert ran.stdout == output + "\n", ran.stderr
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the other call numbers are x86-64's")
@@ -244,8 +244,8 @@ async def test_slow_programs_leave_the_shared_threads_alone():
     began = time.monotonic()
     assert await asyncio.to_thread(lambda: 1) == 1
     waited = time.monotonic() - began
-    for each in runs:
-        each.cancel()
+    for task in runs:
+        task.cancel()
     await asyncio.gather(*runs, return_exceptions=True)
     assert (await box.run("print(1)")).ok, "the threads are free again long before the programs' own limit"
     assert waited < 300 and time.monotonic() - began < 900

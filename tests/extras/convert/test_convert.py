@@ -43,7 +43,7 @@ SHARED_HEAD = "model.layers.4.shared_head.head.weight"
 
 
 def stand_in(qwen: Path, *, per_layer: bool) -> dict[str, torch.Tensor]:
-    """What plain torch makes of the tensors, with a vocabulary padded to 192 rows."""
+    """Builds the Megatron tensors with plain torch, with a vocabulary padded to 192 rows."""
     made = megatron_tensors(tensors_of(qwen), QWEN3_MOE, per_layer=per_layer)
     return {key: value.to(torch.bfloat16) for key, value in made.items()}
 
@@ -78,15 +78,15 @@ def test_hugging_face_to_megatron_and_back_gives_every_bit(request, tmp_path, mo
 
 @pytest.mark.parametrize(("layers", "numbered"), [("auto", True), ("numbered", True), ("stacked", False)])
 def test_the_megatron_directory_is_what_plain_torch_makes_of_the_tensors(qwen, tmp_path, layers, numbered):
-    """A model with experts has numbered layers unless told otherwise: scripts of slime and Miles give
+    """A model with experts has numbered layers by default: scripts of slime and Miles give
     --moe-layer-freq as a list, and Megatron-LM looks for such keys where the metadata says so."""
     conversion = run.hf_to_megatron(qwen, layout=LAYOUT, layers=layers, file_bytes=50_000)
     megatron = go(conversion, tmp_path / "megatron")
     made = stand_in(qwen, per_layer=numbered)
-    wanted = {key: value[:120] if value.shape[0] == 192 else value for key, value in made.items()}
-    found = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    expected = {key: value[:120] if value.shape[0] == 192 else value for key, value in made.items()}
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
     dcp.load(found, storage_reader=FileSystemReader(megatron / "release"), no_dist=True)
-    assert same(found, wanted) == []
+    assert same(found, expected) == []
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
     common = torch.load(megatron / "release/common.pt", weights_only=False)
     assert (common["iteration"], common["checkpoint_version"]) == (0, 3.0)
@@ -223,13 +223,13 @@ def test_each_rank_of_the_target_layout_reads_only_its_own_files(request, tmp_pa
             for rect in piece.location.part.rects:
                 if (inside := clip(rect, piece.box)) is not None:
                     found.add(piece.location.part.sources[rect.source], inside)
-        wanted = Elements(conversion.spec.table)
+        expected = Elements(conversion.spec.table)
         for part in layout.parts_of(rank):
             # A copy is stored once, with the original.
             if min(part.ranks) == rank and not part.copy:
                 for rect in part.rects:
-                    wanted.add(part.sources[rect.source], rect)
-        assert [name for name in wanted.taken if not (wanted.taken[name] == found.taken[name]).all()] == [], rank
+                    expected.add(part.sources[rect.source], rect)
+        assert [name for name in expected.taken if not (expected.taken[name] == found.taken[name]).all()] == [], rank
 
 
 class Elements:

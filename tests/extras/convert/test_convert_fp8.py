@@ -29,28 +29,28 @@ BLOCK = 16
 
 
 def in_fp8(deepseek: Path, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The checkpoint with some matrices in blocks, and what it says in bf16, by the reference."""
+    """Writes the checkpoint with some matrices in fp8 blocks; returns it and its bf16 values by the reference."""
     shutil.copytree(deepseek, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
     (directory / "config.json").write_text(json.dumps(config))
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     for name, value in tensors_of(deepseek).items():
-        stored[name] = wanted[name] = value
+        stored[name] = expected[name] = value
         if "_proj" in name:
             codes, scales = reference.quantize(value, RULE.IEEE, (BLOCK, BLOCK))
             stored[name], stored[name + "_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
-            wanted[name] = reference.dequantize(codes, scales, (BLOCK, BLOCK), torch.bfloat16)
+            expected[name] = reference.dequantize(codes, scales, (BLOCK, BLOCK), torch.bfloat16)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory, wanted
+    return directory, expected
 
 
 @pytest.mark.parametrize("layout", ["", LAYOUT])
 def test_fp8_sources_are_read_as_bf16(deepseek, tmp_path, layout):
     """With rows and columns cut off the edges of blocks, too."""
-    source, wanted = in_fp8(deepseek, tmp_path / "fp8")
+    source, expected = in_fp8(deepseek, tmp_path / "fp8")
     megatron = go(run.hf_to_megatron(source, layout=layout), tmp_path / "megatron")
     back = go(run.megatron_to_hf(megatron, source), tmp_path / "hf")
-    assert same(tensors_of(back), wanted) == []
+    assert same(tensors_of(back), expected) == []
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
@@ -60,15 +60,15 @@ def test_tensors_are_quantized_by_the_rule_and_the_others_left_alone(tmp_path, m
     monkeypatch.setattr(sources, "BLOCK_BYTES", 136 * 4 * 128)  # several blocks of rows per tensor
     source = write_checkpoint(tmp_path / "source", WIDE, dtype)
     found = tensors_of(go(run.hf_to_fp8(source, rule=rule), tmp_path / "fp8"))
-    wanted = {}
+    expected = {}
     for name, value in tensors_of(source).items():
-        wanted[name] = value
+        expected[name] = value
         if "_proj" in name:
             # fp16 is what fp32 of the same value is: it is exact there.
             exact = value.float() if dtype == torch.float16 else value
             codes, scales = reference.quantize(exact, RULE[rule.upper()], (128, 128))
-            wanted[name], wanted[name + "_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
-    assert same(found, wanted) == []
+            expected[name], expected[name + "_scale_inv"] = codes.view(torch.float8_e4m3fn), scales
+    assert same(found, expected) == []
     described = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
     assert described["weight_block_size"] == [128, 128] and described["quant_method"] == "fp8"
     assert set(described["modules_to_not_convert"]) >= {"lm_head", "model.layers.0.mlp.gate"}

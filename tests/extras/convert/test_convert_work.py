@@ -1,4 +1,4 @@
-"""Writing of a conversion's files: resumed, checked, all or nothing, and nobody else's files touched."""
+"""Writing of a conversion's files: resumed, checked, all or nothing, and without touching foreign files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Numbers:
     small = ("notes",)
 
     def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
-        """Check that each file has its own bytes, which say which file they are of."""
+        """Checks that every file has the bytes that identify it."""
         for file in self.files:
             assert set((directory / file.name).read_bytes()) == {file.number}
 
@@ -138,7 +138,7 @@ def test_a_finished_file_whose_bytes_have_changed_is_written_again(tmp_path):
 
 
 def put(path: Path, how: str) -> None:
-    """Put something of a user's at `path`: a file, a folder or a link."""
+    """Puts something of a user's at `path`: a file, a folder or a link."""
     if how == "file":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -199,13 +199,13 @@ def test_what_another_puts_beside_finished_files_stops_the_next_try(tmp_path, na
 
 
 def test_foreign_files_survive_an_abandoned_conversion(tmp_path):
-    class Given(Numbers):
+    class WithForeign(Numbers):
         def writing(self) -> contextlib.AbstractContextManager[None]:
             put(tmp_path / "out.partial/mine", "file")
             return contextlib.nullcontext()
 
     with pytest.raises(SlimxError):
-        convert(Given("full", which=0), tmp_path / "out", threads=1, verify=False)
+        convert(WithForeign("full", which=0), tmp_path / "out", threads=1, verify=False)
     assert content(tmp_path) == {"out.partial/mine": b"mine"}
 
 

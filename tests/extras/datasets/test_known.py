@@ -55,15 +55,15 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def converted(name: str, *rows: dict[str, Any], tmp_path: Path, seed: int = 0) -> list[dict[str, Any]]:
-    given, out = tmp_path / "given.parquet", tmp_path / "out" / "made.jsonl"
-    parquet.write_table(pa.Table.from_pylist(list(rows)), given)
-    list(convert(name, out, str(given), seed))
+    source, out = tmp_path / "given.parquet", tmp_path / "out" / "made.jsonl"
+    parquet.write_table(pa.Table.from_pylist(list(rows)), source)
+    list(convert(name, out, str(source), seed))
     assert len(read_prompts(out)) <= len(rows)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("name", "own_id", "answer", "metadata"),
+    ("name", "prompt_id", "answer", "metadata"),
     [
         ("gsm8k", "gsm8k:1", "1000", {}),
         ("math", "math:1", "\\frac{1}{2}", {"level": "Level 5", "type": "Algebra"}),
@@ -81,9 +81,9 @@ def converted(name: str, *rows: dict[str, Any], tmp_path: Path, seed: int = 0) -
         ),
     ],
 )
-def test_a_published_row_becomes_a_prompt(tmp_path, name, own_id, answer, metadata):
+def test_a_published_row_becomes_a_prompt(tmp_path, name, prompt_id, answer, metadata):
     (prompt,) = converted(name, ROWS[name], tmp_path=tmp_path)
-    assert (prompt["id"], prompt.get("answer")) == (own_id, answer)
+    assert (prompt["id"], prompt.get("answer")) == (prompt_id, answer)
     assert prompt["metadata"] == {"dataset": name, **metadata}
     assert [turn["role"] for turn in prompt["messages"]] == ["user"] and prompt["messages"][0].keys() == {
         "role",
@@ -156,5 +156,5 @@ def test_the_command_checks_a_file_and_names_what_it_needs(tmp_path, monkeypatch
         with pytest.raises(SystemExit) as exit:
             cli.main()
         assert exit.value.code == 2
-        said = capsys.readouterr().err
-        assert said.startswith("slimx: ") and len(said.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert output.startswith("slimx: ") and len(output.splitlines()) == 1

@@ -31,26 +31,26 @@ PROMPT_OF = Prompt(id="p", messages=[{"role": "user", "content": "hi"}])
     ],
 )
 def test_an_answer_is_trained_as_the_template_writes_it(opens, answer, trained):
-    own = with_chat(THINKS.replace("{{ opens }}", opens))
-    assert own.decode(encode_answer(own, PROMPT_OF, answer)) == trained
-    check_answer(own, PROMPT_OF, answer)
+    tokenizer = with_chat(THINKS.replace("{{ opens }}", opens))
+    assert tokenizer.decode(encode_answer(tokenizer, PROMPT_OF, answer)) == trained
+    check_answer(tokenizer, PROMPT_OF, answer)
 
 
 def test_an_answer_that_the_template_writes_otherwise_is_refused():
-    own = with_chat(TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}"))
+    tokenizer = with_chat(TEMPLATE.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif %}"))
     for check in (encode_answer, check_answer):
         with refused("prompts.demonstration", about="p"):
-            check(own, PROMPT_OF, "A")
-    assert own.decode(encode_answer(own, PROMPT_OF, "<think>\nwhy</think>A")) == "why</think>A<end>"
-    assert own.decode(encode_answer(own, Prompt(id="p", token_ids=[5]), "A")) == "A<end>"
+            check(tokenizer, PROMPT_OF, "A")
+    assert tokenizer.decode(encode_answer(tokenizer, PROMPT_OF, "<think>\nwhy</think>A")) == "why</think>A<end>"
+    assert tokenizer.decode(encode_answer(tokenizer, Prompt(id="p", token_ids=[5]), "A")) == "A<end>"
 
 
 def test_a_tokenizer_without_an_end_token_is_refused():
-    own = with_chat("{% for m in messages %}{{ m.content }}{% endfor %}")
-    own.eos_token = None
+    tokenizer = with_chat("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer.eos_token = None
     for check in (encode_answer, check_answer):
         with refused("tokenizer.end"):
-            check(own, PROMPT_OF, "A")
+            check(tokenizer, PROMPT_OF, "A")
 
 
 async def test_demonstrations_train_the_answer_and_the_end_token():

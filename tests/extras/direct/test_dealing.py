@@ -42,24 +42,24 @@ class Layouts:
         source, target = [], []
         for number, (high, cols, bands, whole) in enumerate(self.tensors):
             name, rows = f"t{number}", high * len(bands)
-            for band, held in enumerate(bands):
+            for band, holders in enumerate(bands):
                 rect = Rect(0, band * high, 0, high, cols, 0, 0)
-                source.append(Part(f"{name}.{band}", (high, cols), held, (name,), (rect,)))
-            own = rows if whole else rows // self.engine
+                source.append(Part(f"{name}.{band}", (high, cols), holders, (name,), (rect,)))
+            local = rows if whole else rows // self.engine
             for rank in range(1 if whole else self.engine):
                 ranks = tuple(range(self.engine)) if whole else (rank,)
-                target.append(Part(name, (own, cols), ranks, (name,), (Rect(0, rank * own, 0, own, cols, 0, 0),)))
+                target.append(Part(name, (local, cols), ranks, (name,), (Rect(0, rank * local, 0, local, cols, 0, 0),)))
         return compile_plan(source, target, precision=BF16, bucket_bytes=self.bucket_bytes, ranks=self.engine)
 
     def trainers(self) -> list[dict[str, torch.Tensor]]:
-        """Tensors that each trainer rank holds: every element a number of its own, none of them 0."""
-        held: list[dict[str, torch.Tensor]] = [{} for _ in range(self.ranks)]
+        """Returns the tensors that each trainer rank holds: all elements differ, none is 0."""
+        weights: list[dict[str, torch.Tensor]] = [{} for _ in range(self.ranks)]
         for number, matrix in enumerate(self.numbers()):
             high, _, bands, _ = self.tensors[number]
             for band, ranks in enumerate(bands):
                 for rank in ranks:
-                    held[rank][f"t{number}.{band}"] = matrix[band * high : (band + 1) * high]
-        return held
+                    weights[rank][f"t{number}.{band}"] = matrix[band * high : (band + 1) * high]
+        return weights
 
     def numbers(self) -> list[torch.Tensor]:
         out, first = [], 1
@@ -70,21 +70,21 @@ class Layouts:
         return out
 
     def expected(self) -> list[dict[str, torch.Tensor]]:
-        """Tensors that each rank of each engine is to hold."""
+        """Returns the tensors that each rank of each engine is to hold."""
         out: list[dict[str, torch.Tensor]] = []
         for rank in range(self.engine):
-            own = {}
+            shards = {}
             for number, matrix in enumerate(self.numbers()):
                 rows = len(matrix) // self.engine
-                own[f"t{number}"] = matrix if self.tensors[number][3] else matrix[rank * rows : (rank + 1) * rows]
-            out.append(own)
+                shards[f"t{number}"] = matrix if self.tensors[number][3] else matrix[rank * rows : (rank + 1) * rows]
+            out.append(shards)
         return out * self.engines
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layouts:
     ranks = draw(st.integers(1, 6))
-    holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda held: tuple(sorted(held)))
+    holders = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda members: tuple(sorted(members)))
     bands = st.sampled_from([1, 2]).flatmap(lambda n: st.tuples(*[holders] * n))
     tensor = st.tuples(st.sampled_from([4, 12, 48, 96]), st.sampled_from([1, 3, 8]), bands, st.booleans())
     return Layouts(
@@ -97,12 +97,12 @@ def layouts(draw: st.DrawFn) -> Layouts:
 
 
 def least_busiest(plan: Plan, ranks: int, engines: int) -> float:
-    """Bytes of the busiest rank of the best division: of any set of ranks, what nobody outside it holds, over its size
-    (Hall's condition)."""
+    """Returns the bytes of the busiest rank of the best division: the maximum over sets of ranks of the bytes that only
+    the set holds, divided by its size (Hall's condition)."""
     amounts = np.bincount(plan.holders.of, weights=move_bytes(plan), minlength=len(plan.holders.groups)) * engines
     sets = [set(chosen) for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size)]
     return max(
-        sum(amount for amount, held in zip(amounts, plan.holders.groups, strict=True) if chosen.issuperset(held))
+        sum(amount for amount, group in zip(amounts, plan.holders.groups, strict=True) if chosen.issuperset(group))
         / len(chosen)
         for chosen in sets
     )
@@ -116,9 +116,9 @@ def test_every_byte_arrives_once_and_the_busiest_link_carries_the_minimum(case: 
     assert dealt.targets == case.engine * case.engines and dealt.count == plan.count
 
     found = carry_out(dealt, case.trainers())
-    for own, wanted in zip(found, case.expected(), strict=True):
-        assert own.keys() == wanted.keys()
-        assert all(torch.equal(own[name], wanted[name]) for name in wanted)
+    for tensors, expected in zip(found, case.expected(), strict=True):
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
     wire = wire_bytes(dealt)
     received, sent = wire.received(dealt.targets), wire.sent(case.ranks)
@@ -180,19 +180,19 @@ def test_quantized_moves_are_cut_between_blocks_to_the_same_bytes():
     assert wire_bytes(dealt).sent(4).min() > 0
 
     draw = torch.Generator().manual_seed(5)
-    held = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
-    ((wanted, before),) = pack_all(plan, [held] * 4)
-    ((found, after),) = pack_all(dealt, [held] * 4)
+    weights = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
+    ((expected, before),) = pack_all(plan, [weights] * 4)
+    ((found, after),) = pack_all(dealt, [weights] * 4)
     assert torch.equal(after, torch.cat([before, before]))
-    assert [t.checksum for t in found.tensors] == [t.checksum for t in wanted.tensors] * 2
+    assert [t.checksum for t in found.tensors] == [t.checksum for t in expected.tensors] * 2
 
 
 def test_one_target_of_a_dealt_plan_is_a_plan_of_its_own():
     case = Layouts(2, 2, 2, ((96, 8, ((0, 1),), False), (12, 3, ((0,), (1,)), True)))
     dealt = deal(case.plan(), engines=2, grain=1)
-    for target, wanted in enumerate(case.expected()):
+    for target, expected in enumerate(case.expected()):
         (found,) = carry_out(Plan.from_bytes(only(dealt, target).to_bytes()), case.trainers())
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_dealing_takes_the_memory_that_is_reckoned_with():

@@ -32,7 +32,7 @@ EVERY_FULL = 4
 
 
 def hf_plan() -> Plan:
-    """The plan of tensors with Hugging Face names."""
+    """Returns the plan of tensors with Hugging Face names."""
     return compile_plan(
         MegatronLayout(MODEL.table, SIZES).parts(),
         checkpoint_parts(MODEL.table),
@@ -89,7 +89,7 @@ class Senders:
 
 class Engine(LocalRecipient):
     def __init__(self, name: str, machines: int):
-        self.name, self.asked, self.held, self.machines = name, 0, [0], machines
+        self.name, self.requests, self.report, self.machines = name, 0, [0], machines
         self.invited: list[int] = []
         self.parts: list[int] = []
         self.gpus: list[int | None] = []
@@ -113,13 +113,13 @@ class Engine(LocalRecipient):
             raise self.fails
 
     async def bases(self) -> object:
-        self.asked += 1
-        return [self.held] * self.machines
+        self.requests += 1
+        return [self.report] * self.machines
 
 
 class Stand:
     def __init__(self, every_full: int | None, machines: tuple[int, int] = (1, 1), *, hf: bool = False):
-        """`machines`: of each engine. `hf`: a plan whose only target all ranks of an engine take."""
+        """Starts delivery to engines of `machines` machines each. `hf`: with one target for all ranks of an engine."""
         self.plan = hf_plan() if hf else plan(10**6)
         assert self.plan.count == 1 and self.plan.targets == (1 if hf else 2)
         self.engines = [Engine(f"e{number}", count) for number, count in enumerate(machines)]
@@ -132,21 +132,21 @@ class Stand:
         )
 
     async def publish(self, *engines: int) -> dict[int, int]:
-        """By engine the base that the trainer ranks are told of."""
+        """Publishes to `engines`; returns by engine the base that the trainer ranks get."""
         await self.delivery.begin(Manifest(policy="p", version=1, trainer_step=1, membership_epoch=1), 1)
         for number in engines:
             await self.delivery.connect(self.engines[number], 1)
         await DirectSource(self.delivery).gather(0)
         assert self.delivery.wire == 100 * WORLD
         for number in engines:
-            self.engines[number].held = [self.delivery.transfer]
+            self.engines[number].report = [self.delivery.transfer]
         return self.senders.sent[-1]
 
 
 async def test_engines_get_changes_relative_to_the_state_they_report() -> None:
     stand = Stand(EVERY_FULL)
-    told = [await stand.publish(0, 1) for _ in range(6)]
-    assert told == [{0: base, 1: base} for base in (0, 1, 2, 3, 0, 5)]
+    bases = [await stand.publish(0, 1) for _ in range(6)]
+    assert bases == [{0: base, 1: base} for base in (0, 1, 2, 3, 0, 5)]
     assert stand.senders.item == 2 and stand.engines[0].invited == [2]
 
 
@@ -159,20 +159,20 @@ async def test_an_engine_that_missed_one_or_was_started_again_says_so_itself() -
     await stand.publish(0, 1)
     stand.engines[1].incarnation = 2
     assert await stand.publish(0, 1) == {0: 1, 1: 0}
-    assert stand.engines[1].invited == [2, 2] and stand.engines[1].asked == 0
+    assert stand.engines[1].invited == [2, 2] and stand.engines[1].requests == 0
 
 
 async def test_without_the_key_nothing_is_asked_and_runs_are_whole() -> None:
     stand = Stand(None)
     assert [await stand.publish(0, 1) for _ in range(3)] == [{0: 0, 1: 0}] * 3
-    assert stand.engines[0].asked == 0 and stand.senders.item == 0 and stand.engines[0].invited == [0]
+    assert stand.engines[0].requests == 0 and stand.senders.item == 0 and stand.engines[0].invited == [0]
 
 
 @pytest.mark.parametrize("answer", [None, [], [1, 2], ["1"], [1.0]], ids=str)
 async def test_what_says_nothing_of_each_bucket_is_refused(answer: object) -> None:
     stand = Stand(EVERY_FULL)
     await stand.publish(0)
-    stand.engines[0].held = answer
+    stand.engines[0].report = answer
     with refused("direct.bases", about="e0"):
         await stand.publish(0)
 
@@ -183,7 +183,7 @@ async def test_new_ranks_meet_all_engines_again_and_send_them_everything() -> No
     stand.senders.item = -1
     stand.delivery.renew()
     assert await stand.publish(0, 1) == {0: 0, 1: 0} and stand.senders.item == 2
-    assert stand.engines[0].invited == [2, 2] and stand.engines[0].asked == 0
+    assert stand.engines[0].invited == [2, 2] and stand.engines[0].requests == 0
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -222,14 +222,14 @@ def lacking(rank: int) -> LinkError:
 
 
 async def brought(stand: Stand) -> list[object]:
-    """The outcome of bucket 0 at each engine."""
+    """Returns the outcome of bucket 0 at each engine."""
     packed = await DirectSource(stand.delivery).gather(0)
     calls = [stand.delivery.bring(engine, 1, packed, 0) for engine in stand.engines]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def begun(*fails: SlimxError | None) -> Stand:
-    """A publication to engines that fail so when bucket 0 is brought to them."""
+    """Starts a publication to engines that fail like this when bucket 0 is delivered to them."""
     stand = Stand(None)
     await stand.publish(0, 1)
     for engine, error in zip(stand.engines, fails, strict=True):
@@ -264,12 +264,12 @@ async def test_a_rank_that_reached_them_in_between_gets_another_try() -> None:
         assert all(isinstance(error, TransportLost) for error in await brought(stand))
         await stand.delivery.end()
         for engine in stand.engines:
-            engine.fails, own = None, engine.fails
+            engine.fails, fault = None, engine.fails
         await stand.publish(0, 1)
         assert await brought(stand) == [None, None]
         await stand.delivery.end()
         for engine in stand.engines:
-            engine.fails = own
+            engine.fails = fault
         await stand.publish(0, 1)
 
 

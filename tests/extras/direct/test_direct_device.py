@@ -1,7 +1,7 @@
 """Direct transfers from the memory of GPUs to that of engines' GPUs: NIXL's own agents, on an emulated device.
 
 The device's memory is the host's (cuda_stand), so that NIXL takes it for that; packing, placing and copying are the
-kernels of csrc/. What NIXL does with a GPU's memory is tested on one: `tests/gpu/test_direct.py`.
+kernels of csrc/. NIXL with GPU memory is tested on a GPU: `tests/gpu/test_direct.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.
 
 
 def test_engine_ranks_get_their_bytes_in_gpu_memory_and_changes_are_found() -> None:
-    held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
+    weights: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
     paths = set()
     with ExitStack() as stack:
         stand = Stand(stack, on_gpus=True)
@@ -41,15 +41,15 @@ def test_engine_ranks_get_their_bytes_in_gpu_memory_and_changes_are_found() -> N
                 if bucket + 1 < stand.plan.count:
                     coming.append(stand.send(bucket + 1, transfer))
                 for number in range(ENGINES):
-                    own = stand.receivers[number * RANKS : (number + 1) * RANKS]
+                    receivers = stand.receivers[number * RANKS : (number + 1) * RANKS]
                     with ExitStack() as arriving:
-                        shares = zip(own, shares_of(coming[bucket], RANKS), strict=True)
+                        shares = zip(receivers, shares_of(coming[bucket], RANKS), strict=True)
                         landed = [arriving.enter_context(receiver.landed(share)) for receiver, share in shares]
                         packed = together(coming[bucket], landed)
                         assert packed.on_device
                         paths |= {packed.path, *packed.others}
                         for rank in range(RANKS):
-                            held[number][rank] |= take(packed, rank)
+                            weights[number][rank] |= take(packed, rank)
         spoilt = stand.send(0, stand.next())
         receiver, share = stand.receivers[0], shares_of(spoilt, RANKS)[0]
         with receiver.landed(share) as landed:
@@ -62,8 +62,8 @@ def test_engine_ranks_get_their_bytes_in_gpu_memory_and_changes_are_found() -> N
     whole = checkpoint(MODEL)
     for number in range(ENGINES):
         for rank in range(RANKS):
-            wanted = engine_rank(SERVED["qwen"], whole, ENGINE, rank)
-            assert held[number][rank].keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                expected = dressed({name: tensor})[name].to(held[number][rank][name].dtype)
-                assert torch.equal(held[number][rank][name], expected), name
+            tensors = engine_rank(SERVED["qwen"], whole, ENGINE, rank)
+            assert weights[number][rank].keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                expected = dressed({name: tensor})[name].to(weights[number][rank][name].dtype)
+                assert torch.equal(weights[number][rank][name], expected), name

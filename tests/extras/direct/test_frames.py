@@ -18,7 +18,7 @@ SHARES = (0.0, 1e-5, 0.02, 0.5, 1.0)
 
 
 def versions(seed: int, nbytes: int, item: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes, and the same with about `share` of the elements of `item` bytes replaced."""
+    """Returns bytes, and the same with about `share` of the elements of `item` bytes replaced."""
     draw = np.random.default_rng(seed)
     before = draw.integers(0, 256, nbytes, dtype=np.uint8)
     after = before.view(f"u{item}").copy()
@@ -28,7 +28,7 @@ def versions(seed: int, nbytes: int, item: int, share: float) -> tuple[torch.Ten
 
 
 def plain(before: torch.Tensor, after: torch.Tensor, item: int) -> bytes:
-    """The frame by its definition in csrc/delta.h."""
+    """Encodes the frame by its definition in csrc/delta.h."""
     old, new = (t.numpy().view(f"u{item}") for t in (before, after))
     sizes, bodies, per = [], [], CHUNK // item
     for start in range(0, len(new), per):
@@ -36,7 +36,10 @@ def plain(before: torch.Tensor, after: torch.Tensor, item: int) -> bytes:
         masks = np.packbits((a != b).reshape(-1, GROUP), axis=1, bitorder="little")[:, 0]
         bits = np.packbits(masks != 0, bitorder="little")
         body = bits.tobytes() + masks[masks != 0].tobytes() + b[a != b].tobytes()
-        body = b"" if not masks.any() else b.tobytes() if len(body) >= b.nbytes else body
+        if not masks.any():
+            body = b""
+        elif len(body) >= b.nbytes:
+            body = b.tobytes()
         sizes.append(len(body))
         bodies.append(body)
     return np.array(sizes, dtype="<u4").tobytes() + b"".join(bodies)
@@ -60,11 +63,11 @@ def test_a_frame_turns_old_bytes_into_new_ones_by_its_definition() -> None:
         assert frame.numpy().tobytes() == plain(before, after, item)
         chunks = -(-len(after) // CHUNK)
         for k, size in enumerate(frame[: 4 * chunks].numpy().view("<u4").tolist()):
-            own = min(CHUNK, len(after) - k * CHUNK)
-            kinds.add("nothing" if size == 0 else "whole" if size == own else "changes")
-        held = before.clone()
-        frames.apply(frame, held, item=item)
-        assert torch.equal(held, after)
+            whole = min(CHUNK, len(after) - k * CHUNK)
+            kinds.add({0: "nothing", whole: "whole"}.get(size, "changes"))
+        memory = before.clone()
+        frames.apply(frame, memory, item=item)
+        assert torch.equal(memory, after)
     assert kinds == {"nothing", "whole", "changes"}
 
 
@@ -102,42 +105,42 @@ def test_no_damaged_frame_is_applied_in_part() -> None:
     """Every bit of what tells the sizes and the places of changes, and every length."""
     before, after = versions(4, 4096, 2, 0.01)
     frame = encoded(before, after, 2)
-    told = 4 + 4096 // 16 // 8  # size and group bits
+    header = 4 + 4096 // 16 // 8  # size and group bits
     refusals = 0
-    for at in range(8 * told):
+    for at in range(8 * header):
         bad = frame.clone()
         bad[at // 8] ^= 1 << at % 8
-        held = before.clone()
+        memory = before.clone()
         with refused("delta.frame"):
-            frames.apply(bad, held, item=2)
-        assert torch.equal(held, before)
+            frames.apply(bad, memory, item=2)
+        assert torch.equal(memory, before)
         refusals += 1
     for length in range(len(frame)):
         with refused("delta.frame"):
             frames.apply(frame[:length].clone(), before.clone(), item=2)
     with refused("delta.frame"):
         frames.apply(torch.cat([frame, frame[:1]]), before.clone(), item=2)
-    assert refusals == 8 * told
+    assert refusals == 8 * header
 
 
 @pytest.mark.parametrize("body", [[0b1, 0], [0b11, 1, 0, 9], [0b100, 1, 9]], ids=["none", "one none", "beyond"])
 def test_a_group_without_changes_and_a_group_beyond_the_chunk_are_refused(body: list[int]) -> None:
-    held = torch.arange(16, dtype=torch.uint8)  # two groups of one-byte elements
+    memory = torch.arange(16, dtype=torch.uint8)  # two groups of one-byte elements
     with refused("delta.frame"):
-        frames.apply(torch.tensor([len(body), 0, 0, 0, *body], dtype=torch.uint8), held, item=1)
-    assert held.tolist() == list(range(16))
+        frames.apply(torch.tensor([len(body), 0, 0, 0, *body], dtype=torch.uint8), memory, item=1)
+    assert memory.tolist() == list(range(16))
 
 
 def test_random_bytes_are_no_frames_and_leave_memory_alone() -> None:
     draw = np.random.default_rng(0)
     guarded = torch.full((3 * 4096,), 7, dtype=torch.uint8)
-    held = guarded[4096:8192]
+    memory = guarded[4096:8192]
     for _ in range(2000):
         body = draw.integers(0, 256, int(draw.integers(1, 4096)), dtype=np.uint8)
         body[: 4096 // 16 // 8] &= draw.integers(0, 256, 4096 // 16 // 8, dtype=np.uint8)[: len(body)]
         frame = torch.from_numpy(np.concatenate([np.array([len(body)], dtype="<u4").view(np.uint8), body]))
         with refused("delta.frame"):
-            frames.apply(frame, held, item=2)
+            frames.apply(frame, memory, item=2)
     assert bool((guarded == 7).all())
 
 

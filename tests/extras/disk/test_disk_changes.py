@@ -1,4 +1,4 @@
-"""Versions as files of changes: whoever reads them has, bit for bit, what whole files would have brought."""
+"""Versions as files of changes: readers get, bit for bit, the bytes of whole files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (200 * 1024, 64 * 1024, 4096)
 
 
 class Stand:
-    """A shelf of changes, one of whole files of the same weights, and readers beside engines."""
+    """A shelf of changes, one of whole files of the same weights, and readers on the machines of engines."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -45,7 +45,7 @@ class Stand:
         return PackedBucket("/proc/1/fd/3", len(data), ((tensor,),))
 
     def write(self, version: int, *readers: ChainReader, complete: bool = True) -> int:
-        """Publish the present bytes to `readers` by both, compare what comes; bytes of changes written."""
+        """Publishes the present bytes to `readers` by both and compares them; returns the bytes of changes written."""
         self.epoch += 1
         manifest = Manifest(policy="p", version=version, trainer_step=version, membership_epoch=self.epoch)
         self.shelf.begin(manifest)
@@ -72,7 +72,7 @@ class Stand:
 
 
 def taken(reader: ChainReader, packed: PackedBucket) -> torch.Tensor:
-    """The bytes of the bucket's only tensor, proven by its checksum."""
+    """Returns the bytes of the bucket's only tensor, verified by its checksum."""
     ((tensor,),) = packed.targets
     with reader.landed(packed) as landed:
         memory = open_memory(landed.path, landed.size)
@@ -103,8 +103,8 @@ def test_over_a_hundred_versions_changes_bring_what_whole_files_bring(stand: Sta
         if step == 43:  # an engine is lost, and catches up two versions later
             readers[1] = ChainReader(ITEM)
         # The other one is lost, or has missed versions, whole ones among them.
-        own = readers[:1] if 41 <= step < 43 or 20 <= step < 30 else readers
-        sent.append(stand.write(step, *own, complete=step != 60) / sum(SIZES))
+        active = readers[:1] if 41 <= step < 43 or 20 <= step < 30 else readers
+        sent.append(stand.write(step, *active, complete=step != 60) / sum(SIZES))
         if step == 70:  # another process: it has nothing to compare with
             stand.shelf = ChangesDirectory(stand.directory / "changes", item=ITEM, every_full=EVERY_FULL)
         if step != 60:

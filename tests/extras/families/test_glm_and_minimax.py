@@ -326,9 +326,9 @@ def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
     reader.check(table, quantized=True)
     for name, shape in table.checkpoint_shapes().items():
         rows, cols = matrix(shape)
-        wanted = stored[name].float().view(rows, cols)
+        expected = stored[name].float().view(rows, cols)
         if name in codes:
             scale = stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
-            wanted = (wanted * scale[:rows, :cols]).to(torch.bfloat16).float()
+            expected = (expected * scale[:rows, :cols]).to(torch.bfloat16).float()
         found = reader.read(name, Rect(0, rows // 2, 0, rows - rows // 2, cols, 0, 0))
-        assert torch.equal(found.float(), wanted[rows // 2 :]), name
+        assert torch.equal(found.float(), expected[rows // 2 :]), name

@@ -21,7 +21,7 @@ HANGS_S = 120.0
 
 @asynccontextmanager
 async def serving(connections: Connections, answer: asyncio.Event | None = None) -> AsyncIterator[int]:
-    """The port of a server whose answers wait for `answer`."""
+    """Yields the port of a server whose answers wait for `answer`."""
 
     async def handle(request: web.Request) -> web.Response:
         if answer is not None:

@@ -39,10 +39,10 @@ def megatron(directory: Path, name: str, backend: str = "torch_dist") -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("said", "name"), [("release", "release"), ("12\n", "iter_0000012")])
-def test_the_tracker_says_which_checkpoint(tmp_path, said, name):
+@pytest.mark.parametrize(("content", "name"), [("release", "release"), ("12\n", "iter_0000012")])
+def test_the_tracker_says_which_checkpoint(tmp_path, content, name):
     directory = megatron(tmp_path / "m", name)
-    (directory / "latest_checkpointed_iteration.txt").write_text(said)
+    (directory / "latest_checkpointed_iteration.txt").write_text(content)
     assert is_megatron(directory) and find_checkpoint(directory) == directory / name
     assert is_megatron(directory / name) and find_checkpoint(directory / name) == directory / name
 
@@ -59,7 +59,7 @@ def test_the_core_finds_the_format_of_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "code"),
+    ("name", "content", "code"),
     [
         (TRACKER, b"x", "megatron.tracker"),
         (TRACKER, b"13", "megatron.tracker"),
@@ -73,15 +73,18 @@ def test_the_core_finds_the_format_of_a_directory(tmp_path):
         ("iter_0000012/metadata.json", b'{"sharded_backend": "zarr"}', "megatron.format"),
     ],
 )
-def test_a_directory_that_holds_nothing_to_load_is_refused(tmp_path, name, said, code):
+def test_a_directory_that_holds_nothing_to_load_is_refused(tmp_path, name, content, code):
     directory = megatron(tmp_path / "m", "iter_0000012")
     (directory / TRACKER).write_text("12")
     file = directory / name
-    file.unlink() if said is None else file.write_bytes(said)
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
     with pytest.raises(SlimxError) as error:
         find_checkpoint(directory)
     assert error.value.code == code
-    assert error.value.about == str(file.parent if said is None else file)
+    assert error.value.about == str(file.parent if content is None else file)
 
 
 def test_megatrons_old_format_is_named(tmp_path):
@@ -129,7 +132,7 @@ def test_metadata_that_names_anything_else_is_refused_and_nothing_runs(tmp_path,
 
 
 def described(**changed: Any) -> Metadata:
-    """The metadata of one tensor, with fields changed anywhere in it."""
+    """Returns the metadata of one tensor, with fields changed anywhere in it."""
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([4, 2]), [chunk])
     place, metadata = _StorageInfo("__0_0.distcp", 0, 100), Metadata({"a": tensor}, {"a": ("a",)}, {})
@@ -178,13 +181,13 @@ def test_metadata_that_no_writer_writes_is_refused(tmp_path, changed):
 
 def test_metadata_is_read_from_common_pt_and_from_the_tensors(tmp_path):
     """megatron-core 0.19 writes no `common.pt`, but a list of one dictionary among the tensors."""
-    told = {"args": argparse.Namespace(vocab_size=77), "iteration": 3}
+    common = {"args": argparse.Namespace(vocab_size=77), "iteration": 3}
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "none", no_dist=True)
     with pytest.raises(FileNotFoundError):
         read_common(tmp_path / "none")
-    among = {"w": torch.zeros(2), "common_state/shard_0_1": [told]}
+    among = {"w": torch.zeros(2), "common_state/shard_0_1": [common]}
     dcp.save(among, checkpoint_id=tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
-    assert read_common(tmp_path) == told and saved_vocabulary(tmp_path) == 77
+    assert read_common(tmp_path) == common and saved_vocabulary(tmp_path) == 77
     torch.save({"args": argparse.Namespace(vocab_size=78)}, tmp_path / "common.pt")
     assert saved_vocabulary(tmp_path) == 78
 

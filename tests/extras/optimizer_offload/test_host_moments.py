@@ -10,7 +10,7 @@ from slimx.extras.optimizer_offload.moments import HostMoments
 
 
 def parameters() -> list[list[torch.Tensor]]:
-    """Two groups; the second has a parameter that never gets a gradient."""
+    """Returns two groups; the second has a parameter that never gets a gradient."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return [[torch.randn(size, requires_grad=True) for size in sizes] for sizes in ((7, 300, 5), (40, 2, 9))]
@@ -31,11 +31,11 @@ def run(share: float | None, piece_bytes: int = 1, steps: int = 4) -> tuple[list
 @pytest.mark.parametrize("share", [0.25, 0.6, 1.0])
 @pytest.mark.parametrize("piece_bytes", [1, 500, 2**20])
 def test_the_steps_are_those_of_the_optimizer_inside_bit_for_bit(share, piece_bytes):
-    wanted, plain = run(None)
+    expected, plain = run(None)
     found, moved = run(share, piece_bytes)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert [group["step"] for group in moved.param_groups] == [group["step"] for group in plain.param_groups] == [4, 4]
-    for a, b in zip(wanted, found, strict=True):
+    for a, b in zip(expected, found, strict=True):
         for key in plain.state[a]:
             assert torch.equal(plain.state[a][key], moved.state[b][key])
 

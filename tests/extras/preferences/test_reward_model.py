@@ -24,7 +24,7 @@ MODEL = Path("configs/moe/models/Qwen3-30B-A3B")
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    """A complete configuration of a reward model; `changes`: single keys, dots as `__`."""
+    """Returns a complete configuration of a reward model; `changes`: single keys, dots as `__`."""
     values: dict[str, Any] = {
         "run": {"dir": "r"},
         "model": {"path": str(MODEL)},

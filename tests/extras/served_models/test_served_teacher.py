@@ -42,16 +42,16 @@ class FakeTeacher:
 
     def __init__(self, error: SlimxError | None = None) -> None:
         self.error = error
-        self.asked: list[tuple[list[int], int]] = []
+        self.requests: list[tuple[list[int], int]] = []
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
-        self.asked.append(([int(token) for token in token_ids], start))
+        self.requests.append(([int(token) for token in token_ids], start))
         if self.error is not None:
             raise self.error
         return [-position / 8 for position in range(start, len(token_ids))]
 
     async def top_logprobs(self, token_ids: Sequence[int], *, top: int, start: int) -> tuple[Any, ...]:
-        """The likeliest token of position p is p, then p + 1 and so on."""
+        """Returns candidates: the likeliest token of position p is p, then p + 1 and so on."""
         ids = np.arange(start, len(token_ids))[:, None] + np.arange(top)
         return await self.logprobs(token_ids, start=start), ids, -ids / 8
 
@@ -63,7 +63,7 @@ def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **cha
 
 
 def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
-    """A prompt token, then sampled ones."""
+    """Returns a trajectory of one prompt token and sampled ones."""
     length = len(mask)
     fields = {
         "id": "g/0",
@@ -84,11 +84,11 @@ def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
 async def test_rollouts_are_scored_from_their_first_trained_token():
     teacher = FakeTeacher()
     outcome = await maker(teacher).make(prompts()[0], group_id="g", number=0)
-    assert outcome.reason is None and len(teacher.asked) == 2
+    assert outcome.reason is None and len(teacher.requests) == 2
     for scored in decode_groups(encode_groups([outcome.group]))[0].trajectories:
-        (asked,) = [start for ids, start in teacher.asked if ids == scored.token_ids.tolist()]
+        (position,) = [start for ids, start in teacher.requests if ids == scored.token_ids.tolist()]
         first = int(np.flatnonzero(scored.loss_mask)[0])
-        assert asked == first and np.isnan(scored.teacher_logprobs[:first]).all()
+        assert position == first and np.isnan(scored.teacher_logprobs[:first]).all()
         assert scored.teacher_logprobs[first:].tolist() == [-n / 8 for n in range(first, len(scored.token_ids))]
         assert scored.timings["teacher"] >= 0
 
@@ -145,17 +145,17 @@ async def test_what_is_not_trained_is_not_scored():
     """Answers of an evaluation, and the greedy rollout that is a baseline."""
     teacher = FakeTeacher()
     await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=True)
-    assert not teacher.asked
+    assert not teacher.requests
     remax = {
         "algorithm__name": "remax",
         "algorithm__teacher_coef": 0.1,
         "reward__function": "slimx.extras.rewards.exact",
     }
     outcome = await maker(teacher, **remax).make(prompts()[0], group_id="g", number=0)
-    assert outcome.group.baseline == 1.0 and len(teacher.asked) == 2
+    assert outcome.group.baseline == 1.0 and len(teacher.requests) == 2
     untrained = trajectory([0, 0, 0])
     await Teacher(teacher, 1).score(untrained)
-    assert len(teacher.asked) == 2 and np.isnan(untrained.teacher_logprobs).all()
+    assert len(teacher.requests) == 2 and np.isnan(untrained.teacher_logprobs).all()
 
 
 async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
@@ -171,7 +171,7 @@ async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
 
     teacher = Slow()
     outcome = await maker(teacher, group_size=8, concurrency=3).make(prompts()[0], group_id="g", number=0)
-    assert outcome.reason is None and len(teacher.asked) == 8 and teacher.busiest == 3
+    assert outcome.reason is None and len(teacher.requests) == 8 and teacher.busiest == 3
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ class Unable(FakeTeacher):
     """A teacher that cannot say the token before the last one at all."""
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
-        said = await super().logprobs(token_ids, start=start)
-        return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(said, start)]
+        values = await super().logprobs(token_ids, start=start)
+        return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(values, start)]
 
 
 async def test_a_token_outside_the_teachers_vocabulary_fails_its_rollout_alone():
@@ -215,7 +215,7 @@ async def test_a_rollout_that_its_hook_sampled_otherwise_is_not_scored():
 
     teacher = FakeTeacher()
     outcome = await maker(teacher, cooler).make(prompts()[0], group_id="g", number=0)
-    assert outcome.reason == "teacher failed" and not teacher.asked
+    assert outcome.reason == "teacher failed" and not teacher.requests
     assert "g/0" in outcome.detail and "temperature 0.5" in outcome.detail
 
 
@@ -226,7 +226,7 @@ TWO = {
     "algorithm__teacher_engines": {"sums": "wise", "primes": "other"},
     "engines": [ACTOR, TEACHER, TEACHER | {"name": "other"}],
 }
-"""Beside `SERVED`: two teachers by the prompt's data set, and none for others."""
+"""Sections in addition to `SERVED`: two teachers by the prompt's data set, and none for others."""
 
 
 def prompt_of(name: str, field: str = "dataset") -> Prompt:
@@ -244,12 +244,12 @@ async def test_metadata_selects_the_teacher_of_a_prompt(field):
     for number, (name, teacher) in enumerate({"sums": "wise", "primes": "other", "knots": "common"}.items()):
         outcome = await make(prompt_of(name, field), group_id=f"g{number}", number=number)
         assert outcome.reason is None
-        asked = {each: len(teachers[each].asked) for each in teachers}
-        assert asked == {each: 2 if each == teacher else 0 for each in teachers}
-        teachers[teacher].asked.clear()
+        counts = {name: len(teachers[name].requests) for name in teachers}
+        assert counts == {name: 2 if name == teacher else 0 for name in teachers}
+        teachers[teacher].requests.clear()
     (other,) = {*("dataset", "kind")} - {field}
     await make(prompt_of("sums", other), group_id="g9", number=9)
-    assert len(teachers["common"].asked) == 2
+    assert len(teachers["common"].requests) == 2
 
 
 def test_prompts_without_teachers_and_teachers_without_prompts_are_refused():
@@ -289,18 +289,18 @@ def test_teachers_that_do_not_fit_are_refused_by_their_entry(changes, code, abou
 
 
 def test_scores_are_aligned_with_predicted_tokens_and_required():
-    given = trajectory([0, 1, 0, 1], teacher_logprobs=np.array([np.nan, -1, np.nan, -3], np.float32))
-    weights = loss_weights([given], "token")
+    scored = trajectory([0, 1, 0, 1], teacher_logprobs=np.array([np.nan, -1, np.nan, -3], np.float32))
+    weights = loss_weights([scored], "token")
     algorithm = config_of(**SERVED).algorithm
-    (row,) = make_rows([given], [0.0], weights, algorithm)
+    (row,) = make_rows([scored], [0.0], weights, algorithm)
     assert row.teacher_logprobs.tolist() == [-1, 0, -3] and row.teacher_logprobs.dtype == np.float32
-    assert make_rows([given], [0.0], weights)[0].teacher_logprobs is None
+    assert make_rows([scored], [0.0], weights)[0].teacher_logprobs is None
     ((batch,),) = pack([row], data_size=1, max_tokens=8, multiple_of=4).shards
     assert batch.teacher_logprobs.tolist() == [-1, 0, -3, 0]
     for lost in (None, np.array([np.nan, -1, -2, np.nan], np.float32)):
-        given.teacher_logprobs = lost
+        scored.teacher_logprobs = lost
         with refused("data.column", about="g/0"):
-            make_rows([given], [0.0], weights, algorithm)
+            make_rows([scored], [0.0], weights, algorithm)
     with pytest.raises(ValueError) as caught:
         trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
     assert "teacher_logprobs" in str(caught.value) and numbers(caught.value)[-3:] == [2, 4, 4]
@@ -376,8 +376,8 @@ async def test_servers_that_run_already_are_asked_what_their_tokens_are():
     tokenizer = the_tokenizer()
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     for wrong in (None, 9):
-        told = [f"{text}?" if token == wrong else text for token, text in enumerate(texts)]
-        async with server(told) as (url, bodies):
+        vocabulary = [f"{text}?" if token == wrong else text for token, text in enumerate(texts)]
+        async with server(vocabulary) as (url, bodies):
             checking = check_vocabulary(FrozenEngine("wise", url, deadline_s=300, retries=0), tokenizer)
             if wrong is None:
                 await checking

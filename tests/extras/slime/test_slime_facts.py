@@ -1,5 +1,5 @@
-"""Facts that slime hooks are told of a run, and verdicts of the reward hub, are those of slime: numbers of samples,
-`args`, rules of `rm_type`. What is not served is refused by name, for Miles' modules too."""
+"""Facts of a run that slime hooks get, and verdicts of the reward hub, are those of slime: numbers of samples,
+`args`, rules of `rm_type`. Unsupported functions are refused by name, for Miles' modules too."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ async def test_samples_have_global_indices_in_generate_reward_and_filter(mine):
         made = [t for batch in batches for group in batch.groups for t in group.trajectories]
         assert [t.metadata["seen"] for t in made] == [[n // 2, n] for n in range(16)]
         assert [t.reward for t in made] == [n + 0.008 for n in range(16)]
-        told = await answer_all(stand.maker, {"": prompts()[:3]})
-    seen = [t.metadata["seen"] for outcome in told for t in outcome.group.trajectories]
+        outcomes = await answer_all(stand.maker, {"": prompts()[:3]})
+    seen = [t.metadata["seen"] for outcome in outcomes for t in outcome.group.trajectories]
     assert seen == [[None, number] for number in range(3)], "an evaluation's samples have no group in slime"
 
 
@@ -114,7 +114,7 @@ async def test_deepscaler_pays_what_stands_behind_the_thinking(response, label, 
 
 
 @pytest.mark.parametrize(
-    ("said", "right", "score"),
+    ("response", "right", "score"),
     [
         ("yes", "yes", (1.0, 1.0, 1.0)),
         ("Yes.", "the yes", (1.0, 1.0, 1.0)),
@@ -127,18 +127,18 @@ async def test_deepscaler_pays_what_stands_behind_the_thinking(response, label, 
         ("", "", (0.0, 0.0, 0.0)),
     ],
 )
-def test_f1_gives_nothing_for_words_around_yes_no_and_noanswer(said, right, score):
-    assert f1_score(said, right) == score
+def test_f1_gives_nothing_for_words_around_yes_no_and_noanswer(response, right, score):
+    assert f1_score(response, right) == score
 
 
 def test_the_dapo_scorer_looks_at_the_end_of_the_text_alone():
     """Only the last 300 characters count, and 100 for a box in the strict form: what the prompt has boxed is no
     answer."""
-    asked = r"What is 40 + 6? For example \boxed{46}. Answer: 46"
-    assert compute_score(asked + "." * 100, "46", strict_box_verify=True)["pred"] is None
-    assert compute_score(asked + " " * 300, "46")["score"] == -1.0
-    assert compute_score(asked + " " * 300 + "Answer: 46", "46")["score"] == 1.0
-    assert compute_score(asked + "." * 300 + r"\boxed{46}", "46", strict_box_verify=True)["score"] == 1.0
+    text = r"What is 40 + 6? For example \boxed{46}. Answer: 46"
+    assert compute_score(text + "." * 100, "46", strict_box_verify=True)["pred"] is None
+    assert compute_score(text + " " * 300, "46")["score"] == -1.0
+    assert compute_score(text + " " * 300 + "Answer: 46", "46")["score"] == 1.0
+    assert compute_score(text + "." * 300 + r"\boxed{46}", "46", strict_box_verify=True)["score"] == 1.0
     assert compute_score("." * 300 + "Answer: 45", "46") == {"score": -1.0, "acc": False, "pred": "45"}
 
 
@@ -163,8 +163,8 @@ def test_the_dapo_scorer_looks_at_the_end_of_the_text_alone():
     ],
 )
 async def test_a_rule_grades_the_final_answer_or_what_its_last_box_holds(rm_type, response, reward):
-    said = await async_rm(Arguments({"rm_type": rm_type}), judged(response))
-    assert (said["score"] if isinstance(said, dict) else said) == reward
+    result = await async_rm(Arguments({"rm_type": rm_type}), judged(response))
+    assert (result["score"] if isinstance(result, dict) else result) == reward
 
 
 # The hub as a reward --------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def test_a_function_of_slimes_that_is_not_served_is_refused_by_name(key, path):
         load_hooks(config_of(**{key: f"slime:{path}"}))
     assert (refused.value.code, refused.value.about) == ("slime.not_served", path)
     assert "\n" not in str(refused.value)
-    with pytest.raises(SlimxError) as told:  # without the prefix: which one to write
+    with pytest.raises(SlimxError) as caught:  # without the prefix: which one to write
         load_hooks(config_of(**{key: path}))
-    assert (told.value.code, told.value.about) == ("hooks.prefix", path)
+    assert (caught.value.code, caught.value.about) == ("hooks.prefix", path)
 
 
 MILES = """
@@ -266,7 +266,7 @@ def keep(args, samples):
 
 
 async def test_hooks_of_miles_run_where_its_modules_are_slimes_by_another_name(mine):
-    """The reward runs in a process, since its module has rules of the hub; it is told of the run there too."""
+    """The reward runs in a process, since its module has rules of the hub; it gets the facts of the run there too."""
     name = mine(MILES)
     config = config_of(
         generate=f"slime:{name}.generate",
@@ -304,7 +304,7 @@ def test_what_only_miles_has_is_refused_by_name(mine, text):
 def test_a_hook_of_either_without_the_prefix_is_told_of_it(mine, root, monkeypatch):
     name = mine(f"from {root}.utils.types import Sample\nasync def generate(*everything): ...\n")
     # As in a process where no such hook was loaded before.
-    monkeypatch.setattr("sys.meta_path", [each for each in sys.meta_path if not hasattr(each, "exec_module")])
-    for module in [each for each in sys.modules if each.partition(".")[0] == root]:
+    monkeypatch.setattr("sys.meta_path", [finder for finder in sys.meta_path if not hasattr(finder, "exec_module")])
+    for module in [name for name in sys.modules if name.partition(".")[0] == root]:
         monkeypatch.delitem(sys.modules, module)
     assert is_form_of(f"{name}.generate")

@@ -14,7 +14,7 @@ from tests.unit.algorithms.naive_gae import naive
 
 
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and a mask with holes [6, 23] in fp64; one row trains nothing, one everything."""
+    """Returns rewards, values and a mask with holes [6, 23] in fp64; one row trains nothing, one everything."""
     g = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(6, 23, generator=g, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(6, 23, generator=g) < 0.5
@@ -36,8 +36,8 @@ def test_values_outside_trained_tokens_change_nothing_not_even_nan():
     rewards, values, mask = batch(4)
     expected = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     spoiled = [torch.where(mask, x, math.nan) for x in (rewards, values)]
-    for found, wanted in zip(gae(*spoiled, mask, gamma=0.9, lam=0.8), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for found, reference in zip(gae(*spoiled, mask, gamma=0.9, lam=0.8), expected, strict=True):
+        assert torch.equal(found, reference)
 
 
 def test_a_batch_by_hand_with_a_tools_answer_between_two_turns():
@@ -82,7 +82,7 @@ def test_explained_variance_of_a_perfect_a_constant_and_a_wrong_critic():
 
 
 def inputs(seed: int, n: int = 50) -> ValueInputs:
-    """float64; half the values further than 0.2 from the old ones, a third of the tokens untrained."""
+    """Returns float64 inputs: half the values further than 0.2 from the old ones, a third of the tokens untrained."""
     g = torch.Generator().manual_seed(seed)
     old, returns = (torch.randn(n, generator=g, dtype=torch.float64) for _ in range(2))
     values = old + 0.3 * torch.randn(n, generator=g, dtype=torch.float64)
@@ -102,19 +102,19 @@ def test_value_loss_and_its_gradient_are_those_of_the_published_formula(clip):
     found = inputs(1)
     total, metrics = value_loss(found, clip=clip)
     total.backward()
-    gradient, wanted, clipped = [], 0.0, 0.0
+    gradient, loss, clipped = [], 0.0, 0.0
     for w, v, o, r in zip(
         *(x.tolist() for x in (found.weight, found.predicted, found.values, found.returns)), strict=True
     ):
         edge = min(max(v, o - clip), o + clip) if clip else v
         beyond = (edge - r) ** 2 > (v - r) ** 2
-        wanted += w * 0.5 * max((v - r) ** 2, (edge - r) ** 2)
+        loss += w * 0.5 * max((v - r) ** 2, (edge - r) ** 2)
         clipped += w * beyond
         # At the edge the loss does not depend on v.
         gradient.append(0.0 if beyond else w * (v - r))
-    assert total.item() == pytest.approx(wanted, abs=1e-12)
+    assert total.item() == pytest.approx(loss, abs=1e-12)
     assert found.predicted.grad.tolist() == pytest.approx(gradient, abs=1e-12)
-    assert metrics["value/loss"].item() == pytest.approx(wanted, abs=1e-12)
+    assert metrics["value/loss"].item() == pytest.approx(loss, abs=1e-12)
     assert metrics["value/clip_fraction"].item() == pytest.approx(clipped, abs=1e-12)
     assert (clipped > 0) == (clip > 0)
 
