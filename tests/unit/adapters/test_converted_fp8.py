@@ -33,9 +33,9 @@ def test_sglang_expects_fp8_where_it_is_and_only_there(tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 128, "num_experts": 2, "num_hidden_layers": 2}
     source = write_checkpoint(tmp_path / "source", QWEN3_MOE | wide)
     convert(run.hf_to_fp8(source), tmp_path / "fp8", threads=1, verify=False)
-    asked = run_with_sglang("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
-    assert asked.returncode == 0, asked.stderr[-2000:]
-    block, activation, serialized, skipped = json.loads(asked.stdout.splitlines()[-1])
+    result = run_with_sglang("-c", ASK, str(tmp_path / "fp8"), *IN_FP8)
+    assert result.returncode == 0, result.stderr[-2000:]
+    block, activation, serialized, skipped = json.loads(result.stdout.splitlines()[-1])
     assert (block, activation, serialized) == ([128, 128], "dynamic", True)
     assert skipped == {name: not quantized for name, quantized in IN_FP8.items()}
     scales = {name for name in tensors_of(tmp_path / "fp8") if name.endswith("_scale_inv")}

@@ -37,7 +37,7 @@ class Slot:
         self.memory = DeviceMemory(1 << 20)
 
     def pack(self, weights: Weights, version: int = 1, bucket: int = 0) -> dict[str, Any]:
-        """Put a bucket there; what a rank is told of it."""
+        """Puts a bucket there; returns its description for a rank."""
         self.memory.bytes.fill_(0xEE)
         entries, end = [], 0
         for name, tensor in weights.items():
@@ -56,7 +56,7 @@ def test_of_a_bucket_only_the_ranks_own_part_is_copied(model, monkeypatch) -> No
     argument = slot.pack({name: weights[name] for name in experts})
     fetched = []
     fetch = sglang_buckets.fetch
-    monkeypatch.setattr(sglang_buckets, "fetch", lambda *given: fetched.append(given[1:3]) or fetch(*given))
+    monkeypatch.setattr(sglang_buckets, "fetch", lambda *arguments: fetched.append(arguments[1:3]) or fetch(*arguments))
     receiver.begin(manifest=manifest(), staging="bucket")
     assert stage(receiver, **argument)["staged"] == 2, "experts 5 and 6 of this rank, the others of the other"
     first, last = argument["tensors"][2:4]

@@ -42,8 +42,8 @@ def test_leave_one_out_by_hand():
 def test_advantages_of_equal_rewards_are_0_to_the_last_bit(name, reward):
     """A rest of 1e-17, over a deviation of 1e-6, is a gradient for which Adam would take a whole step."""
     equal = group("a", [reward] * 7)
-    for each in equal.trajectories:
-        each.reward_parts = {"x": reward}
+    for member in equal.trajectories:
+        member.reward_parts = {"x": reward}
     assert all_advantages(Algorithm(name=name), [equal]) == [0.0] * 7
 
 
@@ -74,15 +74,15 @@ def test_gdpo_is_normalized_over_the_rollouts_of_the_step():
         {"x": 0.0, "y": 5.0},
         {"x": 1.0, "y": 0.0},
     ]
-    for each, values in zip([t for g in groups for t in g.trajectories], parts, strict=True):
-        each.reward_parts = values
+    for member, values in zip([t for g in groups for t in g.trajectories], parts, strict=True):
+        member.reward_parts = values
     deviation = math.sqrt((4 + 4 + 1 + 1 + 0) / 5)
-    wanted = [2 / deviation, -2 / deviation, 1 / deviation, -1 / deviation, 0.0]
+    expected = [2 / deviation, -2 / deviation, 1 / deviation, -1 / deviation, 0.0]
     algorithm = Algorithm(name="gdpo", advantages={"eps": 1e-12})
-    assert all_advantages(algorithm, groups) == pytest.approx(wanted, abs=1e-5)
+    assert all_advantages(algorithm, groups) == pytest.approx(expected, abs=1e-5)
     twin = trajectory("a", 0, 1.0, id="a/0b", reward_parts=parts[0])
     groups[0].trajectories.append(twin)
-    assert all_advantages(algorithm, groups) == pytest.approx([*wanted[:2], wanted[0], *wanted[2:]], abs=1e-5)
+    assert all_advantages(algorithm, groups) == pytest.approx([*expected[:2], expected[0], *expected[2:]], abs=1e-5)
     groups[1].trajectories[0].reward_parts = {"x": 1.0}
     with refused("advantages.reward_part", about="b/0"):
         all_advantages(algorithm, groups)
@@ -130,16 +130,18 @@ PENALTIES = {
     "k3": lambda p, q: math.exp(q - p) - 1 - (q - p),
     "low_variance": lambda p, q: min(math.exp(min(q - p, 20)) - 1 - min(q - p, 20), 10),
 }
-"""Of KL(policy || reference) at one token, from its log-probs."""
+"""Estimators of KL(policy || reference) at one token, from its log-probs."""
 
 
 def reinforce(rewards: list[float], penalties: list[list[float]], gamma: float, coef: float) -> list[list[float]]:
-    """REINFORCE++ by its definition: discounted sums of score at the end minus KL at every token, whitened."""
+    """Computes REINFORCE++ by its definition: discounted sums of score at the end minus KL at every token, whitened."""
     sums = []
     for score, kl in zip(rewards, penalties, strict=True):
-        each = [-coef * x for x in kl]
-        each[-1] += score
-        sums.append([sum(gamma ** (k - t) * each[k] for k in range(t, len(each))) for t in range(len(each))])
+        sequence = [-coef * x for x in kl]
+        sequence[-1] += score
+        sums.append(
+            [sum(gamma ** (k - t) * sequence[k] for k in range(t, len(sequence))) for t in range(len(sequence))]
+        )
     every = [x for s in sums for x in s]
     mean = sum(every) / len(every)
     deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
@@ -166,11 +168,11 @@ def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
     if name == "reinforce_pp_baseline":
         rewards = [0.5, -0.5, 0.0, 0.25, -0.25]
     lp = [row.rollout_logprobs[1:].tolist() for row in rows]
-    ref = [each[1:].tolist() for each in reference]
+    ref = [x[1:].tolist() for x in reference]
     kl = [[PENALTIES[estimator](p, q) for p, q in zip(one, two, strict=True)] for one, two in zip(lp, ref, strict=True)]
     assert (max(map(max, kl)) == 10) == (estimator == "low_variance")
-    for row, wanted in zip(rows, reinforce(rewards, kl, 0.9, 0.2), strict=True):
-        assert row.advantages[0] == 0 and row.advantages[1:].tolist() == pytest.approx(wanted, abs=1e-5)
+    for row, expected in zip(rows, reinforce(rewards, kl, 0.9, 0.2), strict=True):
+        assert row.advantages[0] == 0 and row.advantages[1:].tolist() == pytest.approx(expected, abs=1e-5)
         assert row.values is None and row.returns is None
     assert metrics["kl/reward"] == pytest.approx(np.mean(sum(kl, [])), rel=1e-5)
 
@@ -179,7 +181,7 @@ def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
 
 
 def episode(index: int, reward: float, states: list[str], gains: list[float]) -> Trajectory:
-    """Two prompt tokens; each turn samples two tokens, and a tool says one after it."""
+    """Makes an episode of two prompt tokens and turns of two sampled tokens and one of a tool."""
     spans, at = [Span(start=0, stop=2, source="prompt")], 2
     for turn in range(len(states)):
         spans.append(Span(start=at, stop=at + 2, source="sampled", turn=turn, version=0))
@@ -234,8 +236,8 @@ def test_turns_are_compared_across_the_group_in_any_order():
         group_ = Group(id="g", prompt=Prompt(id="g", token_ids=[1]), trajectories=[members[i] for i in order])
         for number, array in zip(order, all_advantages(algorithm, [group_]), strict=True):
             sampled = members[number].loss_mask[1:].astype(bool)
-            wanted = np.repeat(whole[number] / deviation + np.array(steps[number]), 2)
-            assert array[sampled].tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
+            expected = np.repeat(whole[number] / deviation + np.array(steps[number]), 2)
+            assert array[sampled].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(("turns", "code"), [([], "advantages.turns"), ([Turn(), Turn()], "advantages.state_key")])
@@ -265,7 +267,7 @@ def test_the_policy_gradient_of_preferences_is_the_dpo_gradient():
     policy, reference = ([-2 * random.random(len(row)) for row in rows] for _ in range(2))
     step = StepData(groups=groups, updates=[rows], policy=policy, reference=reference, seed=(0, 0))
     metrics = finish_advantages(algorithm, step)
-    leaves = [torch.tensor(each, requires_grad=True) for each in policy]
+    leaves = [torch.tensor(x, requires_grad=True) for x in policy]
     loss = torch.zeros((), dtype=torch.float64)
     for row, lp in zip(rows, leaves, strict=True):
         part, _ = make_loss(algorithm)(
@@ -286,8 +288,8 @@ def test_the_policy_gradient_of_preferences_is_the_dpo_gradient():
     pairs = [(1, 0), (2, 3), (5, 4)]  # of group c: rewards 2.0 and 0.3; 0.7 is between
     margins = [0.3 * (summed(best) - summed(worst)) for best, worst in pairs]
     expected = -sum(torch.nn.functional.logsigmoid(margin) for margin in margins) / 3
-    wanted = torch.autograd.grad(expected, leaves, allow_unused=True)
-    for number, (gradient, other) in enumerate(zip(found, wanted, strict=True)):
+    expected_gradients = torch.autograd.grad(expected, leaves, allow_unused=True)
+    for number, (gradient, other) in enumerate(zip(found, expected_gradients, strict=True)):
         other = torch.zeros_like(gradient) if other is None else other
         assert torch.allclose(gradient, other, rtol=1e-6, atol=1e-8), number
     assert metrics["dpo/loss"] == pytest.approx(expected.item(), rel=1e-6)

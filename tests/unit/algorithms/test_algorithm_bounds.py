@@ -42,9 +42,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def gradient(algorithm: Algorithm, distance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient, fp32, of seven trained tokens of three sequences and one untrained token. Advantages have both
-    signs; the log-probs of one token of the first sequence and one of the second lie `distance` above those compared
-    with, or (negative) under them."""
+    """Returns loss and gradient, fp32, of seven trained tokens of three sequences and one untrained token. Advantages
+    have both signs; the log-probs of one token of the first sequence and one of the second lie `distance` above those
+    compared with, or (negative) under them."""
     shifted = torch.tensor([0, distance, 0, 0, distance, 0, 0, 0])
     other = torch.full((8,), -0.5) - shifted.clamp(min=0)
     logprobs = (torch.full((8,), -0.5) + shifted.clamp(max=0)).requires_grad_()
@@ -77,7 +77,7 @@ def test_a_log_ratio_beyond_fp32_gives_a_finite_loss_and_gradient(name):
     for distance in (FAR, -FAR, 90.0, -90.0):
         loss, found = gradient(Algorithm(**ALGORITHMS[name]), distance)
         assert torch.isfinite(loss) and torch.isfinite(found).all(), distance
-        assert found[6] != 0 and found[7] == 0, "the sequence beside them still teaches"
+        assert found[6] != 0 and found[7] == 0, "the sequence next to them still has a gradient"
 
 
 def unbounded(tokens: Any) -> torch.Tensor:
@@ -115,10 +115,10 @@ def test_within_the_bound_values_and_gradients_are_unchanged_to_the_bit(name):
         loss, _ = policy_loss(loss_inputs(logprobs=logprobs, **inputs), objective, Algorithm())
         return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
-    found, wanted = (
-        run(each) for each in (surrogate, lambda t: (formula(t, unbounded(t)), torch.zeros_like(t.trained)))
+    found, expected = (
+        run(function) for function in (surrogate, lambda t: (formula(t, unbounded(t)), torch.zeros_like(t.trained)))
     )
-    assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
 
 
 def test_beyond_the_bound_a_ratio_is_constant():
@@ -145,6 +145,6 @@ def test_beyond_the_bound_a_ratio_is_constant():
 def test_a_kl_within_the_bound_is_unchanged_to_the_bit(name):
     difference = torch.linspace(-19.0, 2.0, 1001)
     policy = torch.full_like(difference, -20.0)
-    wanted = torch.expm1((policy + difference) - policy) - ((policy + difference) - policy)
+    expected = torch.expm1((policy + difference) - policy) - ((policy + difference) - policy)
     found = ESTIMATORS[name](policy, policy + difference)
-    assert torch.equal(found, wanted if name == "k3" else wanted.clamp(-10, 10))
+    assert torch.equal(found, expected if name == "k3" else expected.clamp(-10, 10))

@@ -42,21 +42,21 @@ def group() -> Group:
 
 
 def rewards_of(groups: list[Group]) -> list[float]:
-    return [trajectory.reward for each in groups for trajectory in each.trajectories]
+    return [trajectory.reward for g in groups for trajectory in g.trajectories]
 
 
 def test_own_rewards_stay_and_shared_ones_are_the_mean_of_the_rollouts() -> None:
-    given = group()
-    assert credited([given], "own")[0] is given
-    shared = credited([given], "shared")
+    original = group()
+    assert credited([original], "own")[0] is original
+    shared = credited([original], "shared")
     assert rewards_of(shared) == pytest.approx([0.5] * 3 + [2 / 3] * 3)
-    assert rewards_of([given]) == [*REWARDS[0], *REWARDS[1]], "the groups that are kept say what was earned"
+    assert rewards_of([original]) == [*REWARDS[0], *REWARDS[1]], "the groups that are kept say what was earned"
 
 
 def test_each_policy_is_compared_with_itself_alone() -> None:
     algorithm = Algorithm(advantages={"normalize_std": False})
-    own = all_advantages(algorithm, of_policy([group()], "actor"))
-    assert own == pytest.approx([0.5, -0.5])
+    advantages = all_advantages(algorithm, of_policy([group()], "actor"))
+    assert advantages == pytest.approx([0.5, -0.5])
     # A rollout counts once in a policy, too: the judge's two trajectories have the mean of theirs.
     judged = all_advantages(algorithm, of_policy([group()], "judge"))
     assert judged == pytest.approx([-0.375, -0.375, 0.375, 0.375])
@@ -67,22 +67,22 @@ def test_each_policy_is_compared_with_itself_alone() -> None:
 @pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
 def test_rewards_of_tokens_are_the_credited_ones(name: str) -> None:
     algorithm = Algorithm(name=name, advantages={"whiten": False}, credit="shared")
-    given = of_policy([group()], "actor")
+    actor_groups = of_policy([group()], "actor")
     (rows,) = make_update_rows(
         config_of(), of_policy(credited([group()], "shared"), "actor"), lambda groups: all_advantages(algorithm, groups)
     )
     values = [np.zeros(len(row), np.float32) for row in rows]
-    finish_advantages(algorithm, StepData(groups=given, updates=[rows], values=values, seed=(0,)))
+    finish_advantages(algorithm, StepData(groups=actor_groups, updates=[rows], values=values, seed=(0,)))
     assert [row.advantages[row.weight > 0].tolist() for row in rows] == [
         pytest.approx([reward] * 2) for reward in (0.5, 2 / 3)
     ]
 
 
 def test_values_of_several_policies_return_in_trajectory_order() -> None:
-    given = [group()]
-    values = {name: [t.id for each in of_policy(given, name) for t in each.trajectories] for name in ("judge", "actor")}
-    assert in_order(given, values) == [trajectory.id for trajectory in given[0].trajectories]
-    assert of_policy(given, "writer") == []
+    groups = [group()]
+    values = {name: [t.id for g in of_policy(groups, name) for t in g.trajectories] for name in ("judge", "actor")}
+    assert in_order(groups, values) == [trajectory.id for trajectory in groups[0].trajectories]
+    assert of_policy(groups, "writer") == []
 
 
 @pytest.mark.parametrize("kind", ["quality", "margin"])

@@ -1,4 +1,4 @@
-"""Deadlines count the time in which the process ran: a stopped driver blames nobody for what it could not hear."""
+"""Deadlines count the time in which the process ran: a stopped driver blames no process for unread answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each command says to its most common mistakes is what tests/golden/ shows, and a refusal is one sentence."""
+"""Each command answers its most common mistakes as tests/golden/ shows, and a refusal is one sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_a_command_says_what_its_golden_file_shows(command):
     shown = (GOLDEN / f"{command}.txt").read_text()
     assert page(command) == shown, "run python -m tools.docs.make_messages, and read the difference"
     for case in shown.strip().split("\n\n"):
-        typed, *said, status = case.split("\n")
+        typed, *output, status = case.split("\n")
         assert typed.startswith(f"$ slimx {command} ") and re.fullmatch(r"\[[012]\]", status)
         if status == "[2]":
-            said = [line for line in said if not line.startswith("checking ")]
-            assert len(said) == 1 and said[0].startswith("slimx: ")
+            output = [line for line in output if not line.startswith("checking ")]
+            assert len(output) == 1 and output[0].startswith("slimx: ")
 
 
 def test_every_golden_file_belongs_to_a_command_or_is_that_of_the_mistakes():

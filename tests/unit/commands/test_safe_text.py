@@ -18,7 +18,7 @@ HOSTILE = "a\x1b[31mred\x1b]0;title\x07\x9b2J\x85\x7f\r\b\u202eevil\u2066\u200b\
 
 
 def commands(text: str) -> list[str]:
-    """Characters that a terminal would act upon, line feeds and tabs aside."""
+    """Returns the characters that a terminal would act upon, except line feeds and tabs."""
     return [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t"]
 
 
@@ -58,6 +58,6 @@ def test_a_refusal_that_quotes_a_file_is_one_harmless_line(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["slimx", "plan", str(file)])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and len(told.splitlines()) == 1 and not commands(told)
-    assert "\\u001b" in told
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and len(message.splitlines()) == 1 and not commands(message)
+    assert "\\u001b" in message

@@ -1,4 +1,4 @@
-"""What a user writes is checked before anything starts: a refusal is one sentence with thing, place and what to do.
+"""Configurations are checked before anything starts: a refusal is one sentence with object, place and remedy.
 
 The refusals are met as a user meets them: through the command line, with its exit code and what it prints.
 """
@@ -143,8 +143,8 @@ def test_what_is_written_of_a_run_holds_no_value_of_the_environment(file, tmp_pa
     assert config.reward.options == {"headers": [{"key": "top-secret"}], "note": "Bearer top-secret"}
     assert (config.run.name, config.schedule.steps) == ("Bearer top-secret", 2)
     # Configurations that are made from it know as much.
-    for each in (config, config.model_copy(update={"schedule": config.schedule})):
-        assert "top-secret" not in each.to_text() and "top-secret" not in json.dumps(each.to_plain())
+    for variant in (config, config.model_copy(update={"schedule": config.schedule})):
+        assert "top-secret" not in variant.to_text() and "top-secret" not in json.dumps(variant.to_plain())
     written = tmp_path / "config.yaml"
     written.write_text(config.to_text())
     assert load_config(written) == config and load_config(written).to_text() == config.to_text()
@@ -245,10 +245,10 @@ def test_a_layout_that_cannot_be_is_refused_with_its_key(command, file, override
 
 def test_a_rollout_beyond_a_micro_batch_is_refused_with_its_tokens(command, file):
     keys = ["rollout.max_prompt_tokens=60", "rollout.sampling.max_new_tokens=8", "trainer.max_tokens_per_microbatch=66"]
-    told = {"code": "batch.microbatch", "about": "trainer.max_tokens_per_microbatch"}
-    assert numbers(command.refuses(file, *keys, **told))[-1] == 67
+    refusal = {"code": "batch.microbatch", "about": "trainer.max_tokens_per_microbatch"}
+    assert numbers(command.refuses(file, *keys, **refusal))[-1] == 67
     padded = ["trainer.context=2", "trainer.world_size=2"]
-    assert numbers(command.refuses(file, *keys, *padded, **told))[-1] == 68
+    assert numbers(command.refuses(file, *keys, *padded, **refusal))[-1] == 68
 
 
 @pytest.mark.parametrize(

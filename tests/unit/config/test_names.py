@@ -28,7 +28,7 @@ def test_every_alias_stands_for_a_key_and_is_not_one() -> None:
         part: Any = schema
         for step in path:
             inner = part["items"] if step == "*" else part["properties"][step]
-            (reference,) = [each["$ref"] for each in [inner, *inner.get("anyOf", [])] if "$ref" in each] or [None]
+            (reference,) = [x["$ref"] for x in [inner, *inner.get("anyOf", [])] if "$ref" in x] or [None]
             part = inner if reference is None else schema["$defs"][reference.rpartition("/")[2]]
         assert name in part["properties"] and last not in part["properties"], old
 

@@ -33,15 +33,18 @@ def raises(steps: int, machine: str) -> Iterator[str | tuple[str, str]]:
     raise SlimxError("the machine is gone", code="machine.gone")
 
 
-def told(problems: list[SlimxError]) -> list[tuple[str, str]]:
+def codes_and_keys(problems: list[SlimxError]) -> list[tuple[str, str]]:
     return [(problem.code, problem.about) for problem in problems]
 
 
 def test_a_rule_is_asked_when_its_facts_are_known_and_not_again() -> None:
     facts = {"steps": 3}
-    assert told(broken([small, raises], facts)) == [("test.small", "steps")]
+    assert codes_and_keys(broken([small, raises], facts)) == [("test.small", "steps")]
     later = facts | {"machine": "m"}
-    assert told(broken([small, raises], later, before=facts)) == [("test.machine", "disk"), ("machine.gone", "machine")]
+    assert codes_and_keys(broken([small, raises], later, before=facts)) == [
+        ("test.machine", "disk"),
+        ("machine.gone", "machine"),
+    ]
 
 
 def test_problems_are_refused_together_under_the_first_ones_code() -> None:
@@ -55,10 +58,10 @@ def test_problems_are_refused_together_under_the_first_ones_code() -> None:
 
 def test_rules_have_codes_of_their_own_and_need_nothing_unheard_of() -> None:
     rules = all_rules()
-    codes = [each.code for each in rules if not each.code.startswith("unproven")]  # of which an extra has its table
+    codes = [entry.code for entry in rules if not entry.code.startswith("unproven")]  # of which an extra has its table
     assert len({*codes}) == len(codes)
     known = {*chain.from_iterable(FACTS.values()), *Config.model_fields}
-    assert all(each.facts <= known for each in rules)
+    assert all(entry.facts <= known for entry in rules)
 
 
 def test_rules_of_all_packages_are_asked_when_a_configuration_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +115,14 @@ def test_a_tracker_without_its_package_is_refused_before_the_run(monkeypatch: py
     found = {"wandb": None, "tensorboard": object(), "mlflow": None}
     monkeypatch.setattr("importlib.util.find_spec", found.__getitem__)
     facts = {"track": Track(wandb=True, mlflow="http://m:5000"), "local_device": "cpu"}
-    asked = [(each.code, each.about) for each in broken([has_trackers], facts)]
-    assert asked == [("track.package", "track.wandb"), ("track.package", "track.mlflow")]
+    problems = [(problem.code, problem.about) for problem in broken([has_trackers], facts)]
+    assert problems == [("track.package", "track.wandb"), ("track.package", "track.mlflow")]
     assert broken([has_trackers], facts | {"track": Track()}) == []
 
 
 def test_muon_without_its_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", {"emerging_optimizers": None}.__getitem__)
     trainer = Trainer(distributed_optimizer=False, optimizer={"kind": "muon"})
-    (told,) = broken([has_muon], {"trainer": trainer, "local_device": "cpu"})
-    assert (told.code, told.about) == ("muon.package", "trainer.optimizer.kind")
+    (problem,) = broken([has_muon], {"trainer": trainer, "local_device": "cpu"})
+    assert (problem.code, problem.about) == ("muon.package", "trainer.optimizer.kind")
     assert broken([has_muon], {"trainer": Trainer(), "local_device": "cpu"}) == []

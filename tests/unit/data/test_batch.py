@@ -17,7 +17,7 @@ ARRAYS = ("tokens", "labels", "weight", "advantages", "rollout_logprobs", "versi
 
 
 def trajectory(mask: list[int], **changes: object) -> Trajectory:
-    """A demonstration of `len(mask)` tokens: nothing sampled."""
+    """Returns a demonstration of `len(mask)` tokens: nothing sampled."""
     fields = {
         "id": "g/0",
         "rollout_id": "g/0",
@@ -117,7 +117,7 @@ def test_a_column_without_source_is_none_for_all_or_refused_for_some():
     with_it, without = trajectory([0, 1, 1], id="a"), trajectory([0, 1], id="b", logprobs=None)
 
     def rows(*trajectories):
-        weights = [np.ones(len(each.token_ids) - 1, np.float32) for each in trajectories]
+        weights = [np.ones(len(t.token_ids) - 1, np.float32) for t in trajectories]
         return make_rows(trajectories, [0.0] * len(trajectories), weights)
 
     assert [row.rollout_logprobs for row in rows(without, without)] == [None, None]
@@ -136,7 +136,7 @@ def test_each_trajectory_keeps_its_own_advantage():
 
 
 def numbered_row(number: int, length: int, *, routes: bool) -> TrainingRow:
-    """A row whose every value tells its row and its position."""
+    """Makes a row whose every value encodes its row and its position."""
     values = 1000 * (number + 1) + np.arange(length)
     experts = np.stack([values, values + 7], 1)[:, None].astype(np.uint16)
     return TrainingRow(
@@ -161,7 +161,7 @@ def test_every_column_is_packed_with_its_dtype_and_its_fill_in_padding():
 
 
 def sequences(batch: MicroBatch) -> list[dict[str, np.ndarray]]:
-    """The packed sequences of a micro-batch, padding included."""
+    """Returns the packed sequences of a micro-batch, padding included."""
     names = (*ARRAYS, "routed_experts") if batch.routed_experts is not None else ARRAYS
     ends = np.cumsum(batch.lengths)
     return [

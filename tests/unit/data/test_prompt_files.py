@@ -105,9 +105,9 @@ def test_a_torn_file_is_named(tmp_path):
 def test_a_row_of_another_form_is_answered_with_the_fields_that_fit(tmp_path, row, fields):
     assert fitting_fields(row) == fields
     path = as_jsonl(tmp_path / "raw.jsonl", [row])
-    with refused("prompts.key") as told:
+    with refused("prompts.key") as caught:
         read_prompts(path)
-    assert ("rollout.fields" in str(told.value)) == (fields is not None)
+    assert ("rollout.fields" in str(caught.value)) == (fields is not None)
 
 
 def test_fields_reach_nested_columns_and_keep_what_they_name(tmp_path):
@@ -147,11 +147,11 @@ def test_fields_reach_nested_columns_and_keep_what_they_name(tmp_path):
 
 
 def test_a_system_turn_begins_every_prompt_but_those_that_have_one(tmp_path):
-    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
-    path = as_jsonl(tmp_path / "raw.jsonl", [{"messages": [{"role": "user", "content": "a"}]}, {"messages": own}])
+    messages = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
+    path = as_jsonl(tmp_path / "raw.jsonl", [{"messages": [{"role": "user", "content": "a"}]}, {"messages": messages}])
     first, second = read_prompts(path, make_mapping(None, None, "be brief"))
     assert first.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
-    assert second.messages == own
+    assert second.messages == messages
     with refused("prompts.system"):
         read_prompts(as_jsonl(tmp_path / "ids.jsonl", [{"token_ids": [1]}]), make_mapping(None, None, "be brief"))
 
@@ -182,11 +182,11 @@ def take(source: Any, count: int) -> list[str]:
 
 def test_sources_are_read_with_their_own_fields_and_no_id_twice(tmp_path):
     raw = as_jsonl(tmp_path / "raw.jsonl", ROWS)
-    own = as_jsonl(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "x"}], "id": "raw:1"}])
-    sets = PromptSet(path=str(raw), name="sums", fields=FIELDS), PromptSet(path=str(own), name="own")
+    other = as_jsonl(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "x"}], "id": "raw:1"}])
+    sets = PromptSet(path=str(raw), name="sums", fields=FIELDS), PromptSet(path=str(other), name="own")
     with refused("prompts.id", about="raw:1"):
         source_prompts(Rollout(sources=sets))
-    as_jsonl(own, [{"messages": [{"role": "user", "content": "x"}], "metadata": {"dataset": "given"}}])
+    as_jsonl(other, [{"messages": [{"role": "user", "content": "x"}], "metadata": {"dataset": "given"}}])
     found = source_prompts(Rollout(sources=sets))
     assert [(prompt.id, prompt.source) for several in found.values() for prompt in several] == [
         ("raw:1", "sums"),

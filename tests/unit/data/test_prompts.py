@@ -18,7 +18,7 @@ TURN = {"role": "user", "content": "1+1="}
 
 
 def write(path: Path, *lines: object) -> Path:
-    """A JSONL file; strings go in as they are."""
+    """Writes a JSONL file; strings go in as they are."""
     texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
     path.write_bytes("".join(text + "\n" for text in texts).encode())
     return path
@@ -75,10 +75,10 @@ def test_a_bad_line_is_refused_by_file_and_line(tmp_path, line, code, named):
     if code is None:  # the control: a good third line is no error
         assert len(read_prompts(path)) == 2
         return
-    own = {"prompts.key": "anwser", "prompts.id": "first"}
-    with refused(code, about=own.get(code, f"{path}, line 3")) as told:
+    subjects = {"prompts.key": "anwser", "prompts.id": "first"}
+    with refused(code, about=subjects.get(code, f"{path}, line 3")) as caught:
         read_prompts(path)
-    assert f"{path}, line 3" in str(told.value) and named in str(told.value)
+    assert f"{path}, line 3" in str(caught.value) and named in str(caught.value)
 
 
 def test_an_id_equal_to_a_default_id_is_refused(tmp_path):
@@ -170,7 +170,7 @@ def test_a_state_of_something_else_is_refused():
 
 
 class FakeTokenizer:
-    """Tokens are code points; behaves as transformers 5 does when it is not told to return a list."""
+    """Tokens are code points; behaves as transformers 5 does unless a list is requested."""
 
     def apply_chat_template(self, messages, *, add_generation_prompt=False, return_dict=True, tokenize=True):
         text = "".join(message["content"] for message in messages) + "\x01" * add_generation_prompt
@@ -228,7 +228,7 @@ class OfSeveral(FakeTokenizer):
 
     def __call__(self, text, **options):
         if isinstance(text, list):
-            return SimpleNamespace(input_ids=[self(each, **options).input_ids for each in text])
+            return SimpleNamespace(input_ids=[self(x, **options).input_ids for x in text])
         return super().__call__(text, **options)
 
 

@@ -65,9 +65,9 @@ def test_valid_routes_pass():
 def test_an_invalid_route_is_named_by_trajectory_layer_and_token(spoil, code, named):
     bad = routed("b", 9, seed=1)
     bad.routed_experts = spoil(bad.routed_experts)
-    with refused(code, about="b") as told:
+    with refused(code, about="b") as caught:
         check_routes([routed("a", 9), bad], SHAPE)
-    assert all(each in str(told.value) for each in named)
+    assert all(part in str(caught.value) for part in named)
 
 
 def _with(routes: np.ndarray, place: tuple[int, int, int], value: int) -> np.ndarray:
@@ -175,14 +175,14 @@ def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
             {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"moe": moe}}
         )
 
-    def asked(spec, **moe):
+    def problems(spec, **moe):
         facts = config(**moe).sections | {"spec": spec}
         return [(problem.code, problem.about) for problem in broken(rules_in(trainer_rules), facts)]
 
-    assert asked(spec, routing_replay="R3", z_loss_coef=0.1) == []
-    assert asked(spec, bias_update_rate=0.1) == [("routing.selection_bias", "trainer.moe.bias_update_rate")]
+    assert problems(spec, routing_replay="R3", z_loss_coef=0.1) == []
+    assert problems(spec, bias_update_rate=0.1) == [("routing.selection_bias", "trainer.moe.bias_update_rate")]
     dense = replace(spec, table=replace(spec.table, experts=0))
-    assert asked(dense) == []
+    assert problems(dense) == []
     for moe in ({"routing_replay": "R2"}, {"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}):
         (key,) = moe
-        assert asked(dense, **moe) == [("routing.moe_layers", f"trainer.moe.{key}")]
+        assert problems(dense, **moe) == [("routing.moe_layers", f"trainer.moe.{key}")]

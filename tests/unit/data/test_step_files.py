@@ -36,7 +36,7 @@ from tests.unit.rollout.rollout_stand import Stand, config_of, one, the_tokenize
 
 
 async def by_length(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
-    """Differs between the rollouts of a group."""
+    """Returns rewards that differ between the rollouts of a group."""
     ctx.log("hits", 2)
     return {"first": float(trajectory.sampled_ids()[0] % 2), "second": 0.25}
 
@@ -64,8 +64,8 @@ def groups(config: Config) -> list[Group]:
     out[1].trajectories[1].spans = [spans[0], replace(spans[1], stop=spans[1].stop - 1, version=3)]
     out[1].trajectories[1].spans.append(replace(spans[1], start=spans[1].stop - 1, version=4))
     for group in out:
-        for each in group.trajectories:
-            each.routed_experts = np.zeros((len(each.token_ids) - 1, 2, 2), np.uint8)
+        for trajectory in group.trajectories:
+            trajectory.routed_experts = np.zeros((len(trajectory.token_ids) - 1, 2, 2), np.uint8)
     return out
 
 
@@ -188,8 +188,8 @@ def test_a_step_shows_prompts_texts_rewards_with_parts_and_versions(run, groups)
     answer = the_tokenizer().decode(last.sampled_ids()[:2].tolist())
     assert "version 3+4, staleness 0" in text and f"> {answer}" in text
     (line,) = (line for line in text.splitlines() if line.strip().startswith(last.id))
-    told = (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250", "hits 2.000")
-    assert all(part in line for part in told)
+    fragments = (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250", "hits 2.000")
+    assert all(part in line for part in fragments)
 
 
 def test_json_has_every_token_and_choices_narrow_it(run, groups):
@@ -200,7 +200,7 @@ def test_json_has_every_token_and_choices_narrow_it(run, groups):
     assert [token["trained"] for token in tokens] == last.loss_mask.astype(bool).tolist()
     assert [token["version"] for token in tokens] == [None if v < 0 else v for v in last.versions().tolist()]
     assert [token["logprob"] for token in tokens[-3:]] == [-1.0] * 3 and tokens[0]["logprob"] is None
-    low = [t.id for each in groups[:3] for t in each.trajectories if t.reward < 1]
+    low = [t.id for g in groups[:3] for t in g.trajectories if t.reward < 1]
     found = json.loads(shown(run, "--step", 1, "--reward-below", 1, "--json"))
     assert [t["id"] for group in found["groups"] for t in group["trajectories"]] == low
     assert len(json.loads(shown(run, "--step", 1, "--limit", 1, "--json"))["groups"]) == 1
@@ -221,7 +221,7 @@ def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
 def test_dropped_groups_are_counted_by_reason(run):
     text = shown(run, "--dropped").splitlines()
     assert numbers(text[0]) == [2]
-    assert any(all(each in line for each in ("step 2", "p9", "generate failed", "no tool")) for line in text[1:])
+    assert any(all(part in line for part in ("step 2", "p9", "generate failed", "no tool")) for line in text[1:])
     assert json.loads(shown(run, "--dropped", "--step", 1, "--json"))["reasons"] == {"filter: flat": 1}
 
 
@@ -236,9 +236,9 @@ def test_dropped_groups_are_counted_by_reason(run):
     ],
 )
 def test_what_is_not_there_is_refused_in_one_sentence(run, arguments, code, about):
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         shown(run, *arguments)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_directories_without_a_run_or_without_rollouts_are_named(run, tmp_path):
@@ -258,12 +258,12 @@ def trained_of(groups: list[Group], *, routes: bool) -> list[TrainedTokens]:
     generator = np.random.default_rng(1)
     return [
         TrainedTokens(
-            logprobs=generator.normal(size=len(each.token_ids)).astype(np.float32),
-            advantages=generator.normal(size=len(each.token_ids)).astype(np.float32),
-            other_experts=generator.integers(2, size=len(each.token_ids)).astype(bool) if routes else None,
+            logprobs=generator.normal(size=len(trajectory.token_ids)).astype(np.float32),
+            advantages=generator.normal(size=len(trajectory.token_ids)).astype(np.float32),
+            other_experts=generator.integers(2, size=len(trajectory.token_ids)).astype(bool) if routes else None,
         )
         for group in groups
-        for each in group.trajectories
+        for trajectory in group.trajectories
     ]
 
 
@@ -275,18 +275,20 @@ def test_values_of_trained_tokens_return_by_trajectory(config, groups, tmp_path,
     trained = trained_of(groups, routes=routes)
     files.write_trained(1, trained)
     found = read_trained(first, groups)
-    assert list(found) == [each.id for group in groups for each in group.trajectories]
-    for given, back in zip(trained, found.values(), strict=True):
-        assert np.array_equal(given.logprobs, back.logprobs) and np.array_equal(given.advantages, back.advantages)
-        assert np.array_equal(given.other_experts, back.other_experts) if routes else back.other_experts is None
+    assert list(found) == [trajectory.id for group in groups for trajectory in group.trajectories]
+    for written, back in zip(trained, found.values(), strict=True):
+        assert np.array_equal(written.logprobs, back.logprobs) and np.array_equal(written.advantages, back.advantages)
+        assert np.array_equal(written.other_experts, back.other_experts) if routes else back.other_experts is None
     if routes:  # of some rollouts engines return none
-        some = [replace(each, other_experts=None if n % 2 else each.other_experts) for n, each in enumerate(trained)]
+        some = [
+            replace(values, other_experts=None if n % 2 else values.other_experts) for n, values in enumerate(trained)
+        ]
         files.write_trained(1, some)
         back = list(read_trained(first, groups).values())
-        assert [each.other_experts is None for each in back] == [n % 2 == 1 for n in range(len(back))]
+        assert [values.other_experts is None for values in back] == [n % 2 == 1 for n in range(len(back))]
     files.write(2, 1, groups, {})
     files.write_trained(2, trained)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-0000002.groups", "step-0000002.tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000002.groups", "step-0000002.tokens"]
     files_of(tmp_path, config, resume_step=2)
     assert not list(tmp_path.iterdir()), "a resumed run trains the step anew"
 

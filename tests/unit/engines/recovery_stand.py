@@ -63,7 +63,7 @@ class FakeEngine:
 
 class FakeRouter:
     """A router that has ended while `end` is set and does not answer while `silent` is; `starts` are the outcomes of
-    its restarts, as of FakeEngine, and None for ever after them."""
+    its restarts, like those of FakeEngine, and None for ever after them."""
 
     def __init__(self, log: list[str]):
         self.log, self.urls, self.end = log, set(), None

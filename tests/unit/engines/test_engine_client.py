@@ -24,7 +24,7 @@ from tests.refusals import refused
 
 
 async def serve(answers: list[tuple[int, dict]]):
-    """A fake server that gives `answers` in turn and then its last one for ever; returns (runner, url, bodies)."""
+    """Starts a fake server that gives `answers` in turn, then the last one for ever; returns (runner, url, bodies)."""
     bodies: list[dict] = []
 
     async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
@@ -132,16 +132,16 @@ async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
     try:
         async with GenerationClient(url, ModelShape(10)) as client:
             assert (await client.generate(GenerationRequest([1], {}, seed=1))).versions and len(bodies) == 3
-            with refused("request.refused", about=f"{url}/generate", kind=AnswerError) as told:
+            with refused("request.refused", about=f"{url}/generate", kind=AnswerError) as caught:
                 await client.generate(GenerationRequest([1], {}, seed=1))
-            assert (told.value.status, told.value.message) == (400, "too long")
+            assert (caught.value.status, caught.value.message) == (400, "too long")
             assert len(bodies) == 4
     finally:
         await runner.cleanup()
     async with GenerationClient(url, ModelShape(10), retry_s=0.2) as client:
-        with refused("request.refused", kind=AnswerError) as told:
+        with refused("request.refused", kind=AnswerError) as caught:
             await client.generate(GenerationRequest([1], {}, seed=1))
-        assert told.value.status == UNREACHED and "ClientConnectorError" in told.value.message
+        assert caught.value.status == UNREACHED and "ClientConnectorError" in caught.value.message
 
 
 async def test_the_support_is_requested_if_truncated_and_must_cover_tokens() -> None:
@@ -153,8 +153,8 @@ async def test_the_support_is_requested_if_truncated_and_must_cover_tokens() -> 
                 completion = await client.generate(GenerationRequest([1], cut, seed=1))
                 assert completion.support.counts.tolist() == [2, 1] and completion.support.ids.tolist() == [4, 7, 3]
                 assert completion.logprobs.tolist() == [-0.25, 0.0]
-                asked = json.loads(bodies[number]["custom_labels"]["slimx"])
-                assert asked == {"return_sampling_mask": True}
+                labels = json.loads(bodies[number]["custom_labels"]["slimx"])
+                assert labels == {"return_sampling_mask": True}
             # SGLang reports a bounded number only: under top-p alone the whole small vocabulary.
             assert [body["sampling_params"]["top_k"] for body in bodies] == [5, 10]
             for whole in ({}, {"top_k": -1, "top_p": 1.0}, {"top_k": 5, "top_p": 0.5, "temperature": 0.0}):
@@ -177,22 +177,22 @@ NO_ROOM = {"error": "no room", "code": "receiver.memory", "about": "w"}
 
 @asynccontextmanager
 async def ranks(answer: Answer, places: list[tuple[int, int]]) -> AsyncIterator[tuple[str, list[str]]]:
-    """A server whose /weights_checker answers for `places`, (rank, process id) each; (its URL, what it was asked)."""
-    asked: list[str] = []
+    """Runs a server whose /weights_checker answers for `places`, (rank, process id) each; yields (URL, requests)."""
+    requests: list[str] = []
 
     async def check(request: aiohttp.web.Request) -> aiohttp.web.Response:
         body = await request.json()
-        asked.append(body["action"].removeprefix("slimx."))
+        requests.append(body["action"].removeprefix("slimx."))
         out = []
         for rank, pid in places:
-            said = answer(asked[-1], json.loads(body["skip_tensor_list"][0]), rank)
-            sums = said if "error" in said else {"slimx": json.dumps(said)}
+            reply = answer(requests[-1], json.loads(body["skip_tensor_list"][0]), rank)
+            sums = reply if "error" in reply else {"slimx": json.dumps(reply)}
             place = {"role": "target", "rank": rank, "size": 2}
             out.append({"checksums": sums | {"pid": str(pid)}, "parallelism_info": [place]})
         return aiohttp.web.json_response({"success": True, "ranks": out})
 
     async def other(request: aiohttp.web.Request) -> aiohttp.web.Response:
-        asked.append(request.path)
+        requests.append(request.path)
         if request.path == "/update_weights_from_tensor":
             assert len((await request.json())["serialized_named_tensors"]) == 2
         return aiohttp.web.json_response({"success": True})
@@ -204,13 +204,13 @@ async def ranks(answer: Answer, places: list[tuple[int, int]]) -> AsyncIterator[
     await runner.setup()
     await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", requests
     finally:
         await runner.cleanup()
 
 
 def engine_at(url: str, tmp_path: Path, state: State = State.PAUSED) -> Engine:
-    """An engine of two ranks whose server is the one at `url`."""
+    """Makes an engine of two ranks whose server is the one at `url`."""
     port = int(url.rpartition(":")[2])
     spec = EngineSpec("e", "/m", "float32", "cpu", port, sizes=EngineSizes(tensor=2), external=True)
     engine = Engine(spec, tmp_path / "log")
@@ -283,9 +283,9 @@ async def test_local_buckets_tell_each_rank_its_own_tensors(tmp_path: Path) -> N
             await engine.begin(manifest(encoding))
             await engine.stage(PackedBucket("/m", 4, targets), bucket)
     part = {"fd_path": "/m", "size": 4, "tensors": [TENSOR.to_json()]}
-    own = {"0": part | {"tensors": []}, "1": part}
+    parts = {"0": part | {"tensors": []}, "1": part}
     assert seen == [
-        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 5, "ranks": own},
+        {"policy": "actor", "version": 3, "epoch": 2, "bucket": 5, "ranks": parts},
         {"policy": "actor", "version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
     ]
 
@@ -323,7 +323,7 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(
         text = {"error": "no room"} if failing == "load" and rank else {}
         return {"missing": 0, "outcome": {"loaded": 1} | text}
 
-    async with ranks(answer, [(0, 10), (1, 11)]) as (url, asked):
+    async with ranks(answer, [(0, 10), (1, 11)]) as (url, requests):
         engine = engine_at(url, tmp_path)
         with refused("engine.not_open", about="stage"):
             await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), 0)
@@ -331,13 +331,13 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(
         with refused(code, about=about):
             await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), 0)
             await engine.load()
-        assert asked[-1] == "abort" and engine.publication is None
+        assert requests[-1] == "abort" and engine.publication is None
         assert engine.state is (State.DIRTY if failing == "load" else State.PAUSED)
 
 
 async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path) -> None:
     verified = {"encoding": "hf", "tensors": 1, "differ": [], "missing": [], "derived": []}
-    async with ranks(lambda *_: {"outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, asked):
+    async with ranks(lambda *_: {"outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, requests):
         engine = engine_at(url, tmp_path)
         await engine.begin(manifest("hf"), "bucket")
         for number in range(2):
@@ -348,4 +348,4 @@ async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path
     update = ["stage", "/update_weights_from_tensor", "status"]
     first = ["begin", "stage", "/begin_weight_update", *update[1:]]
     last = ["/end_weight_update", "verify", "commit", "/flush_cache", "/update_weight_version"]
-    assert asked == [*first, *update, *last] and engine.versions == {"actor": 3}
+    assert requests == [*first, *update, *last] and engine.versions == {"actor": 3}

@@ -23,9 +23,9 @@ async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path, monke
     dying = [sys.executable, "-c", "raise SystemExit('no such model')"]
     monkeypatch.setattr(server, "server_argv", lambda spec: dying)
     engine = Engine(CPU, tmp_path / "log")
-    with refused("engine.died", about="e") as told:
+    with refused("engine.died", about="e") as caught:
         await engine.start(20)
-    assert engine.process.tail() == str(told.value).splitlines()[-1].strip() == "no such model"
+    assert engine.process.tail() == str(caught.value).splitlines()[-1].strip() == "no such model"
     assert engine.state is State.DEAD
 
 

@@ -1,4 +1,4 @@
-"""Keys of a run's servers: who has none is refused, and nobody finds them in arguments, environments or logs."""
+"""Keys of a run's servers: requests without them are refused, and no argument, environment or log shows them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_key_may_begin_with_a_dash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "code"),
+    ("arguments", "code"),
     [
         ({"api_key": "k"}, "engine.key_on_command_line"),
         ({"admin_api_key": "k"}, "engine.key_on_command_line"),
@@ -50,10 +50,10 @@ def test_a_key_may_begin_with_a_dash() -> None:
         ({"tokenizer_worker_num": 2}, "engine.unguarded"),
     ],
 )
-def test_arguments_that_show_keys_or_serve_without_are_refused(given: dict[str, object], code: str) -> None:
+def test_arguments_that_show_keys_or_serve_without_are_refused(arguments: dict[str, object], code: str) -> None:
     with pytest.raises(SlimxError) as error:
-        server_args(replace(SPEC, sglang=given))
-    assert (error.value.code, error.value.about) == (code, next(iter(given)))
+        server_args(replace(SPEC, sglang=arguments))
+    assert (error.value.code, error.value.about) == (code, next(iter(arguments)))
 
 
 def test_a_file_of_keys_must_be_its_owners_alone(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_a_process_reads_its_keys_where_nobody_else_sees_them(tmp_path: Path) ->
         while keys.api_key not in process.tail():
             assert process.poll() is None, process.tail()
         root = psutil.Process(process.pid)
-        for each in (root, *root.children(recursive=True)):
-            seen = " ".join([*each.cmdline(), *each.environ().values()])
+        for member in (root, *root.children(recursive=True)):
+            seen = " ".join([*member.cmdline(), *member.environ().values()])
             assert keys.api_key not in seen and keys.admin_api_key not in seen
     finally:
         process.stop(1)
@@ -174,8 +174,8 @@ async def test_the_router_serves_and_obeys_nobody_without_its_key(tmp_path: Path
             ):
                 assert answer.status == 200
             root = psutil.Process(router.process.pid)
-            for each in (root, *root.children(recursive=True)):
-                assert router.keys.api_key not in " ".join(each.cmdline())
+            for member in (root, *root.children(recursive=True)):
+                assert router.keys.api_key not in " ".join(member.cmdline())
         finally:
             await router.stop()
 
@@ -184,8 +184,8 @@ async def test_a_frozen_engines_key_goes_with_it_to_other_processes() -> None:
     async with server({"/v1/rerank"}, "k") as url:
         engine = FrozenEngine("judge", url, deadline_s=300, retries=0, api_key="k")
         copy, arguments = engine.__reduce__()
-        for each in (engine, copy(*arguments)):
-            assert await each.post("/v1/rerank", {}) == {} and each.headers == bearer("k")
+        for client in (engine, copy(*arguments)):
+            assert await client.post("/v1/rerank", {}) == {} and client.headers == bearer("k")
 
 
 def test_only_buckets_of_a_run_are_opened_as_buckets(tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_only_buckets_of_a_run_are_opened_as_buckets(tmp_path: Path) -> None:
     link.symlink_to("/etc/passwd")
     link = link.rename(version / "bucket-00002.safetensors")
     other = os.memfd_create("other")
-    with plain.open("rb") as held:
+    with plain.open("rb") as file:
         for path in (
             "/etc/passwd",
             str(plain),
             str(fifo),
             str(link),
             f"{version}/../../../etc/passwd",
-            f"/proc/self/fd/{held.fileno()}",
+            f"/proc/self/fd/{file.fileno()}",
             f"/proc/self/fd/{other}",
             "/proc/self/mem",
         ):

@@ -131,9 +131,9 @@ async def test_the_run_ends_when_the_last_engine_is_gone():
         assert not waiting.done()
         await stand.members.quarantine(stand.engines[1], gone("e1"))
         for wait in (waiting, stand.members.available(), stand.members.starved()):
-            with refused("engines.gone", about="e1", kind=PartLost) as told:
+            with refused("engines.gone", about="e1", kind=PartLost) as caught:
                 await wait
-            assert str(gone("e1")) in str(told.value)
+            assert str(gone("e1")) in str(caught.value)
 
 
 async def test_when_all_are_out_the_loop_can_wait_for_the_first_that_is_back():
@@ -261,11 +261,11 @@ async def test_a_router_that_does_not_return_ends_the_run():
         describe_restarts = list(map(str, failures))
         stand.members.watch()
         stand.router.end = "the router ended with status 1"
-        with pytest.raises(SlimxError) as told:
+        with pytest.raises(SlimxError) as caught:
             await asyncio.wait_for(stand.members.failed(), 60)
-        assert (told.value.code, told.value.about, told.value.status) == ("router.gone", "router", LOST)
+        assert (caught.value.code, caught.value.about, caught.value.status) == ("router.gone", "router", LOST)
         assert [restart.error for restart in stand.restarts] == describe_restarts
-        assert all(restart.error in str(told.value) for restart in stand.restarts)
+        assert all(restart.error in str(caught.value) for restart in stand.restarts)
 
 
 async def test_while_no_engine_serves_there_is_an_outage_until_one_is_admitted():
@@ -286,9 +286,9 @@ async def test_a_run_waits_for_an_engine_no_longer_than_the_outages_deadline():
         hold = asyncio.Event()
         stand.engines[0].start = lambda deadline_s: hold.wait()
         await stand.members.quarantine(stand.engines[0], gone())
-        with pytest.raises(DeadlineError) as told:
+        with pytest.raises(DeadlineError) as caught:
             await asyncio.wait_for(stand.members.available(), 60)
-        assert told.value.about == "an engine to come back"
+        assert caught.value.about == "an engine to come back"
 
 
 async def test_restarts_count_no_more_once_an_engine_has_served_long_enough():
@@ -309,15 +309,15 @@ async def test_restarts_count_no_more_once_an_engine_has_served_long_enough():
 async def test_reasons_of_all_restarts_are_listed_at_the_end():
     async with Stand(restarts=2, starts=[SlimxError("no memory"), SlimxError("no port")], count=1) as stand:
         await stand.members.quarantine(stand.engines[0], gone())
-        with pytest.raises(SlimxError) as told:
+        with pytest.raises(SlimxError) as caught:
             await asyncio.wait_for(stand.members.failed(), 60)
-        assert (told.value.code, told.value.about) == ("engines.gone", "e0")
-        assert [(each.part, each.reason, each.error) for each in stand.restarts] == [
+        assert (caught.value.code, caught.value.about) == ("engines.gone", "e0")
+        assert [(restart.part, restart.reason, restart.error) for restart in stand.restarts] == [
             ("engine e0", str(gone()).splitlines()[0], "no memory"),
             ("engine e0", "no memory", "no port"),
         ]
         assert stand.restarts == stand.members.history()
-        assert all(restart.error in str(told.value) for restart in stand.restarts)
+        assert all(restart.error in str(caught.value) for restart in stand.restarts)
 
 
 async def test_pauses_between_restarts_grow():
@@ -336,17 +336,17 @@ async def test_pauses_between_restarts_grow():
 
 async def test_an_engine_that_fails_requests_is_found_by_a_lost_request():
     async with Stand() as stand:
-        asked: list[str] = []
+        probes: list[str] = []
 
         async def probe(engine: FakeEngine) -> None:
-            asked.append(engine.name)
+            probes.append(engine.name)
             if engine.name == "e1":
                 raise SlimxError("POST http://e1/generate answered 500: broken")
 
         stand.members.probe = probe
         await asyncio.gather(*(stand.members.look() for _ in range(5)))
         assert stand.router.urls == {"http://e0/0"} and stand.members.lost == 1
-        assert sorted(asked) == ["e0", "e1", "e1"], "one look, and a second try for the suspect"
+        assert sorted(probes) == ["e0", "e1", "e1"], "one look, and a second try for the suspect"
         await stand.until(lambda: stand.engines[1].state is MemberState.JOINING)
         assert "answered 500: broken" in stand.restarts[0].reason
 

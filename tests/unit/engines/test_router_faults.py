@@ -33,11 +33,11 @@ class Server:
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
-        self.asked = 0
+        self.requests = 0
         self.runner: aiohttp.web.AppRunner
 
     async def generate(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
-        self.asked += 1
+        self.requests += 1
         await self.open.wait()
         return aiohttp.web.json_response({"meta_info": META})
 
@@ -66,7 +66,7 @@ class Stand:
 
 @asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[Stand]:
-    """Two engines behind a real router, watched every 0.2 s."""
+    """Runs two engines behind a real router, watched every 0.2 s."""
     async with AsyncExitStack() as stack:
         servers, engines = [Server(), Server()], []
         for number, server in enumerate(servers):
@@ -100,7 +100,7 @@ async def serving(directory: Path) -> AsyncIterator[Stand]:
 async def test_a_killed_or_stopped_router_returns_without_failed_requests(signum, tmp_path):
     async with asyncio.timeout(120), serving(tmp_path) as stand:
         asking = [asyncio.create_task(stand.client.generate(GenerationRequest([1], {}, seed))) for seed in range(6)]
-        while sum(server.asked for server in stand.servers) < 6:
+        while sum(server.requests for server in stand.servers) < 6:
             await asyncio.sleep(0.01)
         before = stand.process
         before.send_signal(signum)

@@ -141,13 +141,13 @@ NO_ANSWERS = [
 
 
 @pytest.mark.needs("bwrap")
-@pytest.mark.parametrize("said", NO_ANSWERS)
-async def test_listing_numbers_or_repeating_what_a_tool_said_earns_nothing(said, tmp_path):
+@pytest.mark.parametrize("response", NO_ANSWERS)
+async def test_listing_numbers_or_repeating_what_a_tool_said_earns_nothing(response, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
     for environment in (Solver(), Search(corpus=str(corpus))):
         await environment.reset(PROMPT, 0)
-        end = await environment.step(said)
+        end = await environment.step(response)
         assert end.done and end.reward == 0.0, environment
 
 
@@ -163,7 +163,7 @@ async def test_repeating_a_passage_earns_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "score"),
+    ("response", "score"),
     [
         ("46", 1.0),
         ("45 = ?\n46<end> = ?\n", 1.0),
@@ -174,10 +174,10 @@ async def test_repeating_a_passage_earns_nothing(tmp_path):
         ("", 0.0),
     ],
 )
-async def test_the_example_of_slimes_form_reads_the_last_turn(said, score):
+async def test_the_example_of_slimes_form_reads_the_last_turn(response, score):
     modules.serve()
     right = importlib.import_module("examples.slime_style").right
-    assert (await right(None, SimpleNamespace(response=said, label="46")))["score"] == score
+    assert (await right(None, SimpleNamespace(response=response, label="46")))["score"] == score
 
 
 async def test_debating_agents_read_each_other_and_are_trained_one_by_one():

@@ -38,10 +38,10 @@ def test_ranks_together_hold_every_element_once(model: str, sizes: Sizes):
     parts = list(layout.parts())
     filled = {id(part): fill(part, whole) for part in parts}
     expected = functools.cache(lambda place: megatron_rank(tiny, whole, sizes, place, split))
-    for rank, (place, held) in enumerate(zip(places(sizes), by_rank(parts, sizes.world), strict=True)):
-        assert_same({name: filled[id(part)] for name, part in held.items()}, expected(place), f"rank {rank}")
+    for rank, (place, local) in enumerate(zip(places(sizes), by_rank(parts, sizes.world), strict=True)):
+        assert_same({name: filled[id(part)] for name, part in local.items()}, expected(place), f"rank {rank}")
         if rank in (0, sizes.world - 1):
-            assert {part.name: part for part in layout.parts_of(rank)} == held
+            assert {part.name: part for part in layout.parts_of(rank)} == local
     check_coverage(tiny.table.checkpoint_shapes(), parts)
     owned = torch.cat([filled[id(part)].flatten() for part in parts if not part.copy])
     assert torch.equal(owned.sort().values, torch.arange(1, 1 + sum(tensor.numel() for tensor in whole.values())))
@@ -107,9 +107,9 @@ def test_layers_stand_where_megatrons_own_pipeline_layout_puts_them(sizes: Sizes
 )
 def test_sizes_that_do_not_fit_the_model_are_refused_with_the_numbers(sizes, split, code, about, numbers):
     """The numbers that do not fit come first, then those of a split that does."""
-    with refused(code, about=about) as told:
+    with refused(code, about=about) as caught:
         MegatronLayout(MODELS["qwen"].table, replace(sizes, split=split))
-    assert [int(number) for number in re.findall(r"\d+", str(told.value))] == numbers
+    assert [int(number) for number in re.findall(r"\d+", str(caught.value))] == numbers
 
 
 def test_a_shard_that_does_not_divide_is_refused_with_the_number():

@@ -31,14 +31,14 @@ def test_a_pattern_matches_names_of_the_whole_model_in_either_naming(spec):
     assert gates == names(spec, "decoder.layers.*.mlp.router.weight")
     assert len(gates) == spec.table.layers
     assert names(spec, "decoder.layers.1.self_attention.linear_qkv.weight") == {
-        f"model.layers.1.self_attn.{each}_proj.weight" for each in "qkv"
+        f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"
     }
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(spec):
-    with refused("layout.pattern", about="trainer.freeze") as told:
+    with refused("layout.pattern", about="trainer.freeze") as caught:
         names(spec, "*.mlp.gate.weight", "model.layers.0.mlp.gates.weight")
-    assert "model.layers.0.mlp.gates.weight" in str(told.value) and ".mlp.gate.weight?" in str(told.value)
+    assert "model.layers.0.mlp.gates.weight" in str(caught.value) and ".mlp.gate.weight?" in str(caught.value)
 
 
 def test_a_part_of_a_fused_parameter_is_refused_with_its_other_parts(spec):
