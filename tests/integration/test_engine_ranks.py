@@ -113,7 +113,10 @@ def stand(
     if name != "qwen3_moe":
         copies = 2 if split.startswith("DP2") else 1
         model, sizes = tmp_path_factory.mktemp(name), EngineSizes(tensor=2, expert=copies, attention_data=copies)
-        make_deepseek(model) if name == "deepseek_v3" else engine_families.make_model(name, model)
+        if name == "deepseek_v3":
+            make_deepseek(model)
+        else:
+            engine_families.make_model(name, model)
     read = read_model(model, family=mixtral if name == "mixtral" else None)
     layout = EngineLayout(read.engine_table(), sizes)
     spec = EngineSpec(

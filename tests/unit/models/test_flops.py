@@ -1,4 +1,4 @@
-"""What a sequence costs is what torch counts when transformers computes it."""
+"""The FLOPs of a sequence are those that torch counts when transformers computes it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_flops_are_those_that_torch_counts(name):
     model = model_class(config)
 
     def counted(tokens: int) -> int:
-        """Forward and backward on one sequence."""
+        """Counts forward and backward on one sequence."""
         with FlopCounterMode(display=False) as counter:
             model(torch.arange(tokens)[None] % 160).logits.sum().backward()
         return counter.get_total_flops()
@@ -118,8 +118,8 @@ def test_delta_nets_cost_as_much_for_every_token():
 
 
 def test_mamba_2_layers_cost_as_much_for_every_token():
-    """The forward pass, as of delta nets. transformers repeats B and C for every head, so here each head is a group of
-    its own, and takes the states of all chunks from one another at once, which is left out."""
+    """The forward pass, like that of delta nets. transformers repeats B and C for every head, so here each head is a
+    separate group, and takes the states of all chunks from one another at once, which is left out."""
     config = NemotronHConfig(
         **{name: value for name, value in COMMON.items() if name != "num_hidden_layers"},
         num_key_value_heads=2,

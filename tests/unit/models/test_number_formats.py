@@ -39,7 +39,7 @@ class Converted(Quarters):
 
 
 def stored(directory: Path, codes: torch.Tensor | None = None) -> tuple[Path, Any, torch.Tensor]:
-    """A checkpoint with one matrix in quarters, its weight table, and the codes."""
+    """Writes a checkpoint with one matrix in quarters, its weight table, and the codes."""
     (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
     table = read_model(directory).table
     tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint_shapes().items()}

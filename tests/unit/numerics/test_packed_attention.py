@@ -19,7 +19,7 @@ def alone(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence by the formula: query [n, heads, d], key and value [n, groups, d]; returns [n, heads * dv]."""
+    """Computes one sequence by the formula: query [n, heads, d], key, value [n, groups, d]; returns [n, heads * dv]."""
     n, repeat = len(query), query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
@@ -38,9 +38,9 @@ def test_output_and_gradients_are_those_of_each_sequence_alone(lengths):
     inputs = [torch.randn(sum(lengths), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     upstream = torch.randn(sum(lengths), 24, dtype=torch.float64)
     found = packed_attention(*inputs, lengths, SCALE)
-    wanted = torch.cat([alone(*parts) for parts in zip(*(x.split(lengths) for x in inputs), strict=True)])
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (found, wanted)]
+    expected = torch.cat([alone(*parts) for parts in zip(*(x.split(lengths) for x in inputs), strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
@@ -56,10 +56,10 @@ def test_windows_and_sinks_are_those_of_the_formula_with_their_gradients(lengths
     upstream = torch.randn(sum(lengths), 24, dtype=torch.float64)
     found = packed_attention(*inputs, lengths, SCALE, window=window, sinks=sinks)
     sequences = zip(*(x.split(lengths) for x in inputs), strict=True)
-    wanted = torch.cat([alone(*parts, window, sinks) for parts in sequences])
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = torch.cat([alone(*parts, window, sinks) for parts in sequences])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     leaves = [*inputs, *([] if sinks is None else [sinks])]
-    gradients = [torch.autograd.grad(out, leaves, upstream, retain_graph=True) for out in (found, wanted)]
+    gradients = [torch.autograd.grad(out, leaves, upstream, retain_graph=True) for out in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 

@@ -28,7 +28,7 @@ METRICS = {
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Seconds that pass when a test advances them."""
 
     def __init__(self):
         self.now = 0.0
@@ -46,7 +46,7 @@ def terminal(height=40) -> Console:
 
 
 def shown(table: LiveTable, height: int = 40) -> list[str]:
-    """What the display looks like now."""
+    """Returns the lines of the display now."""
     console = Console(file=io.StringIO(), width=110, height=height, force_terminal=False)
     console.print(table._render())
     return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]

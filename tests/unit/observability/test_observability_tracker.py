@@ -113,15 +113,15 @@ def test_a_resumed_run_has_no_step_twice_even_after_a_torn_line(tmp_path):
     logged(tmp_path, range(6))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "metrics": {"loss/po')
-    told = []
-    tracker = tracker_in(tmp_path, resume_step=4, warn=told.append)
+    warnings = []
+    tracker = tracker_in(tmp_path, resume_step=4, warn=warnings.append)
     for step in range(4, 8):
         tracker.log(step, {"loss/policy": 10.0 + step})
     tracker.close()
     records = lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["metrics"]["loss/policy"] for record in records] == [0, 1, 2, 3, 14, 15, 16, 17]
-    assert tracker.removed == 3 and not told, "lines that are later or torn"
+    assert tracker.removed == 3 and not warnings, "lines that are later or torn"
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -220,16 +220,17 @@ def test_a_full_disk_stops_the_record_and_leaves_no_torn_line(tmp_path):
 
 
 def test_a_failing_sink_is_told_once_counted_and_does_not_stop_the_run(tmp_path):
-    told = []
+    warnings = []
     sink = Broken()
-    tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [sink], warn=told.append)
+    tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [sink], warn=warnings.append)
     for step in range(5):
         tracker.log(step, {"loss/policy": 1.0})
-    assert len(told) == 1 and told[0].startswith("broken ") and "ConnectionError: the service is down" in told[0]
+    (warning,) = warnings
+    assert warning.startswith("broken ") and "ConnectionError: the service is down" in warning
     assert tracker.close() == {"broken": 4}
-    assert len(told) == 2 and told[1].startswith("broken ") and numbers(told[1])[0] == 4
+    assert len(warnings) == 2 and warnings[1].startswith("broken ") and numbers(warnings[1])[0] == 4
     assert sink.records == 5 and len(lines(tmp_path / "metrics.jsonl")) == 5
-    assert tracker.close() == {"broken": 4} and len(told) == 2
+    assert tracker.close() == {"broken": 4} and len(warnings) == 2
 
 
 def test_a_stop_by_the_user_is_not_swallowed():
@@ -276,7 +277,7 @@ SUMS = {"gap/sum", "mismatch/ratio_squared", "mismatch/tokens"}
 
 
 def written_names(source: str) -> set[str]:
-    """Keys of dicts and of assignments that hold a slash: names of metrics, with * for what is filled in."""
+    """Returns keys of dicts and of assignments that hold a slash: names of metrics, with * for filled-in parts."""
     keys = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):
@@ -301,20 +302,21 @@ def test_every_metric_that_the_code_names_is_in_the_table():
     lost = {
         name
         for name in names - SUMS
-        if find(name) is None and not any(re.fullmatch(re.escape(name).replace(r"\*", ".+"), each) for each in known)
+        if find(name) is None
+        and not any(re.fullmatch(re.escape(name).replace(r"\*", ".+"), pattern) for pattern in known)
     }
     assert len(names) > 50 and lost == set()
 
 
 def test_a_timeline_that_cannot_be_written_does_not_stop_the_run(tmp_path):
-    told = []
-    timeline = Timeline(tmp_path, warn=told.append)
+    warnings = []
+    timeline = Timeline(tmp_path, warn=warnings.append)
     timeline._file.close()
     for _ in range(2):
         with timeline.phase("train", step=0):
             pass
     assert set(timeline.take(0)) == {"train"}
-    assert len(told) == 1 and timeline.close() == 2
+    assert len(warnings) == 1 and timeline.close() == 2
 
 
 def test_each_metric_has_one_entry_in_the_table_and_is_found_by_its_name():

@@ -87,11 +87,11 @@ async def test_a_failed_write_stops_the_run_with_the_rank_and_the_reason(tmp_pat
     await bench.checkpoints.save(state(1))
     bench.trainers.write(0)
     files.write_failure(bench.trainers.saves[0], 1, "OSError: [Errno 28] No space left on device")
-    with refused("checkpoint.write", about=str(bench.trainers.saves[0])) as told:
+    with refused("checkpoint.write", about=str(bench.trainers.saves[0])) as caught:
         while True:
             bench.checkpoints.check()
             await asyncio.sleep(0.005)
-    assert "trainer rank 1" in str(told.value) and "[Errno 28]" in str(told.value)
+    assert "trainer rank 1" in str(caught.value) and "[Errno 28]" in str(caught.value)
     assert bench.saves.newest() is None
 
 
@@ -152,36 +152,36 @@ def test_retention_that_no_checkpoint_can_meet_is_refused(tmp_path):
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("verify", "told"), [("full", "__1_0.distcp"), ("size", None)])
-async def test_edited_bytes_are_named_by_the_rank_that_reads_them(tmp_path, verify, told):
+@pytest.mark.parametrize(("verify", "damaged"), [("full", "__1_0.distcp"), ("size", None)])
+async def test_edited_bytes_are_named_by_the_rank_that_reads_them(tmp_path, verify, damaged):
     bench = Bench(tmp_path, verify=verify)
     await bench.save(4)
     path = bench.saves.newest()
     (path / "__1_0.distcp").write_bytes(b"sharks of 1")
     check_resume(path, read_state(path), trained(bench.config))
-    if told is None:
+    if damaged is None:
         await bench.checkpoints.restore(path, read_state(path))
         assert bench.trainers.restored == [(path, True, True)]
     else:
-        with refused("checkpoint.damaged", about=str(path / told)):
+        with refused("checkpoint.damaged", about=str(path / damaged)):
             await bench.checkpoints.restore(path, read_state(path))
         assert not bench.trainers.restored
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "damaged"),
     [
         (lambda path: (path / "__0_0.distcp").write_bytes(b"sha"), "__0_0.distcp"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp"),
         (lambda path: (path / "slimx" / "run.json").write_text("{}"), "slimx/run.json"),
     ],
 )
-async def test_a_file_of_another_size_is_named_before_anything_starts(tmp_path, damage, told):
+async def test_a_file_of_another_size_is_named_before_anything_starts(tmp_path, damage, damaged):
     bench = Bench(tmp_path)
     await bench.save(4)
     path, kept = bench.saves.newest(), read_state(bench.saves.newest())
     damage(path)
-    with refused("checkpoint.damaged", about=str(path / told)) as error:
+    with refused("checkpoint.damaged", about=str(path / damaged)) as error:
         check_resume(path, kept, trained(bench.config))
     assert error.value.checkpoint == path
     copy = pickle.loads(pickle.dumps(error.value))  # as it comes from a rank

@@ -119,7 +119,7 @@ def test_a_directory_of_weights_that_is_not_there_is_refused_by_its_key(file: Pa
 
 
 def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
-    return {str(each): (each.read_bytes(), each.stat().st_mtime_ns) for each in directory.rglob("*") if each.is_file()}
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
 
 
 def saved(config: Config, directory: Path) -> Path:
@@ -131,7 +131,7 @@ def saved(config: Config, directory: Path) -> Path:
 
 
 def changed(file: Path, checkpoints: str) -> Iterator[tuple[list[str], str]]:
-    """Overrides with which a run is not the one of its checkpoint, and the code of the refusal."""
+    """Yields overrides with which a run is not the one of its checkpoint, and the code of the refusal."""
     other = file.with_name("other.jsonl")
     other.write_text(file.with_name("prompts.jsonl").read_text().replace('"1"', '"2"'))
     yield ["run.seed=2"], "prompts.changed"

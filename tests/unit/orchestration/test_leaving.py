@@ -52,5 +52,5 @@ def test_the_command_line_ends_with_75_and_says_which_step_is_saved(monkeypatch,
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 75
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("slimx: ") and numbers(said) == [7, 100]
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("slimx: ") and numbers(message) == [7, 100]

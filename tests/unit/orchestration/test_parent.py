@@ -36,7 +36,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def start(log: Path, ends: str, writes: str = "") -> tuple[subprocess.Popen, psutil.Process]:
-    """A driver that writes a line into the log of Ray's library, and after two SIGUSR1 ends by `ends`."""
+    """Starts a driver that writes a line into the log of Ray's library, and after two SIGUSR1 ends by `ends`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     parent = subprocess.Popen([sys.executable, "-c", DRIVER, str(log), ends], text=True, **pipes)
     driver = psutil.Process(int(parent.stdout.readline()))
@@ -64,11 +64,11 @@ def test_the_parent_ends_as_the_driver_does_unless_ray_ended_that(case: str, log
     for _ in range(2):
         parent.send_signal(signal.SIGUSR1)
         assert parent.stdout.readline() == "heard\n"
-    _, told = parent.communicate(timeout=300)
+    _, errors = parent.communicate(timeout=300)
     assert parent.returncode == status
-    said = [line for line in told.splitlines() if line.startswith("slimx: ")]
-    assert len(said) == (status == LOST or "at once" in case)
-    assert all("runtime_env_agent" in line and str(log.parent) in line for line in said if status == LOST)
+    messages = [line for line in errors.splitlines() if line.startswith("slimx: ")]
+    assert len(messages) == (status == LOST or "at once" in case)
+    assert all("runtime_env_agent" in line and str(log.parent) in line for line in messages if status == LOST)
 
 
 def test_a_killed_parent_takes_the_driver_along(log: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a critic brings into a step: rows keep their order through any packing, and what cannot work is refused."""
+"""A critic in a step: rows keep their order through any packing, and invalid combinations are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.algorithms.naive_gae import naive
 
 
 def row(number: int, length: int) -> TrainingRow:
-    """Trained at about half of the positions, at least at one."""
+    """Makes a row that is trained at about half of the positions, at least at one."""
     random = np.random.default_rng(number)
     mask = random.random(length) < 0.5
     mask[random.integers(length)] = True
@@ -52,18 +52,18 @@ def rows() -> list[TrainingRow]:
     ],
 )
 def test_what_ranks_say_of_packed_rows_comes_back_row_by_row(layout):
-    given = rows()
-    batch = pack(given, **layout)
-    said = [[np.stack([b.tokens, b.labels], 1) for b in shard] for shard in batch.shards]
-    for wanted, found in zip(given, batch.unpack(said, given), strict=True):
-        assert np.array_equal(found, np.stack([wanted.tokens, wanted.labels], 1))
+    inputs = rows()
+    batch = pack(inputs, **layout)
+    outputs = [[np.stack([b.tokens, b.labels], 1) for b in shard] for shard in batch.shards]
+    for one, found in zip(inputs, batch.unpack(outputs, inputs), strict=True):
+        assert np.array_equal(found, np.stack([one.tokens, one.labels], 1))
 
 
 def test_values_and_returns_are_packed_beside_the_tokens_they_belong_to():
-    given = rows()
-    for number, one in enumerate(given):
+    inputs = rows()
+    for number, one in enumerate(inputs):
         one.values, one.returns = (np.full(len(one), sign * (number + 1), np.float32) for sign in (1, -1))
-    for batch in pack(given, data_size=1, max_tokens=16, multiple_of=8).shards[0]:
+    for batch in pack(inputs, data_size=1, max_tokens=16, multiple_of=8).shards[0]:
         assert np.array_equal(batch.values, batch.tokens) and np.array_equal(batch.returns, -batch.tokens)
     assert pack(rows(), data_size=1, max_tokens=64).shards[0][0].values is None
 
@@ -88,18 +88,18 @@ class Ranks:
 
 
 async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
-    given, ranks = rows(), Ranks()
-    for one in given:
+    inputs, ranks = rows(), Ranks()
+    for one in inputs:
         one.routed_experts = np.zeros((len(one), 2, 2), np.uint8)
         one.support = Support.everything(len(one))
         one.teacher_logprobs = one.values = one.returns = np.zeros(len(one), np.float32)
     packer = partial(pack, data_size=2, max_tokens=64)
     critic = CriticGroup(config(critic={}), Sizes(data=2), packer, trainers=ranks, log_dir=Path(), device="cpu")
-    for work in (critic.values(given), critic.train_step([given[:4], given[4:]], step=0)):
+    for work in (critic.values(inputs), critic.train_step([inputs[:4], inputs[4:]], step=0)):
         await work
         for batch in chain.from_iterable(ranks.sent):
             assert batch.routed_experts is None and batch.support is None and batch.teacher_logprobs is None
-    assert all(one.routed_experts is not None and one.support is not None for one in given)
+    assert all(one.routed_experts is not None and one.support is not None for one in inputs)
 
 
 @pytest.mark.parametrize("whiten", [False, True])
@@ -111,26 +111,26 @@ def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten
         kl_reward_coef=kl_coef,
         reference=kl_coef > 0,
     )
-    given, random = rows(), np.random.default_rng(5)
-    scores = random.normal(size=len(given)).tolist()
-    values = [random.normal(size=len(one)).astype(np.float32) for one in given]
-    reference = [random.normal(size=len(one)).astype(np.float32) for one in given] if kl_coef else None
-    metrics = assign_advantages(algorithm, given, scores, values, reference)
+    inputs, random = rows(), np.random.default_rng(5)
+    scores = random.normal(size=len(inputs)).tolist()
+    values = [random.normal(size=len(one)).astype(np.float32) for one in inputs]
+    reference = [random.normal(size=len(one)).astype(np.float32) for one in inputs] if kl_coef else None
+    metrics = assign_advantages(algorithm, inputs, scores, values, reference)
     expected, returns = [], []
-    for number, one in enumerate(given):
+    for number, one in enumerate(inputs):
         mask = (one.weight > 0).tolist()
         rewards = [0.0] * len(one)
         for t in range(len(one)):
             if mask[t] and reference is not None:
                 rewards[t] -= kl_coef * float(one.rollout_logprobs[t] - reference[number][t])
         rewards[max(t for t in range(len(one)) if mask[t])] += scores[number]
-        advantages, wanted = naive(rewards, values[number].tolist(), mask, 0.95, 0.8)
-        assert one.returns.tolist() == pytest.approx(wanted, abs=1e-6)
+        advantages, row_returns = naive(rewards, values[number].tolist(), mask, 0.95, 0.8)
+        assert one.returns.tolist() == pytest.approx(row_returns, abs=1e-6)
         assert np.array_equal(one.values, values[number])
         expected += [a for a, trained in zip(advantages, mask, strict=True) if trained]
-        returns += [r for r, trained in zip(wanted, mask, strict=True) if trained]
+        returns += [r for r, trained in zip(row_returns, mask, strict=True) if trained]
         assert not one.advantages[~(one.weight > 0)].any()
-    found = np.concatenate([one.advantages[one.weight > 0] for one in given])
+    found = np.concatenate([one.advantages[one.weight > 0] for one in inputs])
     mean, deviation = np.mean(expected), np.std(expected)
     assert found == pytest.approx((expected - mean) / deviation if whiten else expected, abs=1e-5)
     assert metrics["advantage/mean"] == pytest.approx(mean) and metrics["advantage/std"] == pytest.approx(deviation)
@@ -174,13 +174,13 @@ def test_a_critic_that_cannot_work_is_refused(sections, code, about):
 def test_the_critic_follows_the_trainer_where_nothing_else_is_said():
     trainer = {"world_size": 4, "tensor": 2, "threads": 3, "deadline": 77, "load": "sft", "megatron": {}}
     trainer["megatron"] = {"mtp_num_layers": 1, "apply_rope_fusion": False}
-    given = {"value_clip": 0.1, "optimizer": {"lr": 2e-5}}
-    shared = config(trainer=trainer, critic=given).as_critic()
+    section = {"value_clip": 0.1, "optimizer": {"lr": 2e-5}}
+    shared = config(trainer=trainer, critic=section).as_critic()
     assert (shared.trainer.world_size, shared.trainer.tensor, shared.trainer.deadline) == (4, 2, 77)
     assert shared.trainer.optimizer.lr == 2e-5 and shared.initial_weights == "sft"
     assert shared.trainer.megatron == {"apply_rope_fusion": False}, "a critic predicts no tokens"
-    own = {**given, "placement": "own", "layout": {"world_size": 2, "pipeline": 2}, "load": "reward model"}
-    other = config(trainer=trainer, critic=own).as_critic()
+    separate = {**section, "placement": "own", "layout": {"world_size": 2, "pipeline": 2}, "load": "reward model"}
+    other = config(trainer=trainer, critic=separate).as_critic()
     assert (other.trainer.world_size, other.trainer.tensor, other.trainer.pipeline) == (2, 1, 2)
     assert other.trainer.threads == 3 and other.initial_weights == "reward model"
     # The critic's ranks get it as JSON and ask again.

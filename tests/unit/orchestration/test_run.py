@@ -119,10 +119,10 @@ async def test_a_run_that_is_asked_to_leave_saves_the_step_that_it_is_at(tmp_pat
     leaving = asyncio.Event()
     leaving.set()
     run = run_of(tmp_path, parts, leaving, schedule__steps=5)
-    with pytest.raises(Preempted) as asked:
+    with pytest.raises(Preempted) as caught:
         await asyncio.wait_for(train(run), LIMIT_S)
     await stopped(run)
-    assert asked.value.step == 0 and parts.done == ["publish 0", "save 0"]
+    assert caught.value.step == 0 and parts.done == ["publish 0", "save 0"]
     assert Saves(tmp_path / "checkpoints", keep=2).newest().name == "iter_0000000"
 
 

@@ -33,7 +33,7 @@ class Parts:
         self.shared: list[Sequence[str]] = []
         monkeypatch.setattr(module, "EngineGroup", self.policy)
         monkeypatch.setattr(module, "FrozenEngines", self.frozen)
-        monkeypatch.setattr(module, "note_restarts", lambda groups, note: self.done.append("restarts told"))
+        monkeypatch.setattr(module, "note_restarts", lambda groups, note: self.done.append("restarts noted"))
 
     def policy(self, *_: Any, shared: Sequence[str], **__: Any) -> SimpleNamespace:
         self.shared.append(shared)
@@ -89,7 +89,7 @@ async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path
         assert engines.members.probe is not None
         maker.close()
     assert parts.shared == [["gpu 0"]]
-    assert parts.done == ["frozen engines checked", "restarts told", "engines stopped", "frozen engines stopped"]
+    assert parts.done == ["frozen engines checked", "restarts noted", "engines stopped", "frozen engines stopped"]
 
 
 async def test_a_part_that_does_not_stop_hides_no_error_and_is_told(tmp_path, monkeypatch):

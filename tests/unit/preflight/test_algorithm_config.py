@@ -195,8 +195,8 @@ def test_a_loss_takes_the_parameters_of_its_record():
     for kind, record in LOSSES.items():
         if kind not in ("sft", "bradley_terry"):
             parameters = signature(getattr(surrogates, kind)).parameters
-            given = {name for name, each in parameters.items() if each.kind == Parameter.KEYWORD_ONLY}
-            assert given <= {*record.model_fields}, kind
+            keywords = {name for name, parameter in parameters.items() if parameter.kind == Parameter.KEYWORD_ONLY}
+            assert keywords <= {*record.model_fields}, kind
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_an_override_for_another_kind_is_refused(tmp_path):
 HERE = "tests.unit.preflight.test_algorithm_config"
 
 
-def own_advantages(groups):
+def custom_advantages(groups):
     return [2 * t.reward for g in groups for t in g.trajectories]
 
 
@@ -249,7 +249,7 @@ def not_finite(groups):
     return [float("nan")] * 2
 
 
-def own_loss(inputs):
+def custom_loss(inputs):
     return -(inputs.weight * inputs.logprobs).sum(), {"loss/own": inputs.weight.sum()}
 
 
@@ -266,9 +266,9 @@ def live_metric(inputs):
 
 
 def test_own_advantages_are_taken_as_numbers_or_arrays():
-    assert all_advantages(Algorithm(advantages=f"{HERE}.own_advantages"), [group("a", [1.0, 0.5])]) == [2.0, 1.0]
+    assert all_advantages(Algorithm(advantages=f"{HERE}.custom_advantages"), [group("a", [1.0, 0.5])]) == [2.0, 1.0]
     found = all_advantages(Algorithm(advantages=f"{HERE}.arrays"), [group("a", [1.0, 0.5])])
-    assert [each.tolist() for each in found] == [[1.0] * 4, [0.5] * 4]
+    assert [x.tolist() for x in found] == [[1.0] * 4, [0.5] * 4]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def inputs() -> LossInputs:
 
 
 def test_an_own_loss_is_the_whole_loss():
-    loss, metrics = make_loss(Algorithm(loss=f"{HERE}.own_loss"))(inputs())
+    loss, metrics = make_loss(Algorithm(loss=f"{HERE}.custom_loss"))(inputs())
     assert loss.item() == 3.0 and metrics["loss/own"].item() == 2.0
 
 

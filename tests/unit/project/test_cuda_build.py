@@ -124,8 +124,8 @@ def test_the_library_holds_code_for_every_architecture_and_ptx(built: tuple[Path
     if program is None:
         pytest.skip("there is no cuobjdump to list what the library holds")
     for kind, expected in (("--list-elf", ARCHITECTURES), ("--list-ptx", {"sm_100"})):
-        said = subprocess.run([program, kind, built[0]], capture_output=True, text=True, check=True).stdout
-        assert set(re.findall(r"sm_\d+", said)) == expected, said
+        output = subprocess.run([program, kind, built[0]], capture_output=True, text=True, check=True).stdout
+        assert set(re.findall(r"sm_\d+", output)) == expected, output
 
 
 @nvcc_needed
@@ -147,11 +147,11 @@ def test_a_build_without_cuda_leaves_no_cuda_library_of_an_earlier_one(built: tu
 
 def test_cuda_that_was_asked_for_and_is_not_there_is_refused(tmp_path: Path) -> None:
     checkout = copy_of_sources(tmp_path)
-    for wanted, path, named in (("1", "/nowhere", "nvcc"), ("2", "", "'2'")):
+    for value, path, named in (("1", "/nowhere", "nvcc"), ("2", "", "'2'")):
         text = (checkout / "setup.py").read_text().replace("/usr/local/cuda", "/nowhere")
         (checkout / "setup.py").write_text(text)
-        environment = {"PATH": path, "SLIMX_CUDA": wanted}
+        environment = {"PATH": path, "SLIMX_CUDA": value}
         arguments = [sys.executable, "setup.py", "--version"]
         done = subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True)
-        said = done.stderr.splitlines()[-1]
-        assert done.returncode and "SLIMX_CUDA" in said and named in said, done.stderr
+        message = done.stderr.splitlines()[-1]
+        assert done.returncode and "SLIMX_CUDA" in message and named in message, done.stderr

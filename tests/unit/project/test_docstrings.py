@@ -1,4 +1,4 @@
-"""Docstrings, of modules, classes, functions and attributes, that can be read without the name beside them."""
+"""Docstrings, of modules, classes, functions and attributes, that can be read without their name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every docstring."""
+    """Yields line and text of every docstring."""
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED):
             # The first statement documents the node itself, one after an assignment the attribute.

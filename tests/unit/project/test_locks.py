@@ -21,7 +21,7 @@ NEEDS_A_GPU = {"sglang-kernel", "transformer-engine", "nvidia-nccl-cu13", "nvidi
 
 
 def pins(name: str) -> dict[str, str]:
-    """Version and hashes by package; every line but comments must be a pin with at least one hash."""
+    """Returns version and hashes by package; every line but comments must be a pin with at least one hash."""
     lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]
     found = [PIN.fullmatch(line) for line in lines]
     assert all(found), [line for line, match in zip(lines, found, strict=True) if match is None]
@@ -93,9 +93,9 @@ def test_both_locks_are_in_the_ranges_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [Requirement(line) for line in project["dependencies"]]
     extra = [Requirement(line) for line in project["optional-dependencies"]["cuda"]]
-    for lock, wanted in (("cpu.txt", needed), ("cu130.txt", [*needed, *extra])):
+    for lock, requirements in (("cpu.txt", needed), ("cu130.txt", [*needed, *extra])):
         versions = pins(lock)
-        for requirement in wanted:
+        for requirement in requirements:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)].split()[0]), requirement
 
 

@@ -1,4 +1,4 @@
-"""Tests pin no sentence: what is told to users can be worded better without a test that fails.
+"""Tests pin no sentence: messages to users can be worded better without a test that fails.
 
 Found are sentences that stand in the comparison itself, not those that reach it through a variable.
 """
@@ -21,7 +21,7 @@ SEARCHES = {"startswith", "endswith", "match", "fullmatch", "search", "findall",
 
 
 def words(node: ast.AST) -> int:
-    """Number of plain words in a string, those between the values of an f-string together; 0 for anything else."""
+    """Counts plain words in a string, those between the values of an f-string together; 0 for anything else."""
     if isinstance(node, ast.JoinedStr):
         return sum(map(words, node.values))
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -30,7 +30,7 @@ def words(node: ast.AST) -> int:
 
 
 def compared(node: ast.AST) -> Iterator[ast.AST]:
-    """The expressions that `node` compares with others: sides of a comparison, patterns, beginnings and ends."""
+    """Yields the expressions that `node` compares with others: sides of a comparison, patterns, beginnings and ends."""
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             yield from side.elts if isinstance(side, ast.List | ast.Tuple | ast.Set) else [side]
@@ -41,7 +41,7 @@ def compared(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def pinned(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every sentence with which something is compared."""
+    """Yields line and text of every sentence with which something is compared."""
     for node in ast.walk(tree):
         for side in compared(node):
             if words(side) >= WORDS:
@@ -74,6 +74,6 @@ def test_a_sentence_is_found_wherever_it_is_pinned(source):
 
 def test_names_values_and_data_are_no_sentences():
     source = (
-        'assert "publish.transport=nixl on rank 0 of 2" in text and told == ("engine.silent", "version 7 of actor")'
+        'assert "publish.transport=nixl on rank 0 of 2" in text and found == ("engine.silent", "version 7 of actor")'
     )
     assert not list(pinned(ast.parse(source)))

@@ -21,7 +21,7 @@ from slimx.data.records import Prompt
 from slimx.errors import SlimxError
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "tools" / "quickstart"
-# By path, as a user runs them: `tools` is not installed, and pytest does not always find it beside the tests.
+# By path, as a user runs them: `tools` is not installed, and pytest does not always find it next to the tests.
 MODEL_TOOL = runpy.run_path(str(QUICKSTART / "make_model.py"))
 TASK_TOOL = runpy.run_path(str(QUICKSTART / "make_task.py"))
 make_model, make_task = MODEL_TOOL["make_model"], TASK_TOOL["make_task"]
@@ -49,7 +49,7 @@ def tokenizer(model_dir):
     return load_tokenizer(model_dir)
 
 
-@pytest.mark.slow("test_programs.py writes the model in another process, beside other programs")
+@pytest.mark.slow("test_programs.py writes the model in another process, while other programs run")
 def test_the_same_seed_gives_the_same_bytes_in_another_process(model_dir, tmp_path):
     command = [sys.executable, str(QUICKSTART / "make_model.py"), "--out", str(tmp_path), "--seed", "1"]
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)

@@ -21,13 +21,13 @@ def test_a_line_that_a_run_is_writing_is_not_read_yet(tmp_path: Path) -> None:
 
 def test_runs_of_a_test_that_fails_end_and_earlier_ones_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    earlier, own = (
+    earlier, current = (
         SimpleNamespace(kill=lambda signum, name=name: ended.append((name, signum))) for name in ("earlier", "own")
     )
     monkeypatch.setattr(TrainProcess, "started", [earlier])
     call = pytest_runtest_call()
     next(call)
-    TrainProcess.started.append(own)
+    TrainProcess.started.append(current)
     with pytest.raises(AssertionError):
         call.throw(AssertionError())
     assert ended == [("own", signal.SIGTERM)]

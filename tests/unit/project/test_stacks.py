@@ -49,7 +49,7 @@ def test_a_test_that_does_not_end_fails_with_the_stack_of_every_process(tmp_path
     )
     assert done.returncode == 1 and "1 failed" in done.stdout.splitlines()[-1]
     assert "Timeout (>1000.0s)" in done.stdout
-    asked = done.stdout.split("--- process ")[1:]
-    assert len(asked) == 2
+    sections = done.stdout.split("--- process ")[1:]
+    assert len(sections) == 2
     for function in ("waits", "forked_and_waits"):
-        assert sum(f"in {function}\n" in stack for stack in asked) == 1
+        assert sum(f"in {function}\n" in stack for stack in sections) == 1

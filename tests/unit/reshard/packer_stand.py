@@ -32,7 +32,7 @@ class Values:
         self._values[0] = 0
 
     def dress(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-        """Router biases are fp32 in every model."""
+        """Replaces numbers by values in `dtype`; router biases are fp32 in every model."""
         return {n: self._values[t].to(torch.float32 if is_bias(n) else dtype) for n, t in tensors.items()}
 
 
@@ -44,8 +44,8 @@ VALUES = Values()
 
 
 def pack_all(plan: Plan, trainers: list[Tensors]) -> Iterable[tuple[PackedBucket, torch.Tensor]]:
-    """All ranks into one memory, bucket by bucket."""
-    packers = [Packer(plan, rank, held) for rank, held in enumerate(trainers)]
+    """Packs all ranks into one memory, bucket by bucket."""
+    packers = [Packer(plan, rank, tensors) for rank, tensors in enumerate(trainers)]
     for bucket in range(plan.count):
         form = packers[0].form(bucket)
         memory = torch.zeros(form.size, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def pack_all(plan: Plan, trainers: list[Tensors]) -> Iterable[tuple[PackedBucket
 
 
 def assert_packed(plan: Plan, trainers: list[Tensors], expected: list[Tensors]) -> None:
-    """Every byte of every bucket: tensors where they are said to be, zero between them, with their checksums."""
+    """Asserts every byte of every bucket: tensors at their offsets, zeros between them, and checksums."""
     seen: list[dict[str, torch.Tensor]] = [{} for _ in expected]
     for packed, memory in pack_all(plan, trainers):
         left = memory.clone()
@@ -62,34 +62,34 @@ def assert_packed(plan: Plan, trainers: list[Tensors], expected: list[Tensors]) 
             assert not tensors or tensors[0].offset % 4096 == 0, "an engine rank maps its own pages"
             for t in tensors:
                 raw = memory[t.offset : t.offset + t.nbytes]
-                wanted = expected[target][t.name]
-                assert raw.view(DTYPES[t.dtype]).view(t.shape).equal(wanted), t.name
-                assert t.checksum == reference.checksum(wanted), t.name
+                tensor = expected[target][t.name]
+                assert raw.view(DTYPES[t.dtype]).view(t.shape).equal(tensor), t.name
+                assert t.checksum == reference.checksum(tensor), t.name
                 left[t.offset : t.offset + t.nbytes] = 0
                 seen[target][t.name] = raw
-        assert not left.any(), "something is written beside the tensors"
+        assert not left.any(), "something is written between the tensors"
     assert [tensors.keys() for tensors in seen] == [tensors.keys() for tensors in expected]
 
 
 def assert_runs_give_the_same(plan: Plan, trainers: list[Tensors]) -> None:
-    """What a remote rank sends in one run lands where it would have written itself."""
+    """Asserts that the run of a remote rank lands where the rank would have written itself."""
     for bucket, (_, memory) in enumerate(pack_all(plan, trainers)):
         again = torch.zeros_like(memory)
-        for rank, held in enumerate(trainers):
-            packer = Packer(plan, rank, held)
+        for rank, tensors in enumerate(trainers):
+            packer = Packer(plan, rank, tensors)
             form = packer.form(bucket)
             run, share = packer.pack_run(bucket)
             pieces = pieces_of(plan, plan.moves_of(rank, bucket), form, None)
             assert compact(pieces)[1] == len(run)
             kernel.pack(spread(pieces, run), again, np.zeros(1, np.uint64))
-            own = packer.pack(bucket, torch.zeros_like(memory))
-            assert np.array_equal(own.sums, share.sums) and np.array_equal(own.flags, share.flags)
+            packed = packer.pack(bucket, torch.zeros_like(memory))
+            assert np.array_equal(packed.sums, share.sums) and np.array_equal(packed.flags, share.flags)
         assert again.equal(memory)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Thousands of tiny buckets: waking a second thread for each costs more than packing it."""
+    """Limits torch to one thread: waking another for each tiny bucket costs more than packing it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

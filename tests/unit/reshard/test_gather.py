@@ -25,7 +25,7 @@ from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, S
 
 
 def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.Tensor]]:
-    """What every rank of a publication does; the publisher yields each bucket and its memory."""
+    """Runs one rank of a publication; the publisher yields each bucket and its memory."""
     torch.set_num_threads(1)
     deadline = timedelta(seconds=DEADLINE_S)
     dist.init_process_group(
@@ -63,8 +63,8 @@ run_others(lambda rank: len(list(fill_all(rank, Path(sys.argv[1])))))
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for rank, held in enumerate(held_by_trainers(MODEL, SIZES)):
-        torch.save(dressed(held), tmp_path / f"{rank}.pt")
+    for rank, tensors in enumerate(held_by_trainers(MODEL, SIZES)):
+        torch.save(dressed(tensors), tmp_path / f"{rank}.pt")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)])
     yield process
     process.kill()
@@ -92,8 +92,8 @@ def test_local_and_remote_ranks_fill_the_same_buckets(tmp_path: Path, others):
 
 def test_memory_persists_and_a_new_file_under_an_old_name_is_mapped_again():
     """A closed file's number goes to the next file: the other rank must write into that one."""
-    held = held_by_trainers(MODEL, SIZES)
-    ranks = [Gatherer(Packer(plan(), rank, dressed(held[rank])), remote=(), group=None) for rank in range(WORLD)]
+    shards = held_by_trainers(MODEL, SIZES)
+    ranks = [Gatherer(Packer(plan(), rank, dressed(shards[rank])), remote=(), group=None) for rank in range(WORLD)]
 
     def fill(bucket: int) -> tuple[str, torch.Tensor]:
         path = ranks[PUBLISHER].open(bucket)[0]
@@ -112,30 +112,30 @@ def test_memory_persists_and_a_new_file_under_an_old_name_is_mapped_again():
 
 
 def test_buckets_owned_in_turn_equal_buckets_in_one_memory():
-    held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
-    alone = [Gatherer(Packer(plan(), rank, own), remote=(), group=None) for rank, own in enumerate(held)]
+    shards = [dressed(tensors) for tensors in held_by_trainers(MODEL, SIZES)]
+    alone = [Gatherer(Packer(plan(), rank, tensors), remote=(), group=None) for rank, tensors in enumerate(shards)]
     ranks = [
-        Gatherer(Packer(plan(), rank, own, apart=True), remote=(), group=None, holders=WORLD)
-        for rank, own in enumerate(held)
+        Gatherer(Packer(plan(), rank, tensors, apart=True), remote=(), group=None, holders=WORLD)
+        for rank, tensors in enumerate(shards)
     ]
     holding = []
     for bucket in range(plan().count):
         opened = [rank.open(bucket) for rank in ranks]
-        holding += [(part, rank) for rank, own in enumerate(opened) for part in own]
-        paths = [path for _, path in sorted(item for own in opened for item in own.items())]
+        holding += [(part, rank) for rank, parts in enumerate(opened) for part in parts]
+        paths = [path for _, path in sorted(item for parts in opened for item in parts.items())]
         whole = [alone[PUBLISHER].open(bucket)[0]]
         apart = describe(ranks[0].packer.form(bucket), paths, [rank.fill(bucket, paths) for rank in ranks])
         one = describe(alone[0].packer.form(bucket), whole, [rank.fill(bucket, whole) for rank in alone])
         assert apart.nbytes == one.nbytes and len(paths) == ENGINE.world
         for target, tensors in enumerate(one.targets):
-            own = torch.from_file(paths[target], size=apart.size, dtype=torch.uint8)
+            data = torch.from_file(paths[target], size=apart.size, dtype=torch.uint8)
             for there, here in zip(apart.targets[target], tensors, strict=True):
                 assert (there.name, there.checksum) == (here.name, here.checksum)
                 memory = torch.from_file(whole[0], size=one.size, dtype=torch.uint8)
-                assert own[there.offset :][: there.nbytes].equal(memory[here.offset :][: here.nbytes])
+                assert data[there.offset :][: there.nbytes].equal(memory[here.offset :][: here.nbytes])
     times = [[rank for _, rank in holding].count(rank) for rank in range(WORLD)]
     assert len(holding) == plan().count * ENGINE.world and max(times) - min(times) <= 1
-    (path,) = (own[0] for rank in ranks if 0 in (own := rank.open(0)))
+    (path,) = (parts[0] for rank in ranks if 0 in (parts := rank.open(0)))
     for rank in ranks:
         rank.release(0)
     assert not Path(path).exists()

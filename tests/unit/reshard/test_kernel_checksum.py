@@ -18,12 +18,12 @@ def test_checksum_is_the_same_for_every_order_and_split_and_bucket() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         made = plan([Tensor(OP.COPY, t, t.dtype)], rng)
-        held, packed = made.sums(), made.sums()
-        kernel.checksum_rects(made.pieces, held)
+        source_sums, packed = made.sums(), made.sums()
+        kernel.checksum_rects(made.pieces, source_sums)
         cut = rng.randrange(len(made.pieces) + 1)
         for pieces in (made.pieces[:cut], made.pieces[cut:]):  # two buckets
             kernel.pack(pieces, torch.zeros(made.nbytes, dtype=torch.uint8), packed)
-        assert int(held[0]) == int(packed[0]) == reference.checksum(t)
+        assert int(source_sums[0]) == int(packed[0]) == reference.checksum(t)
 
 
 @pytest.mark.parametrize("rule", [RULE.IEEE, RULE.MXFP8])
@@ -60,10 +60,10 @@ def test_checksums_of_parts_held_by_different_ranks_add_up() -> None:
     t = random_bits((16, 33), torch.bfloat16, 0)  # odd columns: ranks share words
     whole = kernel.seeds([t.numel() * 2])
     for columns in t.split(11, dim=1):
-        held = columns.contiguous()
+        part = columns.contiguous()
         start = columns.data_ptr() - t.data_ptr()
         mine = np.zeros(1, dtype=np.uint64)
-        kernel.checksum_rects(np.array([kernel.rectangle(held, tensor=0, pos=start, pos_ld=66)], PIECE), mine)
+        kernel.checksum_rects(np.array([kernel.rectangle(part, tensor=0, pos=start, pos_ld=66)], PIECE), mine)
         whole += mine
     assert int(whole[0]) == reference.checksum(t)
 
@@ -139,7 +139,7 @@ def test_multipliers_are_odd_and_all_different() -> None:
 
 
 def test_evenly_spaced_changes_do_not_cancel() -> None:
-    """What a multiplier affine in the position would miss: +d, -2d, +d, and exchanged rows of equal sum."""
+    """A multiplier affine in the position would miss these: +d, -2d, +d, and exchanged rows of equal sum."""
     for step in range(1, 100):
         words = torch.zeros(1 + 2 * step, dtype=torch.int32)
         zeros = kernel.checksum_tensor(words)

@@ -47,7 +47,7 @@ def single_threaded():
 
 
 def quantized(tensors: Tensors, parts: dict[str, Part], rule: Quantization, block: tuple[int, int]) -> Tensors:
-    """Codes and scales by the reference, each matrix of a stack on its own."""
+    """Computes codes and scales by the reference, each matrix of a stack on its own."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         if not parts[name].quantized:
@@ -59,8 +59,8 @@ def quantized(tensors: Tensors, parts: dict[str, Part], rule: Quantization, bloc
         else:
             made = [reference.quantize(m, kernel.RULE[rule.rule.upper()], block) for m in matrices]
             suffixes = "", "_scale_inv"
-        for suffix, each in zip(suffixes, zip(*made, strict=True), strict=True):
-            out[name + suffix] = torch.stack(each) if tensor.dim() == 3 else each[0]
+        for suffix, values in zip(suffixes, zip(*made, strict=True), strict=True):
+            out[name + suffix] = torch.stack(values) if tensor.dim() == 3 else values[0]
     return out
 
 
@@ -138,11 +138,11 @@ def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
         bucket_bytes=HUGE,
     )
     generator = torch.Generator().manual_seed(3)
-    held = {
+    weights = {
         row.name: torch.randn(row.sources[0][1], generator=generator).to(DTYPES[row.dtype or "bfloat16"])
         for row in rows
     }
     by_name = {part.name: part for part in parts}
-    expected = {n: quantized({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in held.items()}
-    assert_packed(plan, [held], [{k: t for tensors in expected.values() for k, t in tensors.items()}])
-    assert_runs_give_the_same(plan, [held])
+    expected = {n: quantized({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in weights.items()}
+    assert_packed(plan, [weights], [{k: t for tensors in expected.values() for k, t in tensors.items()}])
+    assert_runs_give_the_same(plan, [weights])

@@ -43,7 +43,7 @@ HUGE = 2**40
 
 
 def cases() -> list[tuple[Sizes, str, EngineSizes | None, int]]:
-    """Random pairs of a source and a target; every source layout occurs, and every target kind with each model."""
+    """Draws pairs of a source and a target; every source layout occurs, and every target kind with each model."""
     draw = random.Random(3)
     out: list[tuple[Sizes, str, EngineSizes | None, int]] = []
     for served in SERVED.values():
@@ -76,7 +76,7 @@ def test_a_plan_fills_every_target_tensor_from_the_trainers(case):
 
 
 def assert_buckets(plan: Plan, bucket_bytes: int) -> None:
-    """Tensors stand aligned, one behind the other, within the size asked for unless one alone is larger."""
+    """Asserts that tensors are aligned, one after another, within the requested size unless one alone is larger."""
     for buckets in plan.buckets:
         assert len(buckets) == plan.count
         for k, bucket in enumerate(buckets):
@@ -110,14 +110,14 @@ VALUES = torch.arange(1, 193).view(24, 8)
 
 
 def parts_of(map: IndexMap, axis: int | None, size: int, sources: Any = WEIGHT, experts: int = 0) -> list[Part]:
-    """One row split over `size` ranks."""
+    """Returns the parts of one row split over `size` ranks."""
     row = Row("local{expert}" if experts else "local", sources, map, axis)
     table = Table((row,), layers=1, experts=experts)
     return list(MegatronLayout(table, Sizes(tensor=size, expert_tensor=size)).parts())
 
 
 def by_hand(parts: Iterable[Part], whole: Tensors, ranks: int) -> list[Tensors]:
-    """What each rank holds, written out element by element."""
+    """Returns the tensors of each rank, copied element by element."""
     out: list[Tensors] = [{} for _ in range(ranks)]
     for part in parts:
         local = torch.zeros(part.shape, dtype=torch.int64)
@@ -136,10 +136,10 @@ def by_hand(parts: Iterable[Part], whole: Tensors, ranks: int) -> list[Tensors]:
 def test_rotary_orders_meet_in_both_directions(source: IndexMap, target: IndexMap):
     whole = {"a.weight": VALUES}
     for here, there in ((1, 2), (2, 1), (2, 2)):
-        held, wanted = parts_of(source, 0, here), parts_of(target, 0, there)
-        plan = compile_plan(held, wanted, precision=BF16, bucket_bytes=HUGE, ranks=there)
+        source_parts, target_parts = parts_of(source, 0, here), parts_of(target, 0, there)
+        plan = compile_plan(source_parts, target_parts, precision=BF16, bucket_bytes=HUGE, ranks=there)
         for found, expected in zip(
-            carry_out(plan, by_hand(held, whole, here)), by_hand(wanted, whole, there), strict=True
+            carry_out(plan, by_hand(source_parts, whole, here)), by_hand(target_parts, whole, there), strict=True
         ):
             assert_same(found, expected, f"{here} to {there} ranks")
 
@@ -152,7 +152,7 @@ def test_rotary_orders_meet_in_both_directions(source: IndexMap, target: IndexMa
     "sizes", [Sizes(data=8), Sizes(data=4, tensor=2), Sizes(data=8, expert=2), Sizes(context=2, data=4)], ids=str
 )
 def test_replicas_share_the_sending(name: str, sizes: Sizes):
-    """Every tensor here has at least two holders, so that nobody need send much more than the others."""
+    """Every tensor here has at least two holders, so that no rank need send much more than the others."""
     model = MODELS[name]
     plan = compile_plan(
         MegatronLayout(model.table, sizes).parts(), checkpoint_parts(model.table), precision=BF16, bucket_bytes=HUGE

@@ -22,7 +22,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 
 GOAL_S, GOAL_MB = 5.0, 1024.0
-"""Of reshard.md section 6, on one core."""
+"""Goals of reshard.md section 6, on one core."""
 V3 = {
     "vocab_size": 129280,
     "hidden_size": 7168,
@@ -60,7 +60,7 @@ def plan_of(name: str) -> Plan:
 
 @cache
 def measure(name: str, hash_seed: str) -> dict[str, float | str]:
-    """In a process of its own, without torch's threads: {"seconds", "megabytes", "moves", "sha"}."""
+    """Measures in a separate process, without torch's threads: {"seconds", "megabytes", "moves", "sha"}."""
     program = f"from tests.unit.reshard.test_plan_size import main; main({name!r})"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -71,7 +71,7 @@ def measure(name: str, hash_seed: str) -> dict[str, float | str]:
 
 
 def main(name: str) -> None:
-    """What `measure` runs."""
+    """Runs as the process of `measure`."""
     import time
     from pathlib import Path
 
@@ -98,7 +98,7 @@ def test_deepseek_v3_from_128_to_64_ranks_is_compiled_on_a_laptop(name: str):
     assert found["moves"] > 45_000
     assert found["megabytes"] <= GOAL_MB
     assert found["uneven"] <= 1.05
-    # Machines differ, and others work beside us: what fails here is another order of growth.
+    # Machines differ and run other processes: only another order of growth fails here.
     assert found["seconds"] <= 4 * GOAL_S
 
 

@@ -30,9 +30,9 @@ def test_memory_is_mapped_by_other_processes_and_outlives_its_owners_close(peers
 
 def test_mapped_memory_holds_no_file_and_lives_as_long_as_its_tensor():
     file = MemoryFile(4096)
-    held = set(os.listdir("/proc/self/fd"))
+    descriptors = set(os.listdir("/proc/self/fd"))
     mapped = [open_memory(file.path, 4096) for _ in range(3)]
-    assert set(os.listdir("/proc/self/fd")) <= held
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
     file.bytes[5] = 7
     path = file.path
     file.close()

@@ -18,6 +18,8 @@ async def test_a_step_that_fails_by_engine_deadlines_alone_may_restart(also: Exc
         raise also if also and ctx.group_id == "g0" else DeadlineError(REQUEST, 600, "http://router")
 
     async with Stand(config_of(max_failed_share=0.25), generate=generate) as stand:
-        with refused("rollout.failed", about="rollout.max_failed_share", kind=SlimxError if also else PartLost) as told:
+        with refused(
+            "rollout.failed", about="rollout.max_failed_share", kind=SlimxError if also else PartLost
+        ) as caught:
             await stand.next_batch()
-    assert told.value.status == (REFUSED if also else LOST)
+    assert caught.value.status == (REFUSED if also else LOST)

@@ -1,4 +1,4 @@
-"""What hooks measure reaches a step's metrics: from generate and reward, threads and processes, saved and restored."""
+"""Measurements of hooks reach a step's metrics: from generate and reward, threads and processes, saved and restored."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ async def test_each_trajectory_is_of_the_policy_whose_engines_sampled_it() -> No
     outcome = await maker.make(PROMPT, group_id="g0", number=0)
     assert outcome.reason is None, outcome.detail
     trajectories = outcome.group.trajectories
-    assert [each.policy for each in trajectories] == ["actor", "judge"] * 2
-    assert [each.oldest_version for each in trajectories] == [5, 4] * 2
+    assert [t.policy for t in trajectories] == ["actor", "judge"] * 2
+    assert [t.oldest_version for t in trajectories] == [5, 4] * 2
     assert {span.policy for span in trajectories[1].spans if span.source == "sampled"} == {"judge"}
     assert trajectories[0].metrics == {"seen_solver": 5, "seen_judge": 4}
     assert len(actor.requests) == len(judge.requests) == 2
@@ -81,23 +81,23 @@ def test_a_journal_gives_every_answer_with_the_routes_that_it_came_with() -> Non
     """Those of a turn are held once, by the last one; another policy's or version's begin with none of them."""
     routes = np.arange(24, dtype=np.uint8).reshape(12, 2, 1)
 
-    def asked(tokens: list[int], seed: int = 0, policy: str = "actor") -> GenerationRequest:
+    def request_of(tokens: list[int], seed: int = 0, policy: str = "actor") -> GenerationRequest:
         return GenerationRequest(tokens, {}, seed, routed_experts=True, policy=policy)
 
-    given = [
-        (asked([1, 2]), completion([3, 4], routes[:3])),
-        (asked([1, 2, 3, 4], 7, "judge"), completion([9], 90 + routes[:4], policy="judge")),
-        (asked([1, 2, 3, 4, 5]), completion([6], routes[:5])),
-        (asked([1, 2, 3, 4, 5, 6, 7]), completion([8], 50 + routes[:7], "abort")),
-        (asked([1, 2, 3, 4, 5, 6, 7]), completion([8, 8], routes[:8])),
+    exchanges = [
+        (request_of([1, 2]), completion([3, 4], routes[:3])),
+        (request_of([1, 2, 3, 4], 7, "judge"), completion([9], 90 + routes[:4], policy="judge")),
+        (request_of([1, 2, 3, 4, 5]), completion([6], routes[:5])),
+        (request_of([1, 2, 3, 4, 5, 6, 7]), completion([8], 50 + routes[:7], "abort")),
+        (request_of([1, 2, 3, 4, 5, 6, 7]), completion([8, 8], routes[:8])),
     ]
     journal = Journal()
-    for request, answer in given:
+    for request, answer in exchanges:
         journal.record(request, answer)
     entries = decode(list[Recorded], encode(journal.entries()))
     assert [len(entry.completion.routed_experts) for entry in entries if entry.routes_of is None] == [4, 8]
     for resumed in (Journal(entries), Journal(Journal(entries).entries())):
-        for request, answer in [*given[:3], given[4]]:
+        for request, answer in [*exchanges[:3], exchanges[4]]:
             assert np.array_equal(resumed.replay(request).routed_experts, answer.routed_experts)
 
 
@@ -125,8 +125,8 @@ async def test_a_resumed_group_gives_each_policy_its_own_answers_again() -> None
     ]
     assert [t.policy for t in outcome.group.trajectories] == ["actor", "judge"] * 2
     assert len(actor.requests) == len(judge.requests) == 1, "rollout 0 was not sampled again"
-    for each in (maker, broken, again):
-        each.close()
+    for instance in (maker, broken, again):
+        instance.close()
 
 
 async def test_a_role_that_shares_weights_equals_one_policy_byte_for_byte() -> None:
@@ -155,7 +155,7 @@ async def test_a_role_that_shares_weights_equals_one_policy_byte_for_byte() -> N
 
 
 async def mixed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """The actor's draft with the judge's tokens."""
+    """Mixes the actor's draft with the judge's tokens."""
     draft = ctx.draft(prompt)
     draft.add_sampled(await ctx.policies["judge"].engine.generate(draft.token_ids))
     return draft.finish()

@@ -56,7 +56,7 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
         assert isinstance(late, DeadlineError) and "trajectory t" in late.awaited and late.holder == HOOK
         fine, crashed, raised, slow, nothing, last = others
         assert fine == slow == last == (0.5, {})
-        assert [(each.code, each.about) for each in (crashed, raised)] == [
+        assert [(error.code, error.about) for error in (crashed, raised)] == [
             ("reward.crash", HOOK),
             ("reward.raised", HOOK),
         ]
@@ -109,7 +109,7 @@ async def test_a_deadline_and_its_call_may_end_one_worker_at_once(deadline_s, mo
 
 
 def fork_one_that_sleeps(worker: Any) -> None:
-    """Give `worker` a process that costs a millisecond to start."""
+    """Gives `worker` a process that costs a millisecond to start."""
     context = multiprocessing.get_context("fork")
     worker._connection, theirs = context.Pipe()
     worker._process = context.Process(target=time.sleep, args=(600,), daemon=True)

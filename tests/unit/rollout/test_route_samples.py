@@ -41,8 +41,8 @@ async def test_rollouts_ask_for_experts_as_often_as_they_are_used(options, share
     async with Stand(config_of(**options), reward=one) as stand:
         for _ in range(3):
             await stand.next_batch()
-    asked = [request.routed_experts for request in stand.engine.requests]
-    assert len(asked) >= 24 and sum(asked) == pytest.approx(share * len(asked), abs=1)
+    flags = [request.routed_experts for request in stand.engine.requests]
+    assert len(flags) >= 24 and sum(flags) == pytest.approx(share * len(flags), abs=1)
 
 
 def test_slime_hooks_get_experts_of_every_answer_or_none():

@@ -1,4 +1,4 @@
-"""Lines are cut out of chunks wherever they end, and no byte of a long one is touched again for later chunks."""
+"""Lines are cut out of chunks with any boundaries, and no byte of a long one is touched again for later chunks."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ END = tokenizer().eos_token_id
 
 
 def behind(template: str, *messages: dict[str, Any], calls: Any = ()) -> str:
-    own = with_chat(template)
-    return own.decode(encode_turns(own, messages, after=[END], calls=calls))
+    chat_tokenizer = with_chat(template)
+    return chat_tokenizer.decode(encode_turns(chat_tokenizer, messages, after=[END], calls=calls))
 
 
 def test_results_are_rendered_behind_the_calls_that_they_answer():

@@ -15,7 +15,7 @@ ROUNDED = "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
-    ("given", "trainer", "engine"),
+    ("variables", "trainer", "engine"),
     [
         ({}, {NEW: "expandable_segments:True"}, {}),
         ({OLD: "expandable_segments:True"}, {OLD: "expandable_segments:True"}, {}),
@@ -33,15 +33,15 @@ ROUNDED = "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:64"
         ),
     ],
 )
-def test_trainers_get_the_option_and_engines_lose_it(given, trainer, engine):
+def test_trainers_get_the_option_and_engines_lose_it(variables, trainer, engine):
     for function, expected in ((set_expandable_segments, trainer), (drop_expandable_segments, engine)):
-        environment = {"PATH": "/bin", **given}
+        environment = {"PATH": "/bin", **variables}
         function(environment)
         assert environment == {"PATH": "/bin", **expected}
 
 
 @pytest.mark.parametrize(
-    ("release", "given", "expected"),
+    ("release", "variables", "expected"),
     [
         ("2.14.1+cu130", {}, {NEW: "pinned_max_round_threshold_mb:1"}),
         ("3.0.0", {OLD: ROUNDED}, {OLD: f"{ROUNDED},pinned_max_round_threshold_mb:1"}),
@@ -49,8 +49,8 @@ def test_trainers_get_the_option_and_engines_lose_it(given, trainer, engine):
         ("2.11.0+cu130", {}, {}),
     ],
 )
-def test_pinned_memory_is_not_rounded_up_if_torch_supports_it(release, given, expected):
-    environment = dict(given)
+def test_pinned_memory_is_not_rounded_up_if_torch_supports_it(release, variables, expected):
+    environment = dict(variables)
     set_pinned_sizes(environment, release)
     assert environment == expected
 

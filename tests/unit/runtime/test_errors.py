@@ -13,7 +13,7 @@ from slimx.errors import DeadlineError, raised
 def test_a_missed_deadline_survives_the_way_between_processes():
     error = DeadlineError("the stop of engine e0", 30.0, "process 7")
     other = pickle.loads(pickle.dumps(error))
-    assert str(other) == str(error) and all(each in str(error) for each in (error.awaited, error.holder, "30 s"))
+    assert str(other) == str(error) and all(part in str(error) for part in (error.awaited, error.holder, "30 s"))
     assert (other.awaited, other.seconds, other.holder) == (error.awaited, error.seconds, error.holder)
 
 
@@ -24,8 +24,8 @@ def test_an_error_of_a_user_is_placed_where_his_code_called_the_library(tmp_path
     exec(compile(file.read_text(), str(file), "exec"), scope)
     with pytest.raises(ValueError) as caught:
         scope["reward"]("{")
-    said = raised(caught.value)
-    assert said.startswith("JSONDecodeError: ") and said.endswith(f"({file}, line 5)")
+    message = raised(caught.value)
+    assert message.startswith("JSONDecodeError: ") and message.endswith(f"({file}, line 5)")
 
 
 def test_an_error_without_a_users_code_has_no_place():

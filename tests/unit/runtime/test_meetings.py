@@ -1,4 +1,4 @@
-"""Processes meet at one address, which nobody else's machine reaches in a run on one machine."""
+"""Processes meet at one address, which other machines cannot reach in a run on one machine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ for number, sent in enumerate(sys.argv[2:]):
     sender.connect(f"tcp://{sent}:0;127.0.0.1:{port}")
     try:
         sender.send(pickle.dumps(Program(executed)), zmq.NOBLOCK)
-    except zmq.Again:  # who was turned away before it sent has nobody to send to
+    except zmq.Again:  # a peer that was rejected before it sent has no connection
         pass
     if receiver.poll(5000):
         try:

@@ -1,4 +1,4 @@
-"""Processes are told of the CUDA toolkit that is there, in a fixed order of places."""
+"""Processes get the path of the installed CUDA toolkit, from a fixed order of places."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def toolkit_in(home: Path) -> Path:
 
 
 def wheels_in(packages: Path) -> Path:
-    """Files as the wheels have them: no lib64, and no library under a name that linkers look for."""
+    """Writes files as the wheels have them: no lib64, and no library under a name that linkers look for."""
     wheel = compiler(packages / WHEEL)
     for name in ("include/cuda_runtime.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "lib/libcudart_static.a"):
         (wheel / name).parent.mkdir(parents=True, exist_ok=True)

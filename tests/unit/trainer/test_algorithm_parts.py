@@ -1,4 +1,4 @@
-"""What algorithms get from the parts around them: sums over split sequences, a greedy rollout, described turns, pairs;
+"""Inputs of algorithms from other parts: sums over split sequences, a greedy rollout, described turns, pairs;
 and the mismatch that is always measured."""
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def test_every_token_gets_the_sum_of_its_whole_sequence(size, monkeypatch):
     """Sequences of 4 and 8 tokens with values 0, 1, 2, ...: 6 and 60. The ranks' sums are added up by all_reduce."""
     lengths, values = [4, 8], torch.arange(12.0)
     parts = [torch.from_numpy(zigzag(lengths, size, rank)) for rank in range(size)]
-    own = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums, group: own.append(sums.clone()))
+    partials = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums, group: partials.append(sums.clone()))
     for rank, part in enumerate(parts):
         ContextShard(size, rank, None).sequence_sum(values[part], lengths)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums, group: sums.copy_(sum(own)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums, group: sums.copy_(sum(partials)))
     for rank, part in enumerate(parts):
         found = ContextShard(size, rank, None).sequence_sum(values[part].requires_grad_(), lengths)
         assert found.tolist() == [6.0 if index < 4 else 60.0 for index in part.tolist()]
@@ -92,12 +92,12 @@ async def test_remax_gets_the_reward_of_a_greedy_rollout_that_is_not_trained(nam
     async with Stand(config_of(algorithm__name=name), reward=greedy_scores, engine=ColdEngine()) as stand:
         groups = (await stand.next_batch()).groups
         evaluated = await stand.maker.make(groups[0].prompt, group_id="eval0", number=0, evaluation=True)
-        asked = [request.temperature for request in stand.engine.requests]
+        temperatures = [request.temperature for request in stand.engine.requests]
     for made in groups:
         assert [trajectory.reward for trajectory in made.trajectories] == [1.0, 1.0]
         assert made.baseline == (7.0 if name == "remax" else None)
     assert evaluated.group.baseline is None
-    assert asked.count(0.0) == (5 if name == "remax" else 1) and asked.count(1.0) == 8
+    assert temperatures.count(0.0) == (5 if name == "remax" else 1) and temperatures.count(1.0) == 8
 
 
 async def test_a_greedy_rollout_that_fails_drops_its_group():
@@ -108,9 +108,9 @@ async def test_a_greedy_rollout_that_fails_drops_its_group():
 
     config = config_of(algorithm__name="remax", max_failed_share=0.0)
     async with Stand(config, generate=failing, reward=one) as stand:
-        with refused("rollout.failed", about="rollout.max_failed_share") as told:
+        with refused("rollout.failed", about="rollout.max_failed_share") as caught:
             await stand.next_batch()
-    assert "greedy fails" in str(told.value)
+    assert "greedy fails" in str(caught.value)
 
 
 async def test_a_hook_describes_its_turns_and_they_are_kept(tmp_path: Path):
@@ -154,16 +154,16 @@ class FakeTrainers:
     """Log-probs that tell by whom they are and of which label."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     async def logprobs(self, batch: TrainBatch, *, under: str) -> list[list[np.ndarray]]:
-        self.asked.append(under)
+        self.requests.append(under)
         sign = {"policy": -0.01, "reference": -0.02}[under]
         return [[sign * micro.labels for micro in shard] for shard in batch.shards]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "asked"),
+    ("algorithm", "scored"),
     [
         ({"name": "dpo"}, ["policy", "reference"]),
         ({"name": "reinforce_pp", "reference": True, "kl_reward_coef": 0.1}, ["reference"]),
@@ -171,7 +171,7 @@ class FakeTrainers:
         ({"name": "kl_cov", "loss": {"share": 0.2}}, []),
     ],
 )
-async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(algorithm, asked):
+async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(algorithm, scored):
     """As in one process: rows packed in two micro-batches of two ranks come back to the rows that they were."""
     config = config_of(**{f"algorithm__{key}": value for key, value in algorithm.items()})
     groups = [group("a", [1.0, 0.0]), group("b", [0.0, 1.0])]
@@ -188,14 +188,14 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     run = SimpleNamespace(config=config, step=3, critic=None, policies={"actor": actor}, recovery=recovery)
     assert config.algorithm.needs_whole_step
     metrics = await estimate_advantages(run, groups, [rows])
-    assert trainers.asked == asked
+    assert trainers.requests == scored
     policy, reference = ([sign * row.labels for row in rows] for sign in (-0.01, -0.02))
-    (wanted,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
-    given = {"policy": policy, "reference": reference if asked else None}
-    step = StepData(groups=groups, updates=[wanted], **given, seed=(config.run.seed, 3))
+    (expected_rows,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
+    logprobs = {"policy": policy, "reference": reference if scored else None}
+    step = StepData(groups=groups, updates=[expected_rows], **logprobs, seed=(config.run.seed, 3))
     expected = finish_advantages(config.algorithm, step)
     assert metrics == pytest.approx(expected)
-    for row, other in zip(rows, wanted, strict=True):
+    for row, other in zip(rows, expected_rows, strict=True):
         assert row.advantages.tolist() == other.advantages.tolist()
         assert (row.selected is None) == (other.selected is None) == (config.algorithm.loss.kind != "kl_cov")
 

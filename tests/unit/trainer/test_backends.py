@@ -17,7 +17,7 @@ def trainer(**fields: object) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "packages", "chosen", "why"),
+    ("attention", "device", "packages", "chosen", "why"),
     [
         ("auto", "cpu", {TE, FLASH}, "unfused", "there is no CUDA"),
         ("auto", "cuda", set(), "unfused", "Transformer Engine"),
@@ -28,8 +28,8 @@ def trainer(**fields: object) -> Trainer:
         ("fused", "cuda", {TE}, "fused", "as configured"),
     ],
 )
-def test_the_attention_is_chosen_with_a_reason(asked, device, packages, chosen, why):
-    backends = choose_backends(trainer(attention=asked), device=device, packages=packages)
+def test_the_attention_is_chosen_with_a_reason(attention, device, packages, chosen, why):
+    backends = choose_backends(trainer(attention=attention), device=device, packages=packages)
     assert backends.attention == chosen and why in backends.reasons[0]
 
 
@@ -68,8 +68,8 @@ def test_a_numerics_mode_computes_its_layers_with_transformer_engine():
 
 
 def test_a_flex_dispatcher_is_taken_where_its_library_is():
-    asked = trainer(moe={"dispatcher": "flex", "flex_backend": "hybridep"})
-    backends = choose_backends(asked, device="cuda", packages={TE, DEEP, HYBRID})
+    section = trainer(moe={"dispatcher": "flex", "flex_backend": "hybridep"})
+    backends = choose_backends(section, device="cuda", packages={TE, DEEP, HYBRID})
     assert (backends.dispatcher, backends.flex_backend) == ("flex", "hybridep")
 
 
@@ -136,16 +136,16 @@ def test_gradient_reduction_overlaps_with_several_ranks(fields, packages, on):
 
 @pytest.mark.parametrize(("device", "replaced"), [("cpu", False), ("cuda", True)])
 def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, replaced):
-    asked = trainer(**DATA2, overlap_grad_reduce=True)
-    assert choose_backends(asked, device=device, packages={TE}, replaced=replaced).overlap_grad_reduce
+    section = trainer(**DATA2, overlap_grad_reduce=True)
+    assert choose_backends(section, device=device, packages={TE}, replaced=replaced).overlap_grad_reduce
     with refused("trainer.overlap_grad_reduce", about="trainer.overlap_grad_reduce"):
-        choose_backends(asked, device=device, packages={TE}, replaced=replaced, experts=8)
+        choose_backends(section, device=device, packages={TE}, replaced=replaced, experts=8)
 
 
 @pytest.mark.parametrize(("fields", "packages"), [(DATA2, {TE}), (DATA2 | {"overlap_grad_reduce": True}, {APEX})])
 def test_parameter_gathering_overlaps_with_gradient_buckets(fields, packages):
-    asked = trainer(**fields, overlap_param_gather=True)
-    assert choose_backends(asked, device="cuda", packages=packages).overlap_param_gather
+    section = trainer(**fields, overlap_param_gather=True)
+    assert choose_backends(section, device="cuda", packages=packages).overlap_param_gather
     with refused("trainer.overlap_param_gather", about="trainer.overlap_param_gather"):
         choose_backends(trainer(**DATA2, overlap_param_gather=True), device="cpu", packages=packages)
 
@@ -159,7 +159,7 @@ def test_parameter_gathering_overlaps_with_gradient_buckets(fields, packages):
     ],
 )
 def test_moments_in_bf16_need_transformer_engines_adam(device, packages, replaced, code):
-    asked = trainer(optimizer={"moments_dtype": "bfloat16"})
-    choose_backends(asked, device="cuda", packages={TE})
+    section = trainer(optimizer={"moments_dtype": "bfloat16"})
+    choose_backends(section, device="cuda", packages={TE})
     with refused(code, about="trainer.optimizer.moments_dtype"):
-        choose_backends(asked, device=device, packages=packages, replaced=replaced)
+        choose_backends(section, device=device, packages=packages, replaced=replaced)

@@ -1,4 +1,4 @@
-"""What becomes of a GPU's answers: faults that no real part has on demand come from a fake NVML."""
+"""Handling of a GPU's answers: faults that cannot be provoked on real hardware come from a fake NVML."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ def test_too_little_memory_stops_the_run_with_the_largest_holders():
     watched = guard(FakeGpu(free=500 * MIB), 1024, gained=100 * MIB)
     with refused("gpu.memory_margin", about="GPU-1234") as caught:
         watched.check({"weights": 9_000 * MIB, "gradients": 0, "optimizer state": 30_000 * MIB})
-    told = str(caught.value)
+    message = str(caught.value)
     sizes = ["600", "80,000", "60,000", "100", "30,000", "9,000"]
-    assert re.findall(r"([\d,]+) MiB", told) == sizes, "free, whole, processes, this rank's kinds, each largest first"
-    assert re.findall(r"pid (\d+)", told) == ["8", "7", "9"] and "trainer.memory_margin_mib" in told
+    # Free, whole, processes, this rank's kinds; both from the largest to the smallest.
+    assert re.findall(r"([\d,]+) MiB", message) == sizes
+    assert re.findall(r"pid (\d+)", message) == ["8", "7", "9"] and "trainer.memory_margin_mib" in message
 
 
 def test_a_margin_of_zero_checks_nothing_but_a_critical_error_still_stops():

@@ -29,7 +29,7 @@ def config(**sections: dict) -> Config:
 
 
 def make_groups(count: int) -> list[Group]:
-    """Groups of 1 to 3 rollouts of different lengths; token g of group g, so that each row tells where it is from."""
+    """Makes groups of 1 to 3 rollouts of different lengths; token g in group g, so that each row names its group."""
     groups = []
     for number in range(count):
         rollouts: list[Trajectory] = []
@@ -113,7 +113,7 @@ QWEN = ModelSpec(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "wanted"),
+    ("sizes", "expected"),
     [
         (Sizes(), {"data_size": 1, "multiple_of": 1, "sequence_multiple": 1, "count_multiple": 1, "lockstep": False}),
         (Sizes(tensor=2, data=4, expert_tensor=2), {"data_size": 4, "multiple_of": 2, "lockstep": False}),
@@ -126,9 +126,9 @@ QWEN = ModelSpec(
         (Sizes(tensor=2, data=2, expert=2, expert_tensor=2), {"lockstep": True}),
     ],
 )
-def test_rows_are_packed_as_the_layout_wants_them(sizes, wanted):
+def test_rows_are_packed_as_the_layout_wants_them(sizes, expected):
     settings = make_packer(config(trainer={"max_tokens_per_microbatch": 99}), QWEN, sizes).keywords
-    assert {name: settings[name] for name in wanted} == wanted and settings["max_tokens"] == 99
+    assert {name: settings[name] for name in expected} == expected and settings["max_tokens"] == 99
 
 
 def test_cost_is_counted_in_what_the_configuration_names():
