@@ -1,5 +1,5 @@
-"""Names of keys and values in other frameworks: aliases of parallel sizes, which are accepted, and the names in tables
-of installed packages, which are suggested."""
+"""Names of keys and values in other frameworks. Aliases of parallel sizes are accepted as they are; for names in the
+tables of installed packages, error messages suggest the slimx key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 TABLES = "slimx.foreign_names"
-"""Group of entry points: modules with the functions of `NameTable`."""
+"""Entry point group for tables of foreign names: modules that define the functions of `NameTable`."""
 
 _SIZES = {
     "tensor_parallel_size": "tensor",
@@ -23,7 +23,8 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 ALIASES: dict[str, str] = {}
-"""Aliases of keys, as in Megatron-LM and other frameworks; `*` stands for each entry of a list."""
+"""Aliases of keys, as in Megatron-LM and other frameworks: dotted alias to slimx's name of its last part. `*` matches
+any entry of a list."""
 for _section in ("trainer", "critic.layout"):
     for _long, _short in _SIZES.items():
         ALIASES[f"{_section}.{_long}"] = _short
@@ -32,61 +33,69 @@ for _long in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel
 
 
 class Counterpart(Protocol):
-    """Counterpart of a foreign name: a key with a value, several of them, or the reason why there is none."""
+    """The slimx equivalent of a foreign name: one key with a value, several keys, or the reason why there is none."""
 
     @property
     def key(self) -> str:
-        """Key of slimx, `*` for an entry of a list; "": none."""
+        """Dotted key of slimx, with `*` for an entry of a list; "" if there is no single key."""
         ...
 
     @property
     def values(self) -> Mapping[str, str | Counterpart]:
-        """Value of the key, or another counterpart, by the foreign value in lower case."""
+        """Value for `key`, or another counterpart, by the foreign value in lower case."""
         ...
 
     @property
     def closed(self) -> bool:
-        """True if `values` has all values that are valid."""
+        """True if `values` lists every valid foreign value."""
         ...
 
     @property
     def note(self) -> str:
-        """Explanation for the user; "": none."""
+        """Explanation that is shown to the user; "" for no explanation."""
         ...
 
     @property
     def not_needed(self) -> bool:
-        """True if no key is needed."""
+        """True if slimx needs no setting for this name, because it always does what the name sets or derives the
+        value."""
         ...
 
     @property
     def sets(self) -> Mapping[str, str]:
-        """Several keys with their values."""
+        """Values by dotted key, if the foreign name corresponds to several keys; "VALUE" in them stands for the foreign
+        value."""
         ...
 
     def translate(self, value: str) -> str | Counterpart | None:
-        """Returns the value of the key, or another counterpart, for a foreign value; None: the value is invalid."""
+        """Returns the value for `key` that corresponds to the foreign `value`, or another counterpart; None if `value`
+        is invalid."""
         ...
 
 
 class NameTable(Protocol):
-    """Module with foreign names, an entry point of `slimx.foreign_names`."""
+    """Interface of a module with the names of another framework, registered as an entry point of
+    `slimx.foreign_names`."""
 
     def of_key(self, name: str, value: str) -> Counterpart | None:
-        """Returns the counterpart of a dotted key with `value`; None: it is unknown."""
+        """Returns the counterpart of the foreign dotted key `name` with the value `value`; None if the table lacks the
+        key."""
         ...
 
     def of_flag(self, name: str, value: str) -> Counterpart | None:
-        """Returns the counterpart of a flag, without its dashes, with `value`; None: it is unknown."""
+        """Returns the counterpart of the command-line flag `name`, without its dashes, with the value `value`; None if
+        the table lacks the flag."""
         ...
 
     def of_word(self, key: str, word: str) -> str | Counterpart | None:
-        """Returns the value of `key` that users write as `word`, in lower case; None: it is unknown."""
+        """Returns the valid value of slimx's `key` that users of the other framework write as `word`, which is in lower
+        case; None if the table lacks the word."""
         ...
 
 
 def of_key(name: str, value: str) -> Counterpart | None:
-    """Returns the first table's counterpart of a dotted key with `value`; None: no table has it."""
+    """Returns the counterpart of the foreign dotted key `name` with the value `value`, from the first table that has
+    one; None if no table has one."""
     for table in _tables():
         counterpart = table.of_key(name, value)
         if counterpart is not None:
@@ -95,7 +104,8 @@ def of_key(name: str, value: str) -> Counterpart | None:
 
 
 def of_flag(name: str, value: str) -> Counterpart | None:
-    """Returns the first table's counterpart of a flag, without its dashes, with `value`; None: no table has it."""
+    """Returns the counterpart of the command-line flag `name`, without its dashes, with the value `value`, from the
+    first table that has one; None if no table has one."""
     for table in _tables():
         counterpart = table.of_flag(name, value)
         if counterpart is not None:
@@ -104,7 +114,8 @@ def of_flag(name: str, value: str) -> Counterpart | None:
 
 
 def of_word(key: str, word: str) -> str | Counterpart | None:
-    """Returns the value of `key` that users write as `word`, in lower case; None: no table has it."""
+    """Returns the valid value of slimx's `key` that users of other frameworks write as `word`, which is in lower case,
+    from the first table that has one; None if no table has one."""
     for table in _tables():
         counterpart = table.of_word(key, word)
         if counterpart is not None:
@@ -117,9 +128,9 @@ def _tables() -> Iterable[NameTable]:
 
 
 def to_known_names(tree: object, where: str) -> None:
-    """Renames aliases of keys in `tree`, the plain values of a file or an override, to the schema's names.
+    """Renames the aliased keys of `tree`, the plain values of a file or an override, in place to the schema's names.
 
-    Raises SlimxError, naming `where`, for a key that is set twice."""
+    `where` names the file or override in errors. Raises SlimxError if a key is set under both of its names."""
     for old, name in ALIASES.items():
         *path, last = old.split(".")
         new = ".".join([*path, name])
@@ -128,13 +139,16 @@ def to_known_names(tree: object, where: str) -> None:
                 continue
             if name in section:
                 raise SlimxError(
-                    f"{where}: {old} and {new} are the same key; leave {old} out", code="config.two_names", about=old
+                    f"{where}: {old} is an alias of {new}, and both are set; remove {old}",
+                    code="config.two_names",
+                    about=old,
                 )
             section[name] = section.pop(last)
 
 
 def _sections(tree: object, path: list[str]) -> Iterator[Json]:
-    """Yields the mappings at `path`."""
+    """Yields every mapping in `tree` at `path`, a sequence of keys in which `*` matches every entry of a list or
+    mapping."""
     if not path:
         if isinstance(tree, dict):
             yield tree

@@ -1,4 +1,4 @@
-"""Loading of a `Config` from a YAML file and dotted overrides; every refusal is one sentence."""
+"""Loads a `Config` from a YAML file and dotted overrides, and turns every error into a message of one sentence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from slimx.json_types import Json
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads `path`, applies `section.key=value` overrides in order, and returns the checked configuration.
+    """Reads `path`, applies `section.key=value` overrides in order, and returns the validated configuration.
 
-    Raises SlimxError naming the file or the override, the key, and the nearest known key for an unknown one.
+    Raises SlimxError that names the file or override and the key; for an unknown key it suggests the nearest known one.
     """
     try:
         return _load(Path(path).expanduser(), overrides)
     except RecursionError:
         raise SlimxError(
-            f"{path}: lists or mappings in it or in an override are nested too deeply to be read; reduce the nesting",
+            f"{path}: lists or mappings in this file or in an override are nested too deeply to be read; reduce the "
+            "nesting",
             code="config.depth",
             about=str(path),
         ) from None
@@ -39,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _load(path: Path, overrides: Sequence[str]) -> Config:
     tree = _read(path)
-    applied: dict[str, str] = {}  # overrides by their keys
+    applied: dict[str, str] = {}  # overrides by the dotted key that they set
     for index, override in enumerate(overrides):
         tree, key = _apply(tree, override, overrides[index + 1 : index + 3])
         applied[key] = override
@@ -63,12 +64,13 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def _read(path: Path) -> DictConfig:
-    """Reads the YAML file. Raises SlimxError if it is missing, not YAML, or not a mapping of sections."""
+    """Reads the YAML file at `path` and replaces aliases of keys. Raises SlimxError if the file is missing, is not
+    YAML, or is not a mapping of sections."""
     if not path.is_file():
         raise SlimxError(wording.no_file(path), code="config.no_file", about=str(path))
     try:
         tree = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: an integer of thousands of digits
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: too long an integer
         line, message = wording.not_yaml(error, path.read_text(errors="replace"))
         where = path if line is None else f"{path}, line {line}"
         raise SlimxError(f"{where}: {message}", code="config.not_yaml", about=str(path)) from error
@@ -79,7 +81,9 @@ def _read(path: Path) -> DictConfig:
 
 
 def _apply(tree: DictConfig, override: str, following: Sequence[str]) -> tuple[DictConfig, str]:
-    """Returns `tree` with `override` applied, and the override's key. `following`: the next arguments, for hints."""
+    """Returns `tree` with `override` applied, and the dotted key that the override sets. `following`: the next
+    command-line arguments, from which the error message suggests a correction. Raises SlimxError for an invalid
+    override."""
     if "=" not in override or override.startswith("="):
         message = wording.no_override(override, following, suggestions.known_keys(Config))
         raise SlimxError(message, code="config.override", about=override)
@@ -97,12 +101,13 @@ def _apply(tree: DictConfig, override: str, following: Sequence[str]) -> tuple[D
 
 
 def _plain(tree: DictConfig | ListConfig) -> Json:
-    """Returns the mapping `tree` as plain dicts and lists, with interpolations unresolved."""
+    """Returns `tree` as plain dicts and lists, with interpolations unresolved."""
     return cast(Json, OmegaConf.to_container(tree, resolve=False))
 
 
 def _named(tree: DictConfig | ListConfig, where: str) -> DictConfig:
-    """Returns the tree with aliases of keys replaced by the schema's names."""
+    """Returns `tree` with aliases of keys replaced by the schema's names. `where` names the file or override in
+    errors."""
     values = _plain(tree)
     to_known_names(values, where)
     return _config(values)
@@ -113,9 +118,12 @@ def _config(values: object) -> DictConfig:
 
 
 def _merged(tree: DictConfig, override: Json, where: str) -> DictConfig:
-    """Returns `tree` with the values of an override, which may address single entries of lists by index, from 0.
+    """Returns `tree` with one override merged into it; the override may address single entries of lists by index, from
+    0.
 
-    null for a section or a mapping removes the file's keys of it; null for a list, and {}, empty it."""
+    `override`: the nested mapping that sets the override's key. null for a section or a mapping removes the keys that
+    the file sets in it. null for a list makes the list empty, and {} makes a mapping empty. `where` names the override
+    in errors."""
     path = _dotted(override).split(".")
     *above, last = path
     base = _plain(tree)
@@ -143,7 +151,8 @@ def _merged(tree: DictConfig, override: Json, where: str) -> DictConfig:
 
 
 def _take_objectives(override: Json, base: Json) -> None:
-    """Moves the losses and estimators of `override` into `base`."""
+    """Moves the loss and advantages settings of `override` into `base`, by the rules of `merged_objective`; both are
+    changed in place."""
     for key, inner in override.items():
         if not isinstance(inner, dict):
             continue
@@ -157,8 +166,10 @@ def _take_objectives(override: Json, base: Json) -> None:
 
 
 def _listed(override: object, base: object, path: tuple[str, ...], where: str) -> object:
-    """Returns `override` with complete lists instead of mappings from indices to entries. The other entries are those
-    of `base`, or of the defaults."""
+    """Returns `override` with every mapping from list indices to entries replaced by the complete list.
+
+    Entries that the override does not set come from `base` or, if it has no list, from the schema's default. `path`:
+    keys that lead to `override`. Raises SlimxError, naming `where`, for an index beyond the end of the list."""
     if not isinstance(override, dict):
         return override
     entries = _entries(override, base, path)
@@ -171,7 +182,7 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
         if int(index) > len(entries):
             key = ".".join(path)
             raise SlimxError(
-                f"{where}: {key} has {len(entries)} entries, the first at 0; write {key}.{len(entries)} for another",
+                f"{where}: {key} has {len(entries)} entries, counted from 0; write {key}.{len(entries)} to add one",
                 code="config.entry",
                 about=f"{key}.{index}",
             )
@@ -186,7 +197,8 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
 
 
 def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list whose entries `override` sets by index; None: its keys are not indices."""
+    """Returns a copy of the list at `path` if `override` maps indices to entries; None if its keys are not indices or
+    the value at `path` is not a list."""
     if not override or not all(str(key).isdigit() for key in override):
         return None
     if isinstance(base, list):
@@ -195,14 +207,14 @@ def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object
 
 
 def _value_at(tree: object, path: Iterable[object]) -> object:
-    """Returns the value at a path of keys and indices; None: there is none."""
+    """Returns the value at `path`, a sequence of keys and indices; None if there is no value at it."""
     for key in path:
         tree = _inner(tree, key)
     return tree
 
 
 def _inner(tree: object, key: object) -> object:
-    """Returns the value at `key` of a mapping or at an index of a list; None: there is none."""
+    """Returns the value of a mapping at `key`, or the entry of a list at the index `key`; None if it does not exist."""
     if isinstance(tree, list):
         index = str(key)
         return tree[int(index)] if index.isdigit() and int(index) < len(tree) else None
@@ -210,13 +222,13 @@ def _inner(tree: object, key: object) -> object:
 
 
 def _dotted(tree: Json) -> str:
-    """Returns the dotted key that the tree of one override sets."""
+    """Returns the dotted key that the nested mapping of one override sets."""
     ((key, inner),) = tree.items()
     return f"{key}.{_dotted(inner)}" if isinstance(inner, dict) and len(inner) == 1 else str(key)
 
 
 def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields path and text of every value of a tree with `${...}`."""
+    """Yields the path and the text of every value in the tree that contains an interpolation, `${...}`."""
     if isinstance(value, str) and "${" in value:
         yield path, value
     if isinstance(value, dict):
@@ -228,7 +240,7 @@ def _interpolations(value: object, path: tuple[str | int, ...] = ()) -> Iterator
 
 
 def _problems(item: ErrorDetails, applied: Mapping[str, str]) -> Sequence[SlimxError]:
-    """Returns the refusals behind one of pydantic's errors. `applied`: overrides by their keys."""
+    """Returns the errors for one of pydantic's error records. `applied`: overrides by the dotted key that they set."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return cause.problems or (cause,)
@@ -249,7 +261,8 @@ def _unknown(path: Sequence[str | int], value: object, applied: Mapping[str, str
 
 
 def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
-    """Returns the last override that set `key` or a part of it; None: no override did."""
+    """Returns the text of the last override that set `key`, a section that contains it or a part of it; None if no
+    override did. `applied`: overrides by the dotted key that they set."""
     for name in reversed(list(applied)):
         if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
             return applied[name]
@@ -257,7 +270,8 @@ def _override_of(key: str, applied: Mapping[str, str]) -> str | None:
 
 
 def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, str], cause: Exception) -> None:
-    """Raises the refusals, each attributed to its override, else to the file."""
+    """Raises one Refusal that lists `problems`, each attributed to the override that caused it, otherwise to the file
+    at `path`. Returns if there are none."""
     names = []
     for problem in problems:
         override = _override_of(problem.about, applied) if problem.about else None

@@ -1,9 +1,10 @@
-"""Rules between keys: each is written once, with a code, and evaluated as soon as all its facts are available.
+"""Rules between configuration keys. Each rule is written once, has an error code, and is evaluated as soon as all facts
+that it needs are available.
 
-The parameters of a rule's function are the facts that it needs, by name: sections of the configuration, the model, the
-machine (`FACTS`). Each stage (load, plan, doctor, start) provides facts, and `broken` evaluates every rule for which
-they suffice; no stage lists its rules. Rules are in modules that are entry points of the group `slimx.rules`: those of
-the core (`slimx/rules/`), of extras and of other packages.
+The parameters of a rule's function name the facts that it needs: sections of the configuration, or facts about the
+model or the machine (`FACTS`). Each stage (load, plan, doctor, start) provides facts, and `broken` evaluates every rule
+whose facts are all provided, so no stage lists its rules. Rules are defined in modules registered as entry points of
+the group `slimx.rules`: in slimx (`slimx/rules/`), in extras and in other packages.
 """
 
 from __future__ import annotations
@@ -20,56 +21,56 @@ from slimx.errors import SlimxError
 
 FACTS = {
     "configuration": (
-        "device",  # device of the run; cuda for a plan if the configuration leaves it open
+        "device",  # device type of the run; `slimx plan` assumes cuda if cluster.device is auto
         "machine",  # GPUs and nodes assumed by `slimx plan`
-        "configs",  # configuration of each trained policy by name
+        "configs",  # `Config` of each trained policy, by policy name
     ),
     "model": (
         "spec",
         "sizes",
-        "critic_view",  # `trainer` section of the critic's ranks; this and the next two are None without a critic
+        "critic_view",  # `trainer` section for the critic; this and the next two are None if there is no critic
         "critic_spec",
         "critic_sizes",
         "places",
         "trainer_memory",
         "engine_memory",
-        "phases",  # memory of a GPU in each phase of a step
-        "host",  # host memory of a node
+        "phases",  # GPU memory in each phase of a step
+        "host",  # host memory per node
     ),
-    "machine": ("local_device",),  # device of the local machine
-    "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories
+    "machine": ("local_device",),  # device type of the local machine
+    "weights": ("weights", "critic_weights", "teacher_weights", "adapters"),  # directories of weights
     "tokenizer": ("tokenizer",),
-    "prompts": ("prompts",),  # prompts of all sources
+    "prompts": ("prompts",),  # prompts of all files or sources
 }
-"""Facts available to rules in addition to the sections of a configuration (`slimx.config.schema.Config`), by what
-they require, the cheapest first."""
+"""Names of the facts that rules can use in addition to the sections of a configuration (`slimx.config.schema.Config`),
+grouped by the input that they are computed from, the cheapest first."""
 Problems = Iterator[str | tuple[str, str]]
-"""Sentences of a rule, or pairs of the key that a sentence is about and the sentence. A sentence without its key gets
-the key and its value as a prefix."""
+"""Error messages that a rule yields. Each is a sentence about the rule's key (`Rule.about`), or a pair of another key
+and a sentence about that key. A sentence that does not contain its key is prefixed with the key and its value."""
 
 
 class Refusal(SlimxError, ValueError):
-    """A refusal that pydantic collects when a validator raises it."""
+    """An error that a pydantic validator can raise, so that pydantic collects it; it may contain several problems."""
 
     problems: tuple[SlimxError, ...] = ()
-    """Refusals joined in this one."""
+    """The individual errors that this error combines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule with a code and a key for its refusals."""
+    """A rule between configuration keys, with the code and the key that its errors report."""
 
     code: str
     about: str
-    """Key that refusals are about."""
+    """Dotted key that the errors are about, unless the rule yields another one."""
     ask: Callable[..., Problems]
-    """Yields a sentence for each fault, with a key if that is not `about`. A SlimxError that it raises is a fault
-    too."""
+    """Function that receives the facts as keyword arguments and yields an error message for each fault (`Problems`). A
+    SlimxError that it raises is reported as a fault too."""
     facts: frozenset[str]
-    """Names of the facts that `ask` needs."""
+    """Names of the facts that `ask` receives."""
 
     def problems(self, facts: Mapping[str, object]) -> Iterator[SlimxError]:
-        """Yields the refusals of `facts`, which must contain those of the rule."""
+        """Yields the rule's errors for `facts`, facts by name, which must contain all that the rule needs."""
         try:
             for problem in self.ask(**{name: facts[name] for name in self.facts}):
                 about, sentence = (self.about, problem) if isinstance(problem, str) else problem
@@ -93,13 +94,13 @@ def _naming(about: str, sentence: str, facts: Mapping[str, object]) -> str:
 
 
 def rule(code: str, about: str, *, facts: Iterable[str] = ()) -> Callable[[Callable[..., Problems]], Rule]:
-    """Returns a decorator that makes a rule of a generator function. `facts`: names of the facts that it needs;
-    default: those of its parameters."""
+    """Returns a decorator that turns a generator function into a `Rule` with the error code `code` and the key `about`.
+    `facts`: names of the facts that the function receives; empty: its parameter names."""
     return lambda ask: Rule(code, about, ask, frozenset(facts or inspect.signature(ask).parameters))
 
 
 def rules_in(*modules: ModuleType) -> tuple[Rule, ...]:
-    """Returns the rules that the modules define, in the order of their definition."""
+    """Returns the rules that `modules` define, in the order of their definition; imported rules are excluded."""
     rules = []
     for module in modules:
         for value in vars(module).values():
@@ -110,13 +111,14 @@ def rules_in(*modules: ModuleType) -> tuple[Rule, ...]:
 
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
-    """Returns the rules of all entry points, in the order of their names. Raises SlimxError if one cannot be loaded."""
+    """Returns the rules of all entry points of `slimx.rules`, ordered by entry point name. Raises SlimxError if an
+    entry point cannot be loaded."""
     return rules_in(*entry_points.load_all("slimx.rules").values())
 
 
 def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collection[str] = ()) -> list[SlimxError]:
-    """Returns the refusals of all rules for which `facts` suffice, except rules for which the facts named in `before`
-    suffice."""
+    """Returns the errors of all rules that can be evaluated with `facts`. `before`: names of facts that an earlier
+    stage had; rules that it could evaluate are skipped."""
     problems: list[SlimxError] = []
     for rule in rules:
         if rule.facts <= facts.keys() and not rule.facts <= {*before}:
@@ -125,7 +127,8 @@ def broken(rules: Iterable[Rule], facts: Mapping[str, object], *, before: Collec
 
 
 def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
-    """Raises Refusal with `where`, all sentences and the code of the first problem; returns if there are none."""
+    """Raises one Refusal that lists all `problems`, prefixed with `where`, with the code and key of the first; returns
+    if there are none. `cause`: exception to chain; None: the first problem's cause."""
     if not problems:
         return
     sentences = "; ".join(dict.fromkeys(map(str, problems)))

@@ -1,7 +1,7 @@
-"""The configuration of one run: one typed model per section, with a description and unit for every field.
+"""The configuration of one run: one typed model per section, with a description of every field and its unit.
 
-`slimx train FILE section.key=value` fills these models; an unknown key is refused with the nearest known one
-(`slimx.config.load`). Validators in a section's file check the section alone. Rules between sections, and rules that
+`slimx train FILE section.key=value` fills these models (`slimx.config.load`). An unknown key is an error that suggests
+the nearest known one. Validators in a section's file check that section alone. Rules between sections, and rules that
 need the model, a machine or files, are entry points (`slimx.config.rule`).
 """
 
@@ -31,11 +31,12 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 
 CHECKED = {"checked": True}
-"""Context for `Config.model_validate` of values that another process has checked: no rule is evaluated."""
+"""Validation context for `Config.model_validate` that skips the rules between sections, for values that another process
+has already validated."""
 
 
 class CoreConfig(Section):
-    """Configuration of one run, without the sections of extras."""
+    """Configuration of one run, without the sections that extras add."""
 
     run: RunSection
     model: Model
@@ -46,10 +47,11 @@ class CoreConfig(Section):
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     critic: Critic | None = None
-    """Value model, which `algorithm.advantages=gae` (ppo) needs, and no other estimator; `{}` has the defaults."""
+    """Value model of PPO. Required by `algorithm.advantages=gae` (preset ppo) and refused with any other estimator;
+    null: no critic; `{}`: a critic with default settings."""
     policies: dict[str, Policy] = {}
-    """Mapping from names to further policies, trained in addition to that of the run's own sections (docs/policies.md).
-    Each has these keys."""
+    """Further policies that are trained in the same run, by name, in addition to the policy `actor`, which the run's
+    own sections describe (docs/policies.md). Each policy has the following keys."""
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -57,14 +59,17 @@ class CoreConfig(Section):
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
-    """Texts with `${...}` as in the file or an override, by path of keys and indices."""
+    """Texts of values with unresolved `${...}`, as written in the file or an override, by path of keys and list
+    indices."""
 
     def to_text(self) -> str:
-        """Returns the configuration as YAML, for the run's directory and for trackers (`to_plain`)."""
+        """Returns the configuration as YAML, as saved in the run's directory and sent to experiment trackers. `${...}`
+        stays unresolved, as in `to_plain`."""
         return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
 
     def to_plain(self) -> Json:
-        """Returns plain values, with `${...}` unresolved: the value of `${oc.env:KEY}` is neither written nor sent."""
+        """Returns the configuration as plain values. `${...}` stays unresolved, so that a secret read by
+        `${oc.env:KEY}` is neither saved nor sent."""
         plain = self.model_dump(mode="json")
         for (*path, last), text in self._interpolated.items():
             parent: Any = plain  # a mapping or a list
@@ -77,7 +82,7 @@ class CoreConfig(Section):
     def _across(self, info: ValidationInfo) -> Config:
         if info.context is CHECKED:
             return self
-        policies = self.policies if info.context is None else info.context  # those of the run, for one of its policies
+        policies = self.policies if info.context is None else info.context  # the run's, for one of its policies
         refuse(broken(all_rules(), {**self.sections, "policies": policies}))
         refuse_faults(name_faults(self.policies))
         configs = self.by_policy
@@ -87,28 +92,28 @@ class CoreConfig(Section):
 
     @property
     def sections(self) -> dict[str, object]:
-        """All sections by name, which are facts for rules."""
+        """All sections by name. Rules use them as facts."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def section[S: Section](self, record: type[S]) -> S:
-        """Returns the section of class `record`, such as one that an extra adds. Raises LookupError if no section is
-        of this class."""
+        """Returns the section whose class is `record`, such as one that an extra adds. Raises LookupError if no section
+        has this class."""
         for section in self.sections.values():
             if isinstance(section, record):
                 return section
         raise LookupError(f"the configuration has no section {record.__name__}")
 
     def as_critic(self) -> Config:
-        """Returns the configuration of the critic's model, with the `trainer` section of the critic's ranks. Raises
-        SlimxError for a layout that does not fit them."""
+        """Returns this configuration with `trainer` replaced by the settings of the critic's ranks. Raises SlimxError
+        if there is no critic, or if `critic.layout` is invalid."""
         if self.critic is None:
-            raise SlimxError("there is no section critic")
+            raise SlimxError("the configuration has no section critic; set critic={}")
         return self.model_copy(update={"trainer": critic_trainer(self.trainer, self.critic)})
 
     @property
     def by_policy(self) -> dict[str, Config]:
-        """Configuration of each trained policy by name, with the policy's model, trainer, algorithm and engines; first
-        `actor`, this one. Raises Refusal for invalid values."""
+        """Configuration of each trained policy, by policy name, with the policy's own model, trainer, algorithm and
+        engines. The first entry is `actor`, this configuration. Raises Refusal if a policy's values are invalid."""
         configs = {ACTOR: self}
         for name, policy in self.policies.items():
             if policy.shares is None:
@@ -123,7 +128,7 @@ class CoreConfig(Section):
 
     @property
     def trained(self) -> list[str]:
-        """Names of the trained policies: the keys of `by_policy`."""
+        """Names of the trained policies, `actor` first: the keys of `by_policy`."""
         names = [ACTOR]
         for name, policy in self.policies.items():
             if policy.shares is None:
@@ -132,12 +137,13 @@ class CoreConfig(Section):
 
     @property
     def served_by_actor(self) -> list[str]:
-        """Names of the other policies for which the engines of `actor` generate."""
+        """Names of the policies other than `actor` whose rollouts the engines of `actor` generate (`engines_of`)."""
         return [name for name, policy in self.policies.items() if policy.engines_of is not None]
 
     @property
     def roles(self) -> dict[str, str]:
-        """Trained policy by the name that hooks use: the policy of that name, or the one whose weights it shares."""
+        """Name of the trained policy that each role uses, by the role's name in hooks: the policy of the same name, or
+        the one whose weights the role shares."""
         roles = {ACTOR: ACTOR}
         for name, policy in self.policies.items():
             roles[name] = policy.shares or name
@@ -145,7 +151,8 @@ class CoreConfig(Section):
 
     @property
     def route_stride(self) -> int:
-        """Interval of rollouts that return their tokens' experts (tens of megabytes each): 1 for all, 0 for none."""
+        """Interval at which rollouts return the experts that each token was routed to, which takes tens of megabytes
+        per rollout: 1 for every rollout, n for one in n, 0 for none."""
         if not self.rollout.routed_experts:
             return 0
         replayed = any(config.trainer.moe.routing_replay == "R3" for config in self.by_policy.values())
@@ -159,25 +166,25 @@ class CoreConfig(Section):
         return self.numerics.exact
 
     def publishes_draft(self, group: Engines) -> bool:
-        """Returns True if servers of `group` draft tokens by the layer of multi-token prediction that the run
-        trains."""
+        """Returns True if the servers of `group` use the multi-token-prediction (MTP) layer that the run trains as the
+        draft model of speculative decoding."""
         return group.drafts and not group.frozen and bool(self.trainer.megatron.get("mtp_num_layers"))
 
     @property
     def serves_adapters(self) -> bool:
-        """True if the policy's engines apply adapters that are not merged into weights."""
+        """True if the policy's engines apply adapters as separate weights instead of receiving merged weights."""
         return self.publish.adapters == "alone"
 
     @property
     def samples_known(self) -> bool:
-        """True if the engines' log-probs are bitwise equal to the trainer's: in exact mode without staleness, where
-        this run's engines sample every token with the step's initial weights. False for replayed rollouts, which come
-        from another run."""
+        """True if the engines' log-probs are bitwise equal to the trainer's. This holds in exact mode without
+        staleness, because this run's engines then sample every token with the weights that the step starts from. False
+        for replayed rollouts, which come from another run."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 
     @property
     def initial_weights(self) -> str:
-        """Directory of the run's initial weights, in Hugging Face's or Megatron-LM's format."""
+        """Directory of the run's initial weights, in Hugging Face or Megatron-LM format."""
         return self.trainer.load or self.model.path
 
 
@@ -194,13 +201,13 @@ else:
 
 
 def _borrowing(config: Config) -> Config:
-    """Returns `config` of a policy with its groups marked as another policy's servers."""
+    """Returns `config` with all its engine groups marked as servers that belong to another policy."""
     groups = tuple(group.as_borrowed() for group in config.rollout.engines)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
 
 
 def _of_policy(name: str, item: ErrorDetails) -> Refusal:
-    """Returns the refusal behind one of pydantic's errors in the configuration of policy `name`."""
+    """Returns the error for one of pydantic's error records, raised by the configuration of policy `name`."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")

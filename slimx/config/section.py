@@ -1,7 +1,7 @@
-"""Base class of the configuration's sections, which refuses unknown keys, and types that bound their numbers.
+"""Base class of the configuration's sections, which refuses unknown keys, and bounded number types for their fields.
 
-The bounds are far beyond any real run. They keep arithmetic on a configuration finite: `slimx plan` takes seconds, and
-the product of two bounds fits in 64 bits.
+The bounds are far beyond any real run. They keep computations on a configuration finite: `slimx plan` finishes within
+seconds, and the product of two bounded numbers fits in 64 bits.
 """
 
 from __future__ import annotations
@@ -17,42 +17,43 @@ from slimx.config.rule import refuse
 from slimx.errors import SlimxError
 
 LARGEST = 2**31 - 1
-"""Largest int32 index into a tensor."""
+"""Largest value of int32, and so the largest index of a tensor that kernels with int32 indices can address."""
 GPUS = 2**20
-"""Maximum number of GPUs in one group of servers."""
+"""Maximum number of GPUs in one group of engine servers."""
 SERVER = 4096
-"""Maximum number of ranks of one server."""
+"""Maximum number of ranks of one engine server."""
 
 Size = Annotated[int, Field(gt=0, le=65_536)]
-"""A number of ranks, or a parallel size, or a number of servers, nodes, GPUs or threads."""
+"""A parallel size, or a number of ranks, servers, nodes, GPUs or threads."""
 Amount = Annotated[int, Field(gt=0, le=LARGEST)]
 """A number of tokens, prompts, steps or attempts, at least 1."""
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
-"""A number of tokens, prompts, steps or attempts, where 0 has a special meaning."""
+"""A number of tokens, prompts, steps or attempts, or 0 with a meaning that the field documents."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval, at most a year."""
 MOST = 1e12
-"""Largest magnitude of a real number. It exceeds every ratio of probabilities (slimx/algorithms/inputs.py), and is no
-constraint as a bound of ratios."""
+"""Largest magnitude of a floating-point setting. It exceeds every probability ratio (slimx/algorithms/inputs.py), so an
+upper bound of this size never takes effect on ratios."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that cannot be 0, or an amount of memory in MiB or GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]
-"""A coefficient; 0 turns its term off."""
+"""A coefficient; 0 disables its term."""
 Real = Annotated[float, Field(ge=-MOST, le=MOST)]
-"""A number of either sign, such as a reward."""
+"""A number that may be negative, such as a reward."""
 
 Options = dict[str, Any]
-"""Keys and values that are passed on to a hook or a library."""
+"""Keyword arguments that are passed to a hook, or fields that are passed to a library."""
 ECHOED = 200
-"""Maximum number of characters of an input that a message repeats."""
+"""Maximum number of characters of an input that an error message repeats in full."""
 
 Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-"""An integer that is only compared for equality."""
+"""An integer in prompt metadata, which is only compared for equality."""
 
 
 def expanded(path: str) -> str:
-    """Expands a leading `~` or `~USER` to the home directory, as shells do. Raises ValueError for an unknown user."""
+    """Expands a leading `~` or `~USER` to the home directory, as a shell does. Raises ValueError if the user is
+    unknown."""
     expansion = os.path.expanduser(path)
     if expansion.startswith("~"):
         user = expansion.partition("/")[0]
@@ -61,7 +62,7 @@ def expanded(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(expanded)]
-"""Path of a file or directory."""
+"""Path of a file or directory; a leading `~` is expanded."""
 
 
 def shortened(value: object) -> str:
@@ -70,27 +71,27 @@ def shortened(value: object) -> str:
 
 
 def echoed(text: str) -> str:
-    """Returns `text`; if it is longer than `ECHOED`, its beginning and its length."""
+    """Returns `text`; if it is longer than `ECHOED` characters, only its beginning and its length."""
     return text if len(text) <= ECHOED else f"{text[: ECHOED // 2]}... ({len(text):,} characters)"
 
 
 Faults = Iterator[tuple[str, str, str]]
-"""Code, key and sentence of each fault."""
+"""Iterator over faults: error code, dotted key and message of each."""
 
 
 def refuse_faults(faults: Iterable[tuple[str, str, str]]) -> None:
-    """Raises Refusal with all `faults`, if there are any."""
+    """Raises Refusal that lists all `faults` (code, key and message of each); returns if there are none."""
     refuse([SlimxError(sentence, code=code, about=about) for code, about, sentence in faults])
 
 
 class Section(BaseModel):
-    """A section of the configuration. It refuses unknown keys, infinities and NaN, and all `_faults`. The docstring of
-    a field describes its key in docs/configuration.md."""
+    """Base class of the configuration's sections. Unknown keys, infinities and NaN are errors, and so is every fault
+    that `_faults` yields. The docstring of a field is its description in docs/configuration.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def _faults(self) -> Faults:
-        """Yields the faults that can be found within the section."""
+        """Yields code, key and message of each fault that this section alone determines. Subclasses override it."""
         yield from ()
 
     @model_validator(mode="after")
@@ -100,22 +101,25 @@ class Section(BaseModel):
 
 
 class Objective(Section):
-    """A loss or estimator of section algorithm without parameters, or a hook of the user."""
+    """A kind of loss or advantage estimator of section `algorithm`. This class is used for kinds without parameters and
+    for the user's hooks; subclasses add parameters."""
 
     demonstrated: ClassVar[bool] = False
-    """True if it learns from demonstrated answers, which prompts may have: it needs neither engines nor rewards."""
+    """True if the loss or estimator uses demonstrated answers that the prompts contain, so that it needs neither
+    engines nor rewards."""
     scores: ClassVar[bool] = False
-    """True if the model outputs a score instead of logits."""
+    """True if the trained model is a reward model, whose output is a score instead of logits."""
     whole_step: ClassVar[bool] = False
-    """True if `finish_advantages` needs the rows of the whole step."""
+    """True if it is computed from all rows of a step together, which `finish_advantages` does before training."""
     kind: str
-    """Name, or the dotted path of a hook."""
+    """Name of a built-in kind, or the dotted path of a hook."""
 
     def __str__(self) -> str:
         return self.kind
 
     def narrow[O: Objective](self, record: type[O]) -> O:
-        """Returns the same objective, typed as `record`. Raises TypeError if it is not an instance of `record`."""
+        """Returns this objective, typed as its subclass `record`. Raises TypeError if it is not an instance of
+        `record`."""
         if not isinstance(self, record):
-            raise TypeError(f"objective {self.kind} is a {type(self).__name__}, not a {record.__name__}")
+            raise TypeError(f"objective {self.kind} is of class {type(self).__name__}, not {record.__name__}")
         return self

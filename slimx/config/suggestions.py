@@ -1,4 +1,5 @@
-"""Suggestions for unknown keys and flags: the intended key, as an override or as a line of the file."""
+"""Suggestions for unknown keys and flags: the key that the user probably meant, written as an override or as a line of
+YAML."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from slimx.config.foreign_names import Counterpart, of_flag, of_key
 from slimx.config.section import ECHOED
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
-"""Characters that a shell requires quotes for."""
+"""Characters that have to be quoted in a shell."""
 OFF = ("false", "null", "none", "0", "no")
 REPEATING = ("critic", "policies")
-"""Sections with keys of other sections; suggestions prefer the other sections."""
+"""Sections that repeat keys of other sections; suggestions prefer the key in the other section."""
 
 
 def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *, override: bool) -> str:
-    """Returns a suggestion for the unknown key at `path`, with `value`, in a configuration of type `model`. `override`:
-    True for a key on the command line, False for a key in the file."""
+    """Returns a suggestion for the unknown key at `path`, which the user set to `value`, in a configuration of type
+    `model`. `override`: True if the key was set on the command line, False if it is in the file."""
     *section, last = map(str, path)
     siblings = _keys_at(model, path[:-1])
     text = _text(value)
@@ -55,12 +56,13 @@ def for_key(model: type[BaseModel], path: Sequence[str | int], value: object, *,
 
 
 def _same(name: str, keys: Sequence[str]) -> list[str]:
-    """Returns the last of `keys` that differs from `name` only in case and dashes, as a list; []: none."""
+    """Returns the entry of `keys` that differs from `name` only in case or dashes, as a list; [] if there is none."""
     return [key for key in keys if _plain(key) == _plain(name)][-1:]
 
 
 def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
-    """Returns the keys that begin with `name`, or that `name` begins with, if both have at least three characters."""
+    """Returns the entries of `keys` that start with `name` or are a prefix of it. Names of one or two characters never
+    match."""
     if len(name) <= 2:
         return []
     matching = []
@@ -73,8 +75,8 @@ def _prefixes(name: str, keys: Sequence[str]) -> list[str]:
 def of_section(
     model: type[BaseModel], path: Sequence[str | int], value: object
 ) -> list[tuple[tuple[str | int, ...], object]]:
-    """Returns all keys of an unknown section with their values, if one of them is a key of another framework or ends
-    like a key of slimx; else []."""
+    """Returns every key below the unknown section at `path`, as a path with its value, if at least one is a key of
+    another framework or ends like a key of slimx; otherwise []."""
     keys = list(_leaves(tuple(path), value))
     for key, _ in keys:
         if of_key(".".join(map(str, key)), "") is not None or _ending(model, key, full=True):
@@ -83,8 +85,8 @@ def of_section(
 
 
 def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
-    """Returns a suggestion for `flag`, such as --lr, which is a flag of another framework or a key with dashes; None
-    for others."""
+    """Returns a suggestion for the command-line flag `flag`, such as --lr, with the value `value`; None if it is
+    neither a flag of another framework nor similar to a key of slimx."""
     name = _plain(flag.lstrip("-"))
     if name in known_keys(model):
         return _written(name, _switch(model, name, value), override=True)
@@ -96,7 +98,8 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
 
 
 def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override with a mapping in place of a list, or a list in place of a mapping."""
+    """Returns a suggestion for an override of the key at `path` whose `value` is a mapping where the key is a list, or
+    the reverse."""
     key = ".".join(path)
     text = _text(value)
     for known in known_keys(model):
@@ -110,7 +113,8 @@ def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str
 
 
 def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
-    """Returns the field of the key at `path`, in which numbers are indices of lists; None: there is none."""
+    """Returns the field of `model` that the key at `path` sets, ignoring list indices in the path; None if there is no
+    such key."""
     *section, last = [part for part in path if not part.isdigit()] or [""]
     models = [model]
     for part in section:
@@ -127,7 +131,8 @@ def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | None:
-    """Returns the plain entries of the default list at `path`; None: the key is not a list."""
+    """Returns the entries of the default value of the list at `path`, as plain values; None if the key is not a
+    list."""
     field = field_at(model, path)
     if field is None or not _is_list(field.annotation):
         return None
@@ -141,7 +146,8 @@ def default_list(model: type[BaseModel], path: Sequence[str]) -> list[object] | 
 
 
 def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Returns True if null at `path` selects the default, as for sections and mappings that cannot be null."""
+    """Returns True if setting the key at `path` to null restores its default, as for sections and mappings that cannot
+    be null."""
     field = field_at(model, path)
     if field is None or type(None) in typing.get_args(field.annotation):
         return False
@@ -149,7 +155,7 @@ def resets(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 
 def is_list(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Returns True if the key at `path` is a list that cannot be null, and not an entry of one."""
+    """Returns True if the key at `path` is a list that cannot be null; False for an entry of a list."""
     field = field_at(model, path)
     if field is None or path[-1].isdigit() or type(None) in typing.get_args(field.annotation):
         return False
@@ -158,25 +164,26 @@ def is_list(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 @functools.cache
 def known_keys(model: type[BaseModel]) -> tuple[str, ...]:
-    """Returns all dotted keys of a configuration, with `*` for an entry of a list."""
+    """Returns all dotted keys of the configuration type `model`, with `*` for an entry of a list."""
     return tuple(key for key, _ in _walk(model))
 
 
 @functools.cache
 def _switches(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the boolean keys."""
+    """Returns the dotted keys of all boolean fields of `model`."""
     return frozenset(key for key, annotation in _walk(model) if annotation in (bool, bool | None))
 
 
 def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = False) -> list[str]:
-    """Returns the least nested keys that end like `path`, preferring keys of a nested section below the path's.
-    `full`: keys must end with all of `path`."""
+    """Returns the keys of `model` with the same last parts as `path`, the least nested ones only. If none ends with all
+    of `path`, keys with the same last part, preferably those one section deeper than `path`. `full`: only keys that end
+    with all of `path`."""
     parts = [_plain(str(part)) for part in path if not str(part).isdigit()]
     keys = [key.split(".") for key in known_keys(model)]
     near = [key for key in keys if _names(key)[-len(parts) :] == parts]
     if not near and not full:
         near = [key for key in keys if key[-1] == parts[-1]]
-        # One level down, as trainer.lr for trainer.optimizer.lr, but not two, as trainer.steps for those of Muon.
+        # One section deeper (trainer.optimizer.lr for trainer.lr), not two (trainer.optimizer.muon.steps).
         below = []
         for key in near:
             if key[0] == parts[0] and len(_names(key)) <= len(parts) + 1:
@@ -191,14 +198,15 @@ def _ending(model: type[BaseModel], path: Sequence[str | int], *, full: bool = F
 
 
 def _names(key: Sequence[str]) -> list[str]:
-    """Returns the parts of a key without `*`."""
+    """Returns the parts of a split dotted key, without `*`."""
     return [part for part in key if part != "*"]
 
 
 def _keys(
     model: type[BaseModel], keys: Sequence[str], text: str, *, override: bool, path: Sequence[str | int] = ()
 ) -> str:
-    """Returns the sentence that suggests `keys`, with list indices from `path`."""
+    """Returns the sentence that suggests `keys`; a single key is written with the value `text` and with the list
+    indices from `path`."""
     if len(keys) > 1:
         return f"did you mean {', '.join(keys[:-1][:3])} or {keys[-1]}?"
     (key,) = keys
@@ -209,10 +217,10 @@ def _keys(
 
 
 def _walk(model: type[BaseModel]) -> Iterator[tuple[str, object]]:
-    """Yields the dotted keys of `model` with their annotations."""
+    """Yields every dotted key of `model`, with `*` for an entry of a list, and its type annotation."""
     for name, field in model.model_fields.items():
         inner = list(_models(field.annotation))
-        if len(inner) != 1:  # none, or an objective, which may be just the name of its kind
+        if len(inner) != 1:  # no section, or an objective, which can also be given as the name of its kind
             yield name, field.annotation
         for part, listed in inner:
             prefix = f"{name}.*" if listed else name
@@ -221,7 +229,8 @@ def _walk(model: type[BaseModel]) -> Iterator[tuple[str, object]]:
 
 
 def _models(annotation: object, listed: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yields the sections in an annotation, each with True if it is an entry of a list or mapping."""
+    """Yields every section class in `annotation`, with True if the section is an entry of a list or mapping. `listed`:
+    True if `annotation` itself is inside one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, listed
         return
@@ -244,7 +253,7 @@ def _is_mapping(model: type[BaseModel], key: str) -> bool:
 
 
 def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """Yields the keys below `path`, including those in lists of mappings, with their values."""
+    """Yields the path and the value of every leaf below `path`, also inside lists of mappings."""
     inner: Mapping[object, object] = {}
     if isinstance(value, dict):
         inner = value
@@ -257,7 +266,7 @@ def _leaves(path: tuple[str | int, ...], value: object) -> Iterator[tuple[tuple[
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Returns the keys of the section at a location such as ("rollout", "engines", 0)."""
+    """Returns the sorted keys of the section at `location`, such as ("rollout", "engines", 0)."""
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
             inner = list(_models(model.model_fields[part].annotation))
@@ -267,12 +276,13 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
 
 
 def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, override: bool) -> str:
-    """Returns the sentence for a counterpart of a foreign name with `value`."""
+    """Returns the sentence that explains `counterpart`, the slimx equivalent of a foreign name that the user set to
+    `value`. `override`: True to suggest overrides, False for lines of YAML."""
     is_flag = counterpart.closed and {*counterpart.values} == {"true"}
     if is_flag or (counterpart.sets and value.lower() in ("true", *OFF)):
         if value.lower() in OFF:
             return f"not needed: it is off unless {counterpart.key or ' and '.join(counterpart.sets)} turns it on"
-        value = "true"  # a flag takes no value: the next argument does not belong to it
+        value = "true"  # a flag takes no value, so the next argument is unrelated
     if counterpart.sets:
         values = {key: text.replace("VALUE", value) for key, text in counterpart.sets.items()}
         return _several(values, override=override)
@@ -290,7 +300,7 @@ def _answer(model: type[BaseModel], counterpart: Counterpart, *, value: str, ove
 
 
 def _renamed(counterpart: Counterpart) -> str:
-    """Returns a list of foreign values with their translations, or just of the values if all have the same name."""
+    """Returns the foreign values of `counterpart` with their translations, or only the values if none is renamed."""
     names = []
     for foreign, translated in counterpart.values.items():
         if isinstance(translated, str) and translated != foreign:
@@ -299,7 +309,7 @@ def _renamed(counterpart: Counterpart) -> str:
 
 
 def _switch(model: type[BaseModel], key: str, value: str) -> str:
-    """Returns `value`, or "true" if the key is boolean and `value` is not a boolean."""
+    """Returns `value`, or "true" if `key` is boolean and `value` is not a boolean."""
     return "true" if key in _switches(model) and value.lower() not in ("true", *OFF) else value
 
 
@@ -319,7 +329,7 @@ def _several(values: Mapping[str, str], *, override: bool) -> str:
 
 
 def _written(key: str, text: str, *, override: bool) -> str:
-    """Returns `key` with the value `text`, as an override or as a line of YAML."""
+    """Returns the instruction to write `key` with the value `text`, as an override or as a line of YAML."""
     if len(text) > ECHOED:
         return f"write {key.replace('.*', '.0')} with the same value"
     if not override:
@@ -329,7 +339,7 @@ def _written(key: str, text: str, *, override: bool) -> str:
 
 
 def _nested(path: list[str], text: str) -> str:
-    """Returns a value at a path as one line of YAML."""
+    """Returns `text` as the value of the nested keys `path`, in one line of YAML."""
     if not path:
         return text
     inner = _nested(path[1:], text)

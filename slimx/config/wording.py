@@ -1,4 +1,4 @@
-"""Wording of refusals of YAML, OmegaConf and pydantic, and of mistakes on the command line."""
+"""Wording of errors from YAML, OmegaConf and pydantic, and of errors in command-line arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ UNCLOSED = {"while parsing a flow mapping": "{...}", "while parsing a flow seque
 
 
 def no_file(path: Path) -> str:
-    """Returns the sentence for a `path` that is not a configuration file, with a suggestion."""
+    """Returns the error message for a `path` that is not a configuration file, with a suggestion."""
     text = echoed(str(path))
     if "=" in path.name:
-        return f"{text} is not a configuration file; the YAML file comes first, as in FILE {text}"
+        return f"{text} is an override, not a configuration file; put the YAML file first, as in FILE {text}"
     folder = path if path.is_dir() else path.parent
     names = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
     if path.is_dir():
@@ -33,22 +33,24 @@ def no_file(path: Path) -> str:
 
 
 def no_sections(path: Path, tree: object, sections: Collection[str]) -> str | None:
-    """Returns the reason why a `tree` of YAML is not a configuration with some of `sections`; None: it may be one."""
+    """Returns the reason why `tree`, the content of the YAML file `path`, cannot be a configuration; None if it may be
+    one. `sections`: names of all sections."""
     if isinstance(tree, Mapping) and not tree:
-        return "the file is empty; begin with a copy of configs/moe/quickstart.yaml"
+        return "the file is empty; start from a copy of configs/moe/quickstart.yaml"
     if not isinstance(tree, Mapping) or not any(value is not None for value in tree.values()):
         return "the file has no sections; a configuration is a mapping of sections such as `run:`"
     if path.suffix not in (".yaml", ".yml") and not tree.keys() & set(sections):
         return (
-            f"the file has no section of a run, and its name ends in {path.suffix or path.name}; give the YAML file of "
+            f"the file has none of a run's sections, and its name ends in {path.suffix or path.name}; give the YAML "
+            "file of "
             "a run"
         )
     return None
 
 
 def no_override(override: str, following: Sequence[str], keys: Sequence[str]) -> str:
-    """Returns the error message for an `override` that is not KEY=VALUE. `following`: the arguments after it; `keys`:
-    the keys of a configuration."""
+    """Returns the error message for an `override` that is not of the form KEY=VALUE. `following`: the command-line
+    arguments after it; `keys`: all dotted keys of a configuration."""
     if following and following[0].startswith("="):
         parts = following[:2] if following[0] == "=" else following[:1]
         joined = override + "".join(parts)
@@ -70,7 +72,8 @@ def no_override(override: str, following: Sequence[str], keys: Sequence[str]) ->
 
 
 def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
-    """Returns the line of `text`, from 1, at which it is not valid YAML (None: unknown), and the reason."""
+    """Returns the line of `text`, counted from 1, where it stops being valid YAML, and the reason. The line is None if
+    it is unknown."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         if "set_int_max_str_digits" in str(error):
             return None, "a whole number in it has more than 4,300 digits"
@@ -79,10 +82,10 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
     problem = (error.problem or "").replace("did not find expected", "expected")
     brackets = UNCLOSED.get(error.context or "")
     if brackets and error.context_mark is not None:
-        return error.context_mark.line + 1, f"{brackets} is not closed, or lacks a comma"
+        return error.context_mark.line + 1, f"{brackets} is not closed, or a comma is missing in it"
     duplicate = re.fullmatch("found duplicate key (.*)", problem)
     if duplicate:
-        return line, f"{duplicate[1]} is a duplicate; merge it with the first one"
+        return line, f"the key {duplicate[1]} occurs twice; merge its two values"
     lines = text.splitlines()
     if line <= len(lines) and "\t" in lines[line - 1][: error.problem_mark.column + 1]:
         return line, "the line begins with a tab; indent YAML with spaces"
@@ -90,14 +93,15 @@ def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
 
 
 def not_applied(error: Exception) -> str:
-    """Returns the reason why OmegaConf refuses a value."""
+    """Returns the reason why OmegaConf rejects an override, from its exception."""
     if "set_int_max_str_digits" in str(error):
         return "a whole number in it has more than 4,300 digits"
-    return echoed(str(error).splitlines()[0])  # the other lines name OmegaConf's types
+    return echoed(str(error).splitlines()[0])  # the other lines name OmegaConf's internal types
 
 
 def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
-    """Returns the sentence for a `${...}` that cannot be resolved. `keys`: the keys of a configuration."""
+    """Returns the error message for a `${...}` that OmegaConf cannot resolve. `keys`: all dotted keys of a
+    configuration."""
     message = not_applied(error)
     variable = re.search("Environment variable '(.*)' not found", message)
     if variable:
@@ -112,17 +116,17 @@ def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
 
 
 def invalid_value(where: str, item: ErrorDetails) -> str:
-    """Returns the sentence for a value at the key `where` that pydantic refuses with `item`."""
+    """Returns the error message for the value of the key `where`, from pydantic's error record `item`."""
     value = item["input"]
     kind = item["type"]
     where = echoed(where)
     if kind in ("model_type", "dict_type") and value is None:
-        return f"{where} is empty; set one of its keys, or leave it out"
+        return f"the section {where} is empty; set one of its keys, or remove it"
     if kind in ("model_type", "dict_type"):
         text = "a list" if isinstance(value, list | tuple) else shortened(value)
-        return f"{where} is {text} but must be a section; set one of its keys, as {where}.KEY=VALUE"
+        return f"{where} is {text} but must be a section; set one of its keys with {where}.KEY=VALUE"
     if kind in ("tuple_type", "list_type") and value is None:
-        return f"{where} is empty; write [] for an empty list, or leave it out"
+        return f"{where} has no value; write [] for an empty list, or remove it"
     if kind in ("tuple_type", "list_type"):
         entries = "[{KEY: VALUE}]" if isinstance(value, dict) else f"[{shortened(value)}]"
         return f"{where} must be a list; write {where}={entries}"

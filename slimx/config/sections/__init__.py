@@ -1,1 +1,2 @@
-"""Sections of a configuration, a file for each or for those that belong together: keys, types, bounds, defaults."""
+"""Sections of a configuration, one file per section or per group of related sections: keys, types, bounds and
+defaults."""

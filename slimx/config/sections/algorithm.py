@@ -1,4 +1,4 @@
-"""Section algorithm: advantages, loss, reference and teachers."""
+"""Section `algorithm`: advantages, loss, reference and teachers."""
 
 from __future__ import annotations
 
@@ -23,76 +23,79 @@ from slimx.config.sections.objectives import (
 )
 
 CREDITS = ("own", "shared")
-"""Built-in values of `credit`, the default first."""
+"""Built-in values of `credit`, the default first; any other value is the dotted path of a hook."""
 
 
 class Algorithm(Section):
     name: Name = "grpo"
-    """Published algorithm that sets the defaults of the other keys (table in docs/algorithms.md)."""
+    """Published algorithm whose values become the defaults of the other keys of this section (table in
+    docs/algorithms.md)."""
     advantages: Advantages = Field(default={}, validate_default=True)
-    """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
-    advantages(groups) -> one number or array [L-1] per trajectory."""
+    """Advantage estimator: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
+    `advantages(groups)`, which returns one number or an array [L-1] per trajectory."""
     loss: Loss = Field(default={}, validate_default=True)
-    """Objective of a token: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook:
-    loss(inputs) -> (loss, metrics), which replaces the whole loss."""
+    """Objective per token: a kind, a mapping with `kind` and its parameters, or the dotted path of a hook
+    `loss(inputs)`, which returns (loss, metrics) and replaces the whole loss."""
     credit: str = "own"
-    """Credit assignment among the trajectories of a rollout, before advantages. own: each trajectory keeps its reward;
-    shared: all get the mean of the rollout's rewards; a dotted path: credit(group) -> a reward for each trajectory of
-    the group (docs/policies.md)."""
+    """Credit assignment among the trajectories of a rollout, before advantages are estimated. own: each trajectory
+    keeps its reward; shared: every trajectory gets the mean reward of its rollout; a dotted path: a hook
+    `credit(group)`, which returns one reward per trajectory of the group (docs/policies.md)."""
     aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = "token"
-    """Unit that counts equally in the loss of an update (docs/algorithms.md): token; sample: rollout; prompt: group;
-    constant: rollout, divided by rollout.sampling.max_new_tokens; sum: group, by its sum."""
+    """Unit that has equal weight in the loss of an update (docs/algorithms.md). token: each trained token; sample: each
+    rollout; prompt: each group; constant: each rollout, with the sum over its tokens divided by
+    rollout.sampling.max_new_tokens; sum: each group, with the sum over its tokens."""
     reference: bool = False
-    """Measure and log the KL to a reference, the initial weights (one more forward pass)."""
+    """Compute and log the KL to a reference model with the initial weights, at the cost of one more forward pass."""
     reference_refresh: Count = 0
-    """Steps between refreshes, which replace the reference with the current weights and save it in
-    RUN/reference-NNNNNN for resumed runs; 0: never."""
+    """Number of steps between refreshes of the reference. A refresh replaces it with the current weights and saves it
+    in RUN/reference-NNNNNN for resumed runs; 0: never."""
     kl_coef: Weight = 0.0
-    """Weight of KL(policy || reference) in the loss."""
+    """Weight of KL(policy || reference) in the loss; 0: no KL term. Needs `reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Estimator of the KL in the loss; low_variance: clamped k3."""
+    """Estimator of the KL in the loss (`kl_coef`); low_variance: k3, clamped as in verl."""
     kl_unbiased: bool = False
-    """Multiply the KL in the loss by the ratio, which makes its gradient unbiased."""
+    """Multiply the KL in the loss by the importance ratio, which makes its gradient unbiased."""
     kl_reward_coef: Weight = 0.0
-    """Weight of KL(policy || reference) in each trained token's reward."""
+    """Weight of KL(policy || reference) subtracted from each trained token's reward; 0: none. Needs `reference`."""
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k1"
-    """Estimator of the KL in the reward; k1: log policy - log reference."""
+    """Estimator of the KL in the reward (`kl_reward_coef`); k1: log policy - log reference."""
     entropy_coef: Real = 0.0
-    """Weight of the entropy bonus; a positive value raises the policy's entropy."""
+    """Weight of the entropy bonus in the loss; a positive value raises the policy's entropy, 0 turns it off."""
     teacher: PathText | None = None
-    """Hugging Face directory of a teacher with the policy's architecture; null: none. The trainers compute its
-    log-probs of the rollouts (kl/teacher), at the cost of one more forward pass and one more copy of the weights in
-    host memory."""
+    """Hugging Face directory of a teacher with the policy's architecture, whose log-probs of the rollouts the trainers
+    compute (metric kl/teacher); null: none. It costs one more forward pass and one more copy of the weights in host
+    memory."""
     teacher_engine: str | None = None
-    """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. Its model
-    may have any architecture with the policy's vocabulary."""
+    """Name of a frozen group of rollout.engines that serves the teacher, instead of `teacher`; null: none. The teacher
+    may have any architecture but must have the policy's vocabulary."""
     teacher_engines: dict[str, str] = {}
-    """Mapping from values of the prompts' metadata (`teacher_field`) to teacher groups, such as {math: math-teacher,
-    code: code-teacher}. Prompts with other values are sent to `teacher_engine`, and refused without one."""
+    """Teacher groups by value of the prompts' metadata field `teacher_field`, such as {math: math-teacher, code:
+    code-teacher}. Prompts with another value are sent to `teacher_engine`; without a `teacher_engine` they are an
+    error."""
     teacher_field: str = "dataset"
-    """Name of the metadata that selects among `teacher_engines`; dataset: the name of the prompt's source."""
+    """Metadata field of the prompts that selects among `teacher_engines`; dataset: the name of the prompt's source."""
     teacher_coef: Weight = 0.0
-    """On-policy distillation: weight of log teacher - log engine in each token's advantage."""
+    """On-policy distillation: weight of log teacher - log engine in each token's advantage; 0: none."""
     teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of likeliest tokens whose log-probs a served teacher returns at each trained position, for
-    `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and checkpoints."""
+    """Number of most likely tokens whose log-probs a served teacher returns at each trained position, for
+    `teacher_kl_coef`; 0: none. Each takes 8 bytes in memory and in checkpoints."""
     teacher_kl_coef: Weight = 0.0
-    """Distillation of distributions: weight of the KL between teacher and policy over the teacher's `teacher_top_k`
-    likeliest tokens, plus one bin for all other tokens."""
+    """Distillation of distributions: weight in the loss of the KL between teacher and policy over the teacher's
+    `teacher_top_k` most likely tokens plus one bin for all other tokens; 0: none."""
     teacher_kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which `teacher_coef` estimates from single tokens; forward:
     KL(teacher || policy)."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Denominator of the ratio. rollout: the engine's log-probs; recompute: the trainer's, under the weights before the
-    step (one more forward pass)."""
+    """Log-probs in the denominator of the importance ratio. rollout: the engine's; recompute: the trainer's under the
+    weights at the start of the step (one more forward pass)."""
     correction: Correction = Correction()
     rejection: Rejection = Rejection()
     opsm_delta: Positive | None = None
-    """Threshold of off-policy sequence masking (slime's default: 1e-4); null: no masking. Tokens with a negative
-    advantage are masked if the mean of log engine - log policy over their sequence is above it."""
+    """Threshold of off-policy sequence masking (slime's default: 1e-4). Tokens with a negative advantage are masked if
+    the mean of log engine - log policy over their sequence exceeds it. null: no masking."""
     mask_stale_tokens: bool = False
-    """Trains only the newest version's tokens of a trajectory that several weight versions sampled; the others are
-    context."""
+    """For a trajectory sampled by several weight versions, train only the tokens of the newest version; its other
+    tokens are context."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,29 +118,30 @@ class Algorithm(Section):
         return read_objective(key, value, preset.get(key, {}))
 
     def _faults(self) -> Faults:
-        first: dict[str, tuple[str, str, str]] = {}  # one per key, because a second one may demand the opposite
+        first: dict[str, tuple[str, str, str]] = {}  # one fault per key, because a second one may ask for the opposite
         for code, key, sentence in self._conflicts():
             first.setdefault(key, (f"algorithm.{code}", f"algorithm.{key}", sentence))
         yield from first.values()
         yield from unknown_kind("credit", self.credit, CREDITS)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields conflicts between keys: code, key without the section's name, and sentence."""
+        """Yields error code, key without the section's name, and message of each conflict between keys."""
         for key, (used, reason) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
                 yield (
                     "unused",
                     key,
                     f"algorithm.{key} {reason}, but algorithm.name is {self.name} (loss {self.loss}, advantages "
-                    f"{self.advantages}); leave it out",
+                    f"{self.advantages}); remove it",
                 )
         estimator = self.advantages
         if isinstance(estimator, Grpo) and estimator.eps != Grpo(kind="grpo").eps and not estimator.normalize_std:
             yield (
                 "unused",
                 "advantages.eps",
-                "algorithm.advantages.eps has no effect, because normalize_std is false and nothing is divided by the "
-                "standard deviation; leave it out",
+                "algorithm.advantages.eps has no effect, because normalize_std is false and advantages are not "
+                "divided by the "
+                "standard deviation; remove it",
             )
         for key in ("kl_coef", "kl_reward_coef"):
             if getattr(self, key) > 0 and not self.reference:
@@ -150,14 +154,16 @@ class Algorithm(Section):
             yield (
                 "sft_advantages",
                 "advantages",
-                f"algorithm.loss={self.loss} does not use advantages; set algorithm.name={self.loss}",
+                f"algorithm.advantages is {estimator.kind}, but algorithm.loss={self.loss} does not use advantages; "
+                "set "
+                f"algorithm.name={self.loss}",
             )
         learns = estimator.kind != "none" or self.teacher_coef or self.teacher_kl_coef
         if _policy_gradient(self) and not learns:
             yield (
                 "no_advantages",
                 "advantages",
-                "algorithm.advantages is none and algorithm.teacher_coef is 0: every advantage would be 0; set an "
+                "algorithm.advantages is none and algorithm.teacher_coef is 0, so every advantage would be 0; set an "
                 "estimator, or algorithm.name=distillation",
             )
         if self.teacher is not None and self.served_teachers:
@@ -179,7 +185,7 @@ class Algorithm(Section):
             yield (
                 "teacher_kl",
                 missing,
-                "algorithm.teacher_kl_coef is positive and needs the likeliest tokens of a served teacher; set "
+                "algorithm.teacher_kl_coef is positive and needs the most likely tokens of a served teacher; set "
                 f"algorithm.{missing} too",
             )
         for key in ("correction", "rejection"):
@@ -188,44 +194,46 @@ class Algorithm(Section):
                     "old_logprobs",
                     key,
                     f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
-                    "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute",
+                    "algorithm.old_logprobs is rollout, so both would be the same; set "
+                    "algorithm.old_logprobs=recompute",
                 )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
             yield (
                 "kl_estimator",
                 "kl_estimator",
-                "algorithm.kl_estimator is k1, whose gradient in a loss has mean 0 for any reference; use k2 or k3, or "
+                "algorithm.kl_estimator is k1, whose gradient has mean 0 for any reference; use k2 or k3, or "
                 "set algorithm.kl_unbiased=true",
             )
 
     def default(self, key: str) -> object:
-        """Returns the default of `key` under this algorithm's name."""
+        """Returns the default of `key` for the algorithm `name`."""
         return PRESETS[self.name].get(key, type(self).model_fields[key].default)
 
     @property
     def group_relative(self) -> bool:
-        """True if advantages only compare rollouts within a group."""
+        """True if advantages only compare rollouts of the same group."""
         compared = ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo")
         return self.advantages.kind in compared or self.advantages.demonstrated
 
     @property
     def compares(self) -> bool:
-        """True if a group with equal rewards has no advantages, from a teacher neither."""
+        """True if all advantages of a group with equal rewards are 0: they compare rollouts of a group, and no teacher
+        contributes."""
         return self.group_relative and not (self.teacher_coef or self.teacher_kl_coef)
 
     @property
     def scores(self) -> bool:
-        """True if the trained model is a reward model: a trunk with a score instead of logits."""
+        """True if the trained model is a reward model, whose output is a score instead of logits."""
         return self.loss.scores
 
     @property
     def taught(self) -> bool:
-        """True if a teacher scores the rollouts, in the trainers or in an engine."""
+        """True if a teacher computes log-probs of the rollouts, on the trainers or on an engine."""
         return self.teacher is not None or bool(self.served_teachers)
 
     @property
     def served_teachers(self) -> tuple[str, ...]:
-        """Names of the frozen groups that serve teachers, without duplicates."""
+        """Names of the frozen engine groups that serve teachers, without duplicates."""
         names = list(self.teacher_engines.values())
         if self.teacher_engine is not None:
             names.append(self.teacher_engine)
@@ -233,12 +241,12 @@ class Algorithm(Section):
 
     @property
     def needs_whole_step(self) -> bool:
-        """True if advantages, or the selection of their tokens, need the rows of the whole step."""
+        """True if advantages, or the loss's selection of tokens, are computed from all rows of a step together."""
         return self.advantages.whole_step or self.loss.whole_step
 
     @property
     def hooks(self) -> list[str]:
-        """Keys that name hooks of the user."""
+        """Keys whose value is a hook of the user: `advantages`, `loss` or both."""
         return [key for key, records in OBJECTIVES.items() if getattr(self, key).kind not in records]
 
 
@@ -265,7 +273,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     "credit": (
         lambda a: _sampled(a) and a.advantages.kind not in ("gdpo", "none", "remax"),
-        "assigns rewards to trajectories, which these advantages do not use, or use with a baseline without credit",
+        "assigns rewards to trajectories, but these advantages do not use them, or subtract a baseline without credit",
     ),
     "aggregation": (lambda a: not a.scores, "weights tokens, and a reward model has one score per answer"),
     "kl_reward_coef": (
@@ -285,4 +293,4 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "rejection": (_policy_gradient, "masks sampled tokens"),
     "opsm_delta": (_policy_gradient, "masks sampled sequences"),
 }
-"""Condition under which each key has an effect, and its wording."""
+"""Key to the condition under which it has an effect, and the predicate that an error message gives as the reason."""

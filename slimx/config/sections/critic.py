@@ -1,4 +1,4 @@
-"""Section critic: the value model of PPO."""
+"""Section `critic`: the value model of PPO."""
 
 from __future__ import annotations
 
@@ -15,49 +15,52 @@ from slimx.errors import SlimxError
 
 
 class CriticOptimizer(Optimizer):
-    """The keys of `trainer.optimizer`, with a larger learning rate by default."""
+    """Optimizer of the critic: the keys of `trainer.optimizer`, with a larger default learning rate."""
 
     lr: Positive = 1e-5
     """Peak learning rate."""
 
 
 class Critic(Section):
-    """The value model of PPO: the policy's architecture with one number per token instead of logits. Other settings
-    (attention, recompute, deadline, ...) are those of section trainer."""
+    """Value model of PPO: the policy's architecture with one number per token instead of logits. All other settings
+    (attention, recompute, deadline, ...) are taken from section `trainer`."""
 
     load: PathText | None = None
-    """Hugging Face directory of the trunk's initial weights; null: those of the policy."""
+    """Hugging Face directory of the trunk's initial weights; null: the policy's initial weights."""
     head: Literal["zero", "normal"] = "zero"
-    """Initial value head: zero, or normal with standard deviation 1/sqrt(hidden size + 1)."""
+    """Initialization of the value head. zero: zeros; normal: normally distributed with standard deviation 1/sqrt(hidden
+    size + 1)."""
     placement: Literal["shared", "own"] = "shared"
-    """shared: in the trainer's ranks, which train policy and critic in turn; own: in separate ranks (`layout`)."""
+    """Ranks of the critic. shared: the trainer's ranks, which alternate between policy and critic; own: separate ranks
+    (`layout`)."""
     layout: RankLayout | None = None
     """Parallel sizes of the critic's separate ranks (`placement: own`); null: one rank."""
     optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: Weight = 0.2
-    """Clip range of values: a change beyond it within a step does not lower the loss; 0: no clipping."""
+    """Clip range of values: a change of a value by more than this within a step does not lower the loss; 0: no
+    clipping."""
     warmup_steps: Count = 0
-    """Number of first steps that train only the critic and leave the policy unchanged."""
+    """Number of steps at the start of the run that train only the critic and leave the policy unchanged; 0: none."""
 
     def _faults(self) -> Faults:
         if self.placement == "shared" and self.layout is not None:
             yield (
                 "critic.placement",
                 "critic.layout",
-                "critic.layout is set but critic.placement is shared, where the critic is sharded like the trainer; "
-                "set critic.placement=own or leave critic.layout out",
+                "critic.layout is set, but critic.placement is shared and the critic is sharded like the trainer; "
+                "set critic.placement=own or remove critic.layout",
             )
 
 
 def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
-    """Returns the `trainer` section for the critic's ranks. Raises SlimxError for a layout that does not fit them."""
+    """Returns the `trainer` section for the critic's ranks. Raises Refusal if `critic.layout` does not fit them."""
     megatron = dict(trainer.megatron)
-    # Layers of multi-token prediction learn from labels, which a critic does not have.
+    # Multi-token-prediction layers are trained on token labels, which a critic does not have.
     megatron.pop("mtp_num_layers", None)
     changes: dict[str, object] = {
         "load": critic.load or trainer.load,
         "optimizer": critic.optimizer,
-        "freeze": (),  # globs of the policy's parameters
+        "freeze": (),  # its globs select parameters of the policy
         "lora": None,
         "megatron": megatron,
     }
@@ -72,7 +75,8 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
 
 @contextmanager
 def critic_keys(critic: Critic) -> Iterator[None]:
-    """Renames keys in refusals raised in the block, from the critic's view of section `trainer` to section `critic`."""
+    """Rewrites errors raised in the block: keys of section `trainer` in the critic's view become the keys of section
+    `critic` that the user sets."""
 
     def renamed(text: str) -> str:
         text = text.replace("trainer.optimizer.", "critic.optimizer.")

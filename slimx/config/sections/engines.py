@@ -1,4 +1,4 @@
-"""Groups of engine servers (entries of rollout.engines) and their health checks."""
+"""Groups of engine servers (the entries of `rollout.engines`) and their health checks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from slimx.config.section import (
 )
 
 MTP_DRAFTS = ("EAGLE", "NEXTN")
-"""SGLang's algorithms that draft tokens by the model's layer of multi-token prediction."""
+"""Values of SGLang's speculative_algorithm that use the model's multi-token-prediction (MTP) layer as the draft model,
+if no other draft model is set."""
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
-"""Address of a server, with IPv6 addresses in brackets."""
+"""URL of an external server; IPv6 addresses are in brackets."""
 _READ: dict[str, TypeAdapter[object]] = {
     "mem_fraction_static": TypeAdapter(Annotated[float, Field(gt=0, lt=1)]),
     "max_running_requests": TypeAdapter(Amount),
     "chunked_prefill_size": TypeAdapter(Annotated[int, Field(ge=-1, le=LARGEST)]),
     "kv_cache_dtype": TypeAdapter(str),
 }
-"""Types of the fields of SGLang's ServerArgs that `slimx plan` computes with. A field may also be null."""
+"""Types of the fields of SGLang's ServerArgs that `slimx plan` uses in computations. Each field may also be null."""
 
 
 class Engines(Section):
@@ -42,64 +43,66 @@ class Engines(Section):
     name: str = "actor"
     """Name of the group in logs, metrics and hooks (`ctx.engines[name]`)."""
     role: Literal["regular", "prefill", "decode"] = "regular"
-    """prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and another samples;
-    regular: each server does both."""
+    """Task of the servers in SGLang's prefill-decode disaggregation. prefill: compute the KV cache of prompts; decode:
+    sample tokens from it; regular: do both."""
     frozen: bool = False
-    """true: another model (a judge, a reward model, a teacher), which weights are never published to. It has a separate
-    router, and hooks reach it by the group's name."""
+    """true: the servers have a model that is not trained (a judge, a reward model, a teacher), and receive no weights.
+    The group has a separate router, and hooks reach it by the group's name."""
     model: PathText | None = None
     """Hugging Face directory that the servers load, such as an fp8 copy of model.path; null: model.path."""
     count: Size = 1
     """Number of servers in the group."""
     urls: tuple[str, ...] = ()
-    """Addresses of external servers, http://HOST:PORT each, instead of `count`. slimx neither starts nor stops them."""
+    """Addresses of external servers, each http://HOST:PORT, to use instead of starting `count` servers. slimx neither
+    starts nor stops them."""
     api_key_env: str | None = None
-    """Environment variable of the driver with the key that the servers of `urls` require for generation (SGLang's
-    --api-key); null: they require none."""
+    """Environment variable, read by the driver, with the key that the servers of `urls` require for generation requests
+    (SGLang's --api-key); null: they require no key."""
     admin_api_key_env: str | None = None
-    """Environment variable of the driver with the key that they require for control calls (--admin-api-key); null: that
-    of api_key_env."""
+    """Environment variable, read by the driver, with the key that the servers of `urls` require for control requests
+    (SGLang's --admin-api-key); null: the key of api_key_env."""
     nodes: Size = 1
-    """Machines that one server spans (nnodes), each with an equal number of its ranks."""
+    """Number of machines that one server spans (SGLang's nnodes), each with the same number of its ranks."""
     max_total_tokens: Amount | None = None
-    """Capacity of the KV cache in tokens; null: SGLang decides."""
+    """Capacity of the KV cache in tokens; null: SGLang computes it from the free memory."""
     threads: Size = 1
-    """CPU threads per rank of a server (CPU only)."""
+    """CPU threads per rank of a server, without GPUs."""
     tensor: Size = 1
     """Tensor parallel size of a server (SGLang's tp_size)."""
     expert: Size = 1
-    """Expert parallel size of a server (ep_size); it must divide `tensor`."""
+    """Expert parallel size of a server (SGLang's ep_size), which must divide `tensor`."""
     pipeline: Size = 1
-    """Pipeline parallel size of a server (pp_size)."""
+    """Pipeline parallel size of a server (SGLang's pp_size)."""
     dp_attention: Size = 1
-    """Data parallel size of the attention in a server (dp_size with enable_dp_attention); it must divide `tensor`."""
+    """Data parallel size of the attention layers in a server (SGLang's dp_size with enable_dp_attention), which must
+    divide `tensor`."""
     precompile: bool = False
-    """Compile DeepGEMM's kernels for all sizes before a server serves, not each when it is first needed. This takes
-    tens of minutes at the first start with fp8 weights."""
+    """Compile DeepGEMM's kernels for all sizes before a server starts to serve, instead of compiling each when it is
+    first used. With fp8 weights the first start then takes tens of minutes longer."""
     sglang: Options = Field(default_factory=dict)
-    """Fields of SGLang's ServerArgs, which are checked and passed through."""
+    """Further fields of SGLang's ServerArgs, which are validated and passed to the servers."""
 
     _borrowed: bool = PrivateAttr(default=False)
 
     def as_borrowed(self) -> Engines:
-        """Returns the group as seen by a policy that uses another policy's servers (`policies.NAME.engines_of`)."""
+        """Returns a copy of this group for a policy that uses another policy's servers (`policies.NAME.engines_of`)."""
         group = self.model_copy()
         group._borrowed = True
         return group
 
     @property
     def borrowed(self) -> bool:
-        """True if the servers belong to another policy, which starts and counts them."""
+        """True if the servers belong to another policy, which starts them and accounts for their GPUs."""
         return self._borrowed
 
     @property
     def where(self) -> str:
-        """The group's name in a message."""
+        """Name of this group in error messages."""
         return f"rollout.engines group {self.name}"
 
     @property
     def ranks(self) -> int:
-        """Ranks of one server, with a GPU each on CUDA."""
+        """Number of ranks per server; on CUDA each has one GPU."""
         return self.tensor * self.pipeline
 
     @property
@@ -109,13 +112,15 @@ class Engines(Section):
 
     @property
     def drafts(self) -> bool:
-        """True if the servers draft tokens by the model's layer of multi-token prediction."""
+        """True if the servers use the model's multi-token-prediction (MTP) layer as the draft model of speculative
+        decoding."""
         algorithm = self.sglang.get("speculative_algorithm")
         return algorithm in MTP_DRAFTS and not self.sglang.get("speculative_draft_model_path")
 
     @property
     def started(self) -> int:
-        """Number of servers that slimx starts for the policy of this group."""
+        """Number of servers that slimx starts for this group: 0 for external servers and for those of another
+        policy."""
         return 0 if self.urls or self.borrowed else self.count
 
     def _faults(self) -> Faults:
@@ -131,7 +136,8 @@ class Engines(Section):
             yield (
                 "engines.frozen_model",
                 "rollout.engines",
-                f"{where} is frozen but has neither a model nor urls; set `model` to the directory of its model, which "
+                f"{where} is frozen but has neither a model nor urls; set `model` to the directory of the model to "
+                "serve, which "
                 "may be model.path",
             )
         if self.ranks % self.nodes:
@@ -139,7 +145,7 @@ class Engines(Section):
                 "engines.nodes",
                 "rollout.engines",
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "give each machine the same number of ranks",
+                "each machine must run the same number of ranks",
             )
         if self.ranks > SERVER:
             yield (
@@ -174,21 +180,23 @@ class Engines(Section):
             yield (
                 "engines.keys_without_urls",
                 "rollout.engines",
-                f"{where} has api_key_env or admin_api_key_env but no urls, and slimx generates the keys of servers "
+                f"{where} has api_key_env or admin_api_key_env but no urls; slimx itself generates the keys of servers "
                 "that it starts; remove both",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
             yield (
                 "engines.fake_transfer",
                 "rollout.engines",
-                f"{where}: disaggregation_transfer_backend fake does not transfer the KV that decode servers need; use "
+                f"{where}: sglang.disaggregation_transfer_backend=fake does not transfer the KV cache that decode "
+                "servers need; use "
                 "mooncake or nixl",
             )
 
     def _external_faults(self, where: str) -> Faults:
-        """Yields a fault for each malformed address, and for keys that have no effect on an external server."""
+        """Yields a fault for each malformed or repeated address, and for the first key that has no effect on external
+        servers."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "precompile", "sglang")
-        # Comparison with defaults, because the config.yaml of a run has them written out.
+        # Compares values with the defaults, because a run's saved config.yaml sets every key.
         default = type(self)()
         changed = []
         for key in idle:
@@ -198,13 +206,13 @@ class Engines(Section):
             yield (
                 "engines.urls_idle_key",
                 f"rollout.engines.{changed[0]}",
-                f"{where} has urls of external servers, on which {changed[0]} has no effect; remove it",
+                f"{where} has urls, and {changed[0]} has no effect on external servers; remove {changed[0]}",
             )
         if self.role == "prefill":
             yield (
                 "engines.urls_prefill",
                 "rollout.engines",
-                f"{where} has urls and the role prefill, but slimx has to choose the bootstrap port of a prefill "
+                f"{where} has urls and the role prefill, but slimx must choose the bootstrap port of each prefill "
                 "server; remove urls",
             )
         for url in self.urls:
@@ -218,18 +226,19 @@ class Engines(Section):
             yield (
                 "engines.url_twice",
                 "rollout.engines",
-                f"{where} has an address twice in urls; list each server once",
+                f"{where} has a repeated address in urls; list each server once",
             )
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:
-    """Yields faults between the groups of a run."""
+    """Yields the faults that concern several groups: repeated names and addresses, and roles that cannot be
+    combined."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         yield (
             "engines.name_twice",
             "rollout.engines",
-            f"rollout.engines names a group twice in {names}; give each group its own name",
+            f"rollout.engines has groups named {', '.join(names)}; give each group a unique name",
         )
     urls: list[str] = []
     for group in groups:
@@ -239,7 +248,7 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         yield (
             "engines.url_in_two_groups",
             twice,
-            f"rollout.engines has {twice} in two groups; list each server in one group",
+            f"rollout.engines lists the server {twice} twice; list each server in one group only",
         )
     roles = set()
     for group in groups:
@@ -252,28 +261,29 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         yield (
             "engines.role_missing",
             "rollout.engines",
-            f"rollout.engines has a group with the role {present} but none with {missing}; add one",
+            f"rollout.engines has a group with role={present} but none with role={missing}; add one",
         )
     if split and "regular" in roles:
         yield (
             "engines.roles_mixed",
             "rollout.engines",
-            "rollout.engines mixes the role regular with prefill and decode, but a router serves one kind only; use "
+            "rollout.engines mixes the role regular with prefill and decode, which one router cannot serve; use "
             "regular for all groups of the policy, or for none",
         )
 
 
 class Health(Section):
     interval: Seconds = 5
-    """Seconds between two checks of each engine (/health_generate) and of the router."""
+    """Seconds between health checks of each engine (/health_generate) and of the router."""
     timeout: Seconds = 30
-    """Seconds for one check."""
+    """Seconds to wait for the response to a health check; after that it counts as failed."""
     threshold: Amount = 3
-    """Consecutive failed checks after which an engine or the router is restarted."""
+    """Number of consecutive failed health checks after which an engine or a router is restarted."""
     restarts: Count = 5
-    """Consecutive restarts allowed for each engine and each router; 0: none."""
+    """Number of consecutive restarts allowed for each engine and each router; 0: none, so the first loss is final."""
     stable_after: Seconds = 600
-    """Seconds of service after which earlier restarts of an engine or router no longer count."""
+    """Seconds for which an engine or router must have served until its earlier restarts no longer count towards
+    `restarts`."""
     outage_deadline: Seconds = 3600
-    """Seconds that a run waits while no engine is running, before it ends. Rollouts wait too, and their deadlines are
-    suspended."""
+    """Seconds for which the run waits while no engine is available; after that it stops with an error. Rollouts wait
+    too, and their deadlines are suspended."""

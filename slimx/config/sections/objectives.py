@@ -1,7 +1,7 @@
-"""Objectives of section algorithm: losses and estimators of advantages with their parameters, and the published
-algorithms that combine them.
+"""Objectives of section `algorithm`: losses and advantage estimators with their parameters, and the published
+algorithms (presets) that combine them.
 
-The fields of a loss, except `kind`, are the keyword arguments of the function of that name in
+The fields of a loss, except `kind`, are the keyword arguments of the function of the same name in
 `slimx.algorithms.losses.surrogates`. docs/algorithms.md gives the source of each preset's numbers.
 """
 
@@ -23,23 +23,24 @@ def _around_one(key: str, low: float, high: float) -> Faults:
         yield (
             "correction.bounds",
             key,
-            f"{key} keeps weights in [{low:g}, {high:g}], which does not contain 1, the weight of a token on which "
+            f"{key} has the bounds [{low:g}, {high:g}], which do not contain 1, the weight of a token on which "
             "trainer and engine agree; set low <= 1 <= high",
         )
 
 
 class Correction(Section):
-    """Importance weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs:
-    recompute`, because otherwise the ratio in the loss already uses the engine's log-probs."""
+    """Importance weights w = trainer / engine, which correct for the difference between the probabilities of trainer
+    and engine. They need `old_logprobs: recompute`, because otherwise the ratio in the loss is already relative to the
+    engine's log-probs."""
 
     kind: Literal["none", "truncate", "icepop"] = "none"
-    """Factor of a token's objective. truncate: w clamped to [low, high]; icepop: w inside the bounds, 0 outside; none:
-    1."""
+    """Factor that a token's objective is multiplied by. truncate: w clamped to [low, high]; icepop: w if it is in [low,
+    high], otherwise 0; none: 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Scope of w. token: each token's w; sequence: the product over the sequence; geometric: the geometric mean over
-    the sequence."""
+    """Tokens over which w is computed. token: each token alone; sequence: the product over the sequence; geometric: the
+    geometric mean over the sequence."""
     low: Weight = 0.0
-    """Lower bound of w; 0: no bound."""
+    """Lower bound of w; 0: no lower bound."""
     high: Positive = 2.0
     """Upper bound of w."""
 
@@ -48,46 +49,45 @@ class Correction(Section):
             yield (
                 "correction.kind",
                 "algorithm.correction.kind",
-                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind",
+                "algorithm.correction sets low, high or level, but its kind is none; set algorithm.correction.kind",
             )
         else:
             yield from _around_one("algorithm.correction", self.low, self.high)
 
     @property
     def active(self) -> bool:
-        """True if weights other than 1 are possible."""
+        """True if tokens can have weights other than 1."""
         return self.kind != "none"
 
 
 class Rejection(Section):
-    """Rejection of tokens whose importance weight w (as in `correction`) is outside bounds, with or without a
-    correction.
+    """Rejection of tokens whose importance weight w = trainer / engine is out of bounds, with or without `correction`.
 
-    A rejected token has no objective. The loss is still divided by the number of all trained tokens."""
+    The objective of a rejected token is 0. The loss is still divided by the number of all trained tokens."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Scope of the w that must be within [low, high]. token: each token's w; sequence: the product over the sequence;
-    geometric: the geometric mean over the sequence; none: no bounds."""
+    """Tokens over which the w that must be in [low, high] is computed. token: each token alone; sequence: the product
+    over the sequence; geometric: the geometric mean over the sequence; none: no bounds are applied."""
     low: Weight = 0.0
-    """Lower bound of w; 0: none."""
+    """Lower bound of w; 0: no lower bound."""
     high: Positive = 2.0
     """Upper bound of w."""
     veto: float = Field(default=0.0, ge=0, lt=1)
-    """Threshold for whole sequences: one in which any token's w is below it is rejected; 0: none."""
+    """Reject a whole sequence if w of any of its tokens is below this threshold; 0: never."""
 
     def _faults(self) -> Faults:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
             yield (
                 "rejection.level",
                 "algorithm.rejection.level",
-                "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level",
+                "algorithm.rejection sets low or high, but its level is none; set algorithm.rejection.level",
             )
         else:
             yield from _around_one("algorithm.rejection", self.low, self.high)
 
     @property
     def active(self) -> bool:
-        """True if tokens can be rejected."""
+        """True if this section can reject tokens."""
         return self.level != "none" or self.veto > 0
 
 
@@ -97,77 +97,80 @@ class Sft(Objective):
 
 class Clipped(Objective):
     low: Positive = 0.2
-    """Lower clip of the ratio: 1 - low."""
+    """Lower clip range: the ratio is clipped at 1 - low."""
     high: Positive = 0.2
-    """Upper clip of the ratio: 1 + high."""
+    """Upper clip range: the ratio is clipped at 1 + high."""
 
 
 class Clip(Clipped):
     dual: float | None = Field(default=None, gt=1, le=MOST)
-    """Bound of dual clipping: tokens with a negative advantage have no gradient above this ratio; null: no bound."""
+    """Bound of the ratio in dual-clip PPO: tokens with a negative advantage have no gradient if their ratio is above
+    it; null: no bound."""
 
 
 class Sapo(Objective):
     tau_positive: Positive = 1.0
-    """Temperature for tokens with a positive advantage."""
+    """Temperature tau of the sigmoid (SAPO) for tokens with a positive advantage."""
     tau_negative: Positive = 1.05
-    """Temperature for other tokens."""
+    """Temperature tau of the sigmoid (SAPO) for all other tokens."""
 
 
 class ClipCov(Clipped):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select; selected tokens have no gradient."""
+    """Fraction of an update's trained tokens to select (Clip-Cov); the objective is 0 at selected tokens."""
     covariance_low: Real = 1.0
-    """Lower bound of the selected tokens' covariance."""
+    """Lower bound of the covariance of tokens that can be selected."""
     covariance_high: Real = 5.0
-    """Upper bound of the selected tokens' covariance."""
+    """Upper bound of the covariance of tokens that can be selected."""
 
 
 class KlCov(Objective):
     whole_step: ClassVar[bool] = True
     share: Share = 2e-4
-    """Fraction of an update's trained tokens to select; selected tokens get the KL penalty."""
+    """Fraction of an update's trained tokens to select (KL-Cov); selected tokens get the KL penalty."""
     coef: Positive = 1.0
-    """Weight of |log ratio| at selected tokens."""
+    """Weight of the KL penalty |log ratio| at selected tokens."""
 
 
 class Grpo(Objective):
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""
     eps: Positive = 1e-6
-    """Added to the standard deviation."""
+    """Epsilon added to the standard deviation, so that the division is finite."""
 
 
 class Gigpo(Grpo):
     gamma: Share = 1.0
-    """Discount per turn."""
+    """Discount factor per turn."""
     step_coef: Weight = 1.0
-    """Weight of the advantage among turns that began in equal states."""
+    """Weight of the step-level advantage, which compares turns that start in the same state."""
 
 
 class Gdpo(Objective):
     weights: dict[str, Real] = {}
-    """Weight of each reward part's normalized advantage by the part's name; 1 for parts that are not listed."""
+    """Weight of each reward part's normalized advantage, by the part's name; parts that are not listed have weight
+    1."""
     eps: Positive = 1e-6
-    """Added to the standard deviation."""
+    """Epsilon added to the standard deviation, so that the division is finite."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the rollouts of a step."""
 
 
 class TokenRewards(Objective):
-    """Parameters of estimators with a reward for every token."""
+    """Parameters of advantage estimators that use a reward for every token."""
 
     whole_step: ClassVar[bool] = True
     gamma: Share = 1.0
-    """Discount per trained token."""
+    """Discount factor per trained token."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the trained tokens of a step."""
 
 
 class Gae(TokenRewards):
     lam: Share = 1.0
-    """Decay of generalized advantage estimation. 1: full returns; 0: one step and the critic's value."""
+    """Lambda of generalized advantage estimation (GAE). 1: full returns; 0: one-step returns with the critic's
+    value."""
 
 
 ADVANTAGES: dict[str, type[Objective]] = {
@@ -195,11 +198,11 @@ LOSSES: dict[str, type[Objective]] = {
     "sft": Sft,
 }
 OBJECTIVES = {"advantages": ADVANTAGES, "loss": LOSSES}
-"""Classes of parameters by key of section algorithm and by kind, the default kind first."""
+"""Parameter classes by key of section `algorithm` and by kind; the first kind of each key is the default."""
 
 
 def unknown_kind(key: str, kind: str, known: Collection[str]) -> Faults:
-    """Yields a fault if `kind`, the value of algorithm.KEY, is neither known nor a dotted path."""
+    """Yields a fault if `kind`, the value of algorithm.KEY, is neither one of the `known` kinds nor a dotted path."""
     if kind not in known and "." not in kind:
         near = difflib.get_close_matches(kind.lower(), known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -212,8 +215,8 @@ def unknown_kind(key: str, kind: str, known: Collection[str]) -> Faults:
 
 
 def merged_objective(base: object, change: object) -> object:
-    """Merges two values of a key of `OBJECTIVES` in the forms that users write. Parameters of `change` are added to
-    those of `base` if both have the same kind; another kind replaces all of them."""
+    """Merges two values of a loss or advantages key, each a kind or a mapping of parameters. If both have the same
+    kind, the parameters of `change` override those of `base`; if `change` has another kind, it replaces `base`."""
     if isinstance(base, str):
         base = {"kind": base}
     if isinstance(change, str):
@@ -227,10 +230,11 @@ def merged_objective(base: object, change: object) -> object:
 
 
 def read_objective(key: str, value: object, preset: object = {}) -> Objective:
-    """Returns the record for `value` of algorithm.KEY: a kind, a hook's dotted path, or a mapping of parameters that
-    may have a kind. `preset`, in one of these forms, provides defaults for the parameters that this kind has.
+    """Returns the objective that `value` of algorithm.KEY describes.
 
-    Raises Refusal for an unknown kind, and for a parameter that the kind does not have."""
+    `value`: a kind, a hook's dotted path, or a mapping of parameters with or without a kind. `preset`: value in the
+    same form, whose parameters are the defaults if the kind has them. Raises Refusal for an unknown kind, and for a
+    parameter that the kind does not have."""
     if isinstance(value, Objective):
         return value
     records = OBJECTIVES[key]
@@ -240,15 +244,18 @@ def read_objective(key: str, value: object, preset: object = {}) -> Objective:
     kind = {"kind": next(iter(records)), **defaults, **values}["kind"]
     if not isinstance(kind, str):
         raise Refusal(
-            f"{where} needs the name of a kind; set one of {', '.join(records)}", code="algorithm.unknown", about=where
+            f"{where}.kind is {kind!r} but must be a name; set one of {', '.join(records)}",
+            code="algorithm.unknown",
+            about=where,
         )
     refuse_faults(unknown_kind(key, kind, records))
     record = records.get(kind, Objective)
     for name in sorted(map(str, values.keys() - record.model_fields.keys())):
         near = difflib.get_close_matches(name.lower(), record.model_fields, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"leave it out, or set {where}.kind"
+        remedy = f"did you mean {near[0]}?" if near else f"remove it, or set {where}.kind"
         raise Refusal(
-            f"{where}.{name} is not a parameter of {kind}, which has {', '.join(record.model_fields)}; {remedy}",
+            f"{where}.{name} is not a parameter of {kind}, whose parameters are {', '.join(record.model_fields)}; "
+            f"{remedy}",
             code="algorithm.unused",
             about=f"{where}.{name}",
         )
@@ -260,7 +267,7 @@ def read_objective(key: str, value: object, preset: object = {}) -> Objective:
 
 
 def _parameters(value: object) -> Mapping[str, object]:
-    """Returns a mapping of parameters as it is, and a bare kind as a mapping."""
+    """Returns `value` if it is a mapping of parameters; for a bare kind, the mapping {"kind": value}."""
     if isinstance(value, Mapping):
         return value
     return {"kind": value}
@@ -289,13 +296,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "distillation": {"advantages": "none", "teacher_coef": 1.0},
     "sft": {"advantages": "none", "loss": "sft"},
 }
-"""Values of `algorithm` keys by algorithm name. Other keys keep the section's defaults."""
+"""Values of keys of section `algorithm`, by name of the published algorithm. Keys that are not listed keep the
+section's defaults."""
 
 for module in entry_points.load_all("slimx.objectives").values():
     ADVANTAGES |= module.ADVANTAGES
     LOSSES |= module.LOSSES
     PRESETS |= module.PRESETS
-if TYPE_CHECKING:  # kinds are known only at runtime; code that reads parameters calls `Objective.narrow`
+if TYPE_CHECKING:  # packages add kinds at runtime; code that reads parameters calls `Objective.narrow`
     Advantages = Objective
     Loss = Objective
     Name = str

@@ -1,4 +1,4 @@
-"""Section policies: further policies that a run trains."""
+"""Section `policies`: further policies that a run trains."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from slimx.config.sections.objectives import OBJECTIVES, merged_objective
 from slimx.json_types import Json
 
 ACTOR = "actor"
-"""Name of the policy that the run's own sections describe."""
+"""Name of the policy that the run's own sections describe; every run has it."""
 RESERVED = frozenset({ACTOR, "critic", "slimx", "trainer"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
 def prefix_of(policy: str) -> str:
-    """Returns the prefix of a policy's metrics and of its parts' paths: "" for the run's first policy."""
+    """Returns the prefix of a policy's metrics and of the paths of its files and processes: "" for `actor`, else
+    "policy/NAME/"."""
     return "" if policy == ACTOR else f"policy/{policy}/"
 
 
 class Policy(Section):
-    """One more policy with separate weights, trainer ranks and engines. Other settings are those of the run's own
-    sections, which describe the policy `actor`."""
+    """A further policy with separate weights, trainer ranks and engines. Settings that are not listed here are those of
+    the run's own sections, which describe the policy `actor`."""
 
     shares: str | None = None
-    """Name of the policy whose weights this role uses: `actor`, or one of `policies`; null: separate weights. Both
-    names then stand for one policy, and no other key may be set."""
+    """Name of the policy whose weights this role uses: `actor`, or one of `policies`; null: separate weights. With it,
+    both names refer to one trained policy, and no other key of this role may be set."""
     model: Options = Field(default_factory=dict)
-    """Keys of section `model` that differ: {path: DIRECTORY}. With another path, the run's trainer.load does not
-    apply."""
+    """Keys of section `model` that differ from the run's, such as {path: DIRECTORY}. With another path, the run's
+    trainer.load is not used."""
     trainer: Options = Field(default_factory=dict)
-    """Keys of section `trainer` that differ, nested as in that section: {world_size: 2, optimizer: {lr: 1.0e-5}}."""
+    """Keys of section `trainer` that differ from the run's, nested as in that section: {world_size: 2, optimizer: {lr:
+    1.0e-5}}."""
     algorithm: Options = Field(default_factory=dict)
-    """Keys of section `algorithm` that differ, except `credit`, which all policies share."""
+    """Keys of section `algorithm` that differ from the run's. `credit` cannot differ, because it assigns rewards across
+    policies."""
     engines: tuple[Engines, ...] | None = None
-    """Groups of servers of this policy, with unique names; null: groups like those of the policy `actor`, named after
-    this policy."""
+    """Engine groups of this policy, with names that no other policy uses; null: groups like those of the policy
+    `actor`, named after this policy."""
     engines_of: str | None = None
-    """`actor`: its engines generate for this policy too, with one copy of the common base and separate adapters, which
-    needs publish.adapters=alone, and trainer.lora of equal rank and targets; null: this policy has separate engines."""
+    """Policy whose engines also generate for this policy; only `actor` is possible. The engines have one copy of the
+    common base weights and separate adapters, which requires publish.adapters=alone and trainer.lora with equal rank
+    and targets. null: this policy has separate engines."""
 
     def _faults(self) -> Faults:
         changed = []
@@ -56,15 +60,16 @@ class Policy(Section):
             yield (
                 "policies.shares",
                 f"policies.{changed[0]}",
-                f"policies: a role that shares the weights of {self.shares} cannot have another {changed[0]}; leave "
-                "out `shares` or the other keys",
+                f"policies: a role with shares={self.shares} uses the weights of that policy and cannot set "
+                f"{changed[0]}; remove "
+                "`shares` or the other keys",
             )
         if self.engines is not None and self.engines_of is not None:
             yield (
                 "policies.engines_of",
                 "policies.engines",
-                f"policies: engines_of={self.engines_of} uses another policy's engines, but engines are set too; leave "
-                "one of them out",
+                f"policies: engines_of={self.engines_of} uses another policy's engines, but engines is set too; remove "
+                "one of them",
             )
         if "credit" in self.algorithm:
             yield (
@@ -76,7 +81,8 @@ class Policy(Section):
 
 
 def name_faults(policies: Mapping[str, Policy]) -> Faults:
-    """Yields faults for names that metrics and file names cannot have, and for references to unknown policies."""
+    """Yields faults for names that are reserved or cannot be part of metric and file names, and for references to
+    policies that do not exist."""
     with_weights = {ACTOR}
     for name, policy in policies.items():
         if policy.shares is None:
@@ -100,12 +106,14 @@ def name_faults(policies: Mapping[str, Policy]) -> Faults:
             yield (
                 "policies.engines_of",
                 f"policies.{name}.engines_of",
-                f"policies.{name}.engines_of is {policy.engines_of!r}, whose engines cannot be shared; set {ACTOR}",
+                f"policies.{name}.engines_of is {policy.engines_of!r}, but only engines of {ACTOR} can be shared; "
+                f"set {ACTOR}",
             )
 
 
 def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
-    """Yields a fault for each group of servers with the name of another policy's group, which logs and metrics use."""
+    """Yields a fault for each engine group whose name is already used by another policy; logs and metrics identify
+    groups by name. `engines`: groups by policy name."""
     owners: dict[str, str] = {}
     for policy, groups in engines.items():
         for group in groups:
@@ -116,13 +124,14 @@ def engine_faults(engines: Mapping[str, Sequence[Engines]]) -> Faults:
                 yield (
                     "policies.engine_name",
                     group.name,
-                    f"policies.{policy}: its engines have a group {group.name}, which is also a group of {other}; "
+                    f"policies.{policy} has an engine group {group.name}, and so has the policy {other}; "
                     "rename one of them",
                 )
 
 
 def merged(base: Mapping[str, object], changes: Mapping[str, object]) -> Json:
-    """Merges `changes` into a copy of `base`, including nested mappings."""
+    """Returns a copy of `base` with the values of `changes`, which replace or extend those of `base`, also in nested
+    mappings."""
     out = dict(base)
     for key, value in changes.items():
         inner = out.get(key)
@@ -131,17 +140,18 @@ def merged(base: Mapping[str, object], changes: Mapping[str, object]) -> Json:
 
 
 def derived(run: Json, name: str, policy: Policy) -> Json:
-    """Returns the configuration of policy `name` as a tree. `run`: the keys that the run's configuration sets."""
+    """Returns the configuration of the policy `name` as plain values: the run's with the policy's changes. `run`: the
+    keys that the run's configuration sets explicitly."""
     model = merged(run["model"], policy.model)
     trainer = dict(run.get("trainer", {}))
     if model["path"] != run["model"]["path"]:
         trainer.pop("load", None)
-    # The defaults of another algorithm replace those of the run's.
+    # Another algorithm replaces all of the run's settings with its own defaults.
     base = {} if "name" in policy.algorithm else run.get("algorithm", {})
     algorithm = merged(base, policy.algorithm)
     for key in OBJECTIVES.keys() & policy.algorithm.keys():
         algorithm[key] = merged_objective(base.get(key), policy.algorithm[key])
-    algorithm.pop("credit", None)  # set once, for the trajectories of all policies
+    algorithm.pop("credit", None)  # set once per run, because it covers the trajectories of all policies
     return {
         **run,
         "policies": {},
@@ -164,5 +174,5 @@ def _engines(rollout: Json, name: str, policy: Policy) -> list[Json]:
     for group in groups:
         group["name"] = name if len(groups) == 1 else f"{name}-{group.get('name', ACTOR)}"
         if "path" in policy.model:
-            group.pop("model", None)  # a copy of the actor's
+            group.pop("model", None)  # it is a copy of the model of `actor`
     return groups

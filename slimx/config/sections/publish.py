@@ -1,4 +1,4 @@
-"""Section publish: transfer of new weights to the engines."""
+"""Section `publish`: transfer of new weights to the engines."""
 
 from __future__ import annotations
 
@@ -12,41 +12,45 @@ Transport = Literal["auto", "memory", "cuda_ipc", "nixl", "disk"]
 
 
 class Delta(Section):
-    """Publication of changed elements instead of all weights."""
+    """Publication of only the elements that changed, instead of all weights."""
 
     every_full: Annotated[int, Field(ge=2, le=LARGEST)]
-    """Interval of full publications: one in this many sends all weights to every engine."""
+    """Interval of full publications: one publication in this number sends all weights to every engine."""
 
 
 class Publish(Section):
     bucket_mib: Positive = 512
-    """Size of one bucket of weights in MiB."""
+    """Size in MiB of the buckets in which weights are packed for transfer."""
     encoding: Literal["auto", "hf", "local"] = "auto"
-    """hf: tensors with Hugging Face names, which any engine can load; local: the bytes of each engine rank in its fused
-    layout; auto: local if slimx supports that layout."""
+    """Form in which weights are sent. hf: tensors with Hugging Face names, which any engine can load; local: the bytes
+    of each engine rank in its fused layout; auto: local if slimx supports that layout."""
     adapters: Literal["merged", "alone"] = "merged"
-    """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with merged adapters;
-    alone: the base is sent once, and then the adapters of each version, which engines apply separately
-    (docs/lora.md)."""
+    """Form of adapters (trainer.lora) in the engines. merged: every publication sends weights with the adapters merged
+    into them; alone: the base weights are sent once, followed by the adapters of each version, which engines apply
+    separately (docs/lora.md)."""
     quantize: Literal["ieee", "triton", "te", "ue8m0", "int4"] | None = None
-    """Rule that quantizes linear weights to fp8 in blocks of 128 x 128 (docs/numerics.md); int4: routed experts in
-    INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`; null: none."""
+    """Rule by which linear weights are quantized to fp8 in blocks of 128 x 128 (docs/numerics.md). int4: routed experts
+    are quantized to INT4, for engines on GPUs that load the output of `slimx convert hf-to-int4`. null: weights are not
+    quantized."""
     transport: Transport = "auto"
-    """auto: memory or cuda_ipc on one machine, nixl between several. memory: shared memory; cuda_ipc: GPU to GPU; nixl:
-    from every trainer rank to every engine over the network; disk: shared files (docs/publication.md)."""
+    """Transport of weights (docs/publication.md). auto: memory or cuda_ipc on one machine, nixl between several;
+    memory: shared memory; cuda_ipc: from GPU to GPU; nixl: over the network from every trainer rank to every engine;
+    disk: files on a shared file system."""
     directory: PathText | None = None
-    """Directory of the disk transport; null: run.dir/publish."""
+    """Shared directory for the files of the disk transport; null: run.dir/publish."""
     staging: Literal["model", "bucket"] = "model"
-    """model: engines serve while all weights are staged, which needs memory for a whole model; bucket: engines pause
-    and copy each bucket when it arrives, which needs memory for two buckets."""
+    """Amount of weights that is staged before engines load it. model: engines serve while all weights are staged, which
+    needs memory for a whole model; bucket: engines pause and copy each bucket when it arrives, which needs memory for
+    two buckets."""
     delta: Delta | None = None
     """Send only the elements that have changed since the last publication, with a mask, by nixl or disk; null: send all
-    weights. Trainers and engines keep the last published bytes in host memory. It pays off on slow links and file
+    weights. Trainers and engines keep the last published bytes in host memory. Useful with slow networks and file
     systems (docs/publication.md)."""
     deadline: Seconds = 300
-    """Seconds for one publication."""
+    """Seconds within which a publication must finish."""
     engine_deadline: Seconds = 120
-    """Seconds for one step of one engine (a bucket, the copy, ...). An engine that takes longer is quarantined."""
+    """Seconds within which an engine must finish one operation of a publication (receiving a bucket, the copy, ...). An
+    engine that takes longer is quarantined."""
 
     @property
     def in_fp8(self) -> bool:
@@ -56,7 +60,7 @@ class Publish(Section):
     @property
     def changes(self) -> tuple[int, int] | None:
         """Size in bytes of the elements that deltas compare (1 for quantized codes, 2 for bf16), and the interval of
-        full publications in versions; None: every publication is full."""
+        full publications in versions; None if every publication is full."""
         if self.delta is None:
             return None
         element_bytes = 2 if self.quantize is None else 1
@@ -69,5 +73,5 @@ class Publish(Section):
 
     @property
     def one_machine(self) -> bool:
-        """True if engines must be on the publisher's machine."""
+        """True if the transport requires all engines to be on the publisher's machine."""
         return self.transport in ("memory", "cuda_ipc")

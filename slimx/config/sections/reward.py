@@ -1,4 +1,4 @@
-"""Section reward: reward hooks of a rollout, and the processes that they run in."""
+"""Section `reward`: reward hooks, which score rollouts, and the threads or processes that run them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from slimx.config.section import Faults, Label, Options, Real, Seconds, Section,
 
 
 class RewardPart(Section):
-    """One of several rewards that are summed, or the reward for prompts of one data set."""
+    """One of several reward hooks whose rewards are summed, possibly only for the prompts of one data set."""
 
     name: str
     """Name of the part in metrics (`reward/part/NAME/mean`) and saved rollouts."""
     function: str
-    """Reward hook: the name of a built-in one (docs/hooks.md), or a dotted path."""
+    """Reward hook: the name of a built-in one (docs/hooks.md), or the dotted path of a function."""
     weight: Real = 1.0
     """Factor applied to the hook's rewards."""
     where: dict[str, str | Label | Real | bool] = Field(default_factory=dict)
-    """Metadata of the prompts that this part judges, such as {dataset: gsm8k}; {}: all prompts."""
+    """Metadata that a prompt must have for this part to score it, such as {dataset: gsm8k}; {}: all prompts."""
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of the hook."""
+    """Keyword arguments passed to the hook."""
 
 
 class Reward(Section):
     function: str | None = "exact"
-    """Reward hook: the name of a built-in one (docs/hooks.md), or a dotted path; null: none."""
+    """Reward hook: the name of a built-in one (docs/hooks.md), or the dotted path of a function; null: none."""
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of `function`."""
+    """Keyword arguments passed to `function`."""
     scope: Literal["trajectory", "group"] = "trajectory"
-    """Unit that one call of `function` judges. trajectory: one trajectory; group: all trajectories of a prompt at once,
-    reward(ctx, group) -> one number (or dict) for each."""
+    """Unit that one call of `function` scores. trajectory: one trajectory; group: all trajectories of a prompt at once,
+    by a hook `reward(ctx, group)` that returns a number or dict for each."""
     parts: tuple[RewardPart, ...] = ()
-    """Several hooks instead of `function`. A reward is the weighted sum of the parts that judge the prompt."""
+    """Several hooks instead of `function`. The reward is the weighted sum over the parts whose `where` matches the
+    prompt."""
     isolation: Literal["auto", "thread", "process"] = "auto"
-    """Isolation of reward calls. thread: threads of the driver; process: processes that are killed at the deadline;
-    auto: process for hooks that request it (such as math), else thread."""
+    """Isolation of reward calls. thread: threads of the driver process; process: worker processes, which are killed at
+    the deadline; auto: process for hooks that request it (such as math), otherwise thread."""
     deadline: Seconds = 60
-    """Seconds for one reward call, including all parts."""
+    """Seconds within which the reward of a trajectory or group must be computed, including all parts."""
     workers: Size = 8
-    """Reward calls that run concurrently (threads or processes)."""
+    """Maximum number of concurrent reward calls (threads or processes)."""
 
     @property
     def configured(self) -> bool:
-        """True if there is any reward."""
+        """True if a reward hook is configured."""
         return bool(self.function or self.parts)
 
     def _faults(self) -> Faults:
@@ -53,7 +54,7 @@ class Reward(Section):
             yield (
                 "reward.name_twice",
                 "reward.parts",
-                f"reward.parts has a name twice in {names}; give each part its own name",
+                f"reward.parts has parts named {', '.join(names)}; give each part a unique name",
             )
         if self.parts and (self.options or self.function not in (None, type(self).model_fields["function"].default)):
             yield (
@@ -66,11 +67,11 @@ class Reward(Section):
             yield (
                 "reward.parts_scope",
                 "reward.scope",
-                "reward.scope is group, but reward.parts judge one trajectory each; use reward.function",
+                "reward.scope is group, but reward.parts score single trajectories; use reward.function",
             )
         if self.options and self.function is None:
             yield (
                 "reward.options",
                 "reward.options",
-                "reward.options is set but reward.function is null; set the function, or leave the options out",
+                "reward.options is set but reward.function is null; set reward.function, or remove the options",
             )

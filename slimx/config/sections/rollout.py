@@ -1,4 +1,4 @@
-"""Sections rollout and eval: generation of training data, and evaluation."""
+"""Sections `rollout` and `eval`: generation of training data, and evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -24,76 +24,76 @@ from slimx.config.section import (
 from slimx.config.sections.engines import Engines, Health, group_faults
 
 MAX_SUPPORT = 4096
-"""Maximum number of candidates reported for a token under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+"""Maximum candidates per token that engines report with top-k or top-p (SGLang's sampling_mask_max_tokens)."""
 GREEDY = 1e-6
-"""Temperature below which SGLang takes the likeliest token (`_SAMPLING_EPS`). Also the nucleus mass up to which only
-one token is kept, for any vocabulary of less than a million tokens."""
+"""Temperature below which SGLang samples greedily (`_SAMPLING_EPS`). Also the value of top_p up to which only one token
+remains, for any vocabulary of less than a million tokens."""
 
 ROUTED_PER_STEP = 4
-"""Minimum number of a step's rollouts that return experts if these are neither replayed nor saved."""
+"""Minimum number of a step's rollouts that return their tokens' experts if these are neither replayed nor saved."""
 
 RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
-"""Arguments of a chat template's rendering that slimx sets."""
+"""Arguments that slimx passes to a chat template, which `rollout.template` therefore must not set."""
 
 
 class RowFields(Section):
-    """Columns of a row; dotted for a nested value, such as reward_model.ground_truth."""
+    """Names of a row's columns. A dotted name selects a nested value, such as reward_model.ground_truth."""
 
     prompt: str
-    """Column of the question: a text, which becomes one user turn, or a list of messages."""
+    """Column with the question: a text, which becomes a single user turn, or a list of messages."""
     answer: str | None = None
-    """Column of the answer. Numbers are converted to text."""
+    """Column with the answer; numbers are converted to text. null: rows have no answer."""
     answer_after: str | None = None
-    """Marker before the answer, such as '####' in GSM8K: the answer is the text after its last occurrence. A row
-    without the marker is refused."""
+    """Marker in the answer column, such as '####' in GSM8K: the answer is the text after its last occurrence. A row
+    without the marker is an error. null: the whole column."""
     id: str | None = None
-    """Column of an id that is unique in the file. A row without one, or every row if this is null, is identified by the
-    file's stem and its index."""
+    """Column with an id that is unique in the file. Rows without an id, or all rows if this is null, are identified by
+    the file's name without extension and the row's index."""
     dataset: str | None = None
-    """Column of the data set's name, for metrics and `reward.parts`."""
+    """Column with the data set's name, used by metrics and by `reward.parts`; null: the name of the source is used."""
     rejected: str | None = None
-    """Column of the rejected answer, for preference learning."""
+    """Column with the rejected answer, for preference learning; null: none."""
     tools: str | None = None
-    """Column of the tools for the chat template, as a list or as JSON."""
+    """Column with the tools that the chat template renders, as a list or as JSON text; null: no tools."""
     images: str | None = None
-    """Column of images, which hooks find unchanged in metadata.images."""
+    """Column with images, which are passed unchanged to hooks as metadata.images; null: no images."""
     metadata: tuple[str, ...] = ()
-    """Columns copied to the prompt's metadata."""
+    """Further columns to copy into the prompt's metadata."""
 
 
 class PromptSet(Section):
-    """One of several sources."""
+    """One of several sources of prompts (`rollout.sources`)."""
 
     path: PathText
-    """File, directory or hf://OWNER/NAME."""
+    """File of prompts, directory of such files, or hf://OWNER/NAME."""
     name: str
-    """Name of the source in metrics, and metadata.dataset of prompts whose row has none."""
+    """Name of the source in metrics, and metadata.dataset of prompts whose row does not name a data set."""
     weight: Weight | dict[Count, Weight] = 1.0
-    """Weight of the source relative to the other sources, or a mapping from steps to the weight from that step on.
-    Before the first step of the mapping the weight is 0."""
+    """Weight of the source relative to the other sources: the share of prompts in a batch that come from it. A mapping
+    from steps to weights changes the weight at these steps; before its first step the weight is 0."""
     subset: str | None = None
-    """Configuration (subset) of a data set that has several."""
+    """Configuration (subset) to load from a data set that has several; null: the data set has only one."""
     split: str | None = None
-    """Split of a data set that has several."""
+    """Split to load from a data set that has several; null: the data set has only one."""
     fields: RowFields | None = None
-    """Columns of this source; null: `rollout.fields`."""
+    """Columns of this source's rows; null: `rollout.fields`."""
 
     def weight_at(self, step: int) -> float:
-        """Returns the weight in the batch of `step`, counted from 0."""
+        """Returns the weight of this source in the batch of `step`, counted from 0."""
         if not isinstance(self.weight, dict):
             return self.weight
         return next((self.weight[start] for start in sorted(self.weight, reverse=True) if start <= step), 0.0)
 
 
 def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
-    """Yields a fault for a name of two sources, and for a step at which all weights are 0."""
+    """Yields a fault for a source name that occurs twice, and for a step at which all weights are 0."""
     names = [source.name for source in sources]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         yield (
             "sources.name",
             repeated[0],
-            f"rollout.sources names {repeated[0]!r} twice; give each source its own name",
+            f"rollout.sources has two sources named {repeated[0]!r}; give each source a unique name",
         )
     if not sources:
         return
@@ -106,31 +106,31 @@ def source_faults(sources: tuple[PromptSet, ...]) -> Faults:
             yield (
                 "sources.weight",
                 "rollout.sources",
-                f"rollout.sources: no source has a weight at step {step}; give one of them more than 0",
+                f"rollout.sources: all weights are 0 at step {step}; give at least one source a positive weight",
             )
             return
 
 
 class Sampling(Section):
     temperature: Weight = 1.0
-    """Softmax temperature; 0: greedy."""
+    """Softmax temperature; 0: greedy sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description=f"Nucleus mass to sample from, of at most {MAX_SUPPORT} candidates."
+        default=1.0, description=f"Nucleus mass to sample from, of at most {MAX_SUPPORT} candidates; 1: all tokens."
     )
     top_k: int = Field(
         default=-1,
         ge=-1,
         le=LARGEST,
-        description=f"Number of candidates to sample from, at most {MAX_SUPPORT}; -1: all.",
+        description=f"Number of most likely tokens to sample from, at most {MAX_SUPPORT}; -1: all tokens.",
     )
     max_new_tokens: Amount = 1024
-    """Maximum number of tokens sampled per turn."""
+    """Maximum number of tokens sampled per turn; longer responses are truncated."""
     stop_token_ids: tuple[Count, ...] = ()
-    """Token ids that end a turn, in addition to the model's eos."""
+    """Token ids that end a turn, in addition to the model's end-of-sequence tokens."""
 
     @property
     def greedy(self) -> dict[str, float]:
-        """The keys, with their values, that make all answers to a prompt the same; {}: answers differ."""
+        """Settings, by key, that make all answers to a prompt equal (greedy sampling); {} if answers differ."""
         keys: dict[str, float] = {}
         if self.temperature < GREEDY:
             keys["temperature"] = self.temperature
@@ -145,22 +145,22 @@ class Sampling(Section):
             yield (
                 "sampling.top_k",
                 "rollout.sampling.top_k",
-                "rollout.sampling.top_k is 0, which leaves no candidate; use -1 for all or a positive count",
+                "rollout.sampling.top_k is 0, so no token could be sampled; set -1 for all tokens or a positive number",
             )
         if self.top_k > MAX_SUPPORT:
             yield (
                 "sampling.top_k",
                 "rollout.sampling.top_k",
                 f"rollout.sampling.top_k is {self.top_k}, but engines report at most {MAX_SUPPORT} candidates per "
-                "token, and the trainer needs all of them; lower it or use -1 for all",
+                "token, and the trainer needs all of them; lower it, or set -1 for all tokens",
             )
 
 
 class Proxy(Section):
     host: str = "127.0.0.1"
-    """Address at which agents reach the run. Traffic beyond loopback is not encrypted."""
+    """Address at which agents connect to this run. Traffic beyond loopback is not encrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port; 0: any free port."""
+    """TCP port at which agents connect; 0: any free port."""
 
     def _faults(self) -> Faults:
         if self.host in ("0.0.0.0", "::", ""):
@@ -175,95 +175,96 @@ class Proxy(Section):
 class Rollout(Section):
     prompts: PathText | None = None
     """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
-    (docs/data.md)."""
+    (docs/data.md); null: `sources`."""
     sources: tuple[PromptSet, ...] = ()
-    """Several sources instead of `prompts`, each with a weight in every batch."""
+    """Several sources of prompts instead of `prompts`, mixed in every batch by their weights."""
     fields: RowFields | None = None
-    """Columns of rows that are not in slimx's format; null: they are."""
+    """Columns of rows that are not in slimx's format; null: all rows are in it."""
     map: str | None = None
-    """Dotted path of a hook instead of `fields`: to_prompt(row) -> dict with id, messages or token_ids, answer,
-    metadata, tools, template."""
+    """Dotted path of a hook `to_prompt(row)` to use instead of `fields`; it returns a dict with id, messages or
+    token_ids, answer, metadata, tools and template. null: none."""
     system: str | None = None
-    """System turn for prompts that have none."""
+    """Text of the system turn that is added to prompts without one; null: none is added."""
     template: Options = Field(default_factory=dict)
-    """Arguments of the chat template, such as {enable_thinking: false}. The `template` of a prompt takes precedence."""
+    """Further arguments of the chat template, such as {enable_thinking: false}; a prompt's `template` overrides
+    them."""
     source: str | None = None
-    """Dotted path of a hook for the order of prompts: source(prompts, seed) -> DataSource; null: shuffled epochs."""
+    """Dotted path of a hook source(prompts, seed) -> DataSource, which orders the prompts; null: shuffled epochs."""
     prompts_per_step: Amount = 32
-    """Prompts (groups) trained per step."""
+    """Number of prompts, and so of groups, that are trained per step."""
     over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
     """Groups in flight while a step waits for its groups, as a multiple of prompts_per_step, rounded up. null:
-    max_staleness + 1 - window, the most that can be trained in time. Groups that become too stale are generated
-    again."""
+    max_staleness + 1 - window, the most that can be trained before they are too stale. Groups that become too stale are
+    generated again."""
     partial: bool = False
-    """Pause the engines while trainers train. Unfinished rollouts are interrupted, keep their tokens, and continue in
-    the next step. It needs schedule.max_staleness."""
+    """Pause the engines while trainers run (partial rollouts). Unfinished rollouts are interrupted, keep their tokens,
+    and continue in the next step. Requires a positive schedule.max_staleness."""
     group_size: Amount = 8
-    """Rollouts per prompt."""
+    """Number of rollouts per prompt, which form a group."""
     generate: str = "single_turn"
-    """Data-generation hook: the name of a built-in one (docs/hooks.md), or a dotted path."""
+    """Generate hook, which produces a prompt's rollouts: a built-in one's name (docs/hooks.md), or a dotted path."""
     options: Options = Field(default_factory=dict)
-    """Keyword arguments of `generate`."""
+    """Keyword arguments passed to the `generate` hook."""
     filter: str | None = None
-    """Dotted path of the group filter: keep(group) -> bool | reason."""
+    """Dotted path of a hook keep(group) -> bool | reason, which filters groups; null: all groups are kept."""
     replay: PathText | None = None
-    """Directory of a run whose saved rollouts (`track.rollouts`) are trained on again, step by step. No engine is
-    started and nothing is generated."""
+    """Directory of another run, whose saved rollouts (`track.rollouts`) are trained on step by step. No engine is
+    started and nothing is generated. null: generate rollouts."""
     engines: tuple[Engines, ...] = (Engines(),)
-    """Groups of servers; empty: no generation (SFT)."""
+    """Groups of engine servers; empty for training that generates nothing (SFT)."""
     sampling: Sampling = Sampling()
     proxy: Proxy = Proxy()
     max_prompt_tokens: Amount = 1024
-    """Maximum length of a prompt in tokens. Longer prompts are refused before the run starts."""
+    """Maximum length of a prompt in tokens. A longer prompt is an error before the run starts."""
     concurrency: Amount = 256
-    """Maximum number of rollouts' requests to the engines that are in flight at once."""
+    """Maximum number of requests to the engines that are in flight at once, over all rollouts."""
     max_rollouts: Amount = 4096
-    """Maximum number of rollouts in flight, including those whose tools are running."""
+    """Maximum number of rollouts in flight at once, including those that wait for tools."""
     affinity: Literal["prefix", "group", "rollout"] = "prefix"
-    """Requests that are sent to the same engine. prefix: those with a long common prefix, unless the engine is far
-    busier than the others; group: all of a prompt's rollouts; rollout: all of one rollout."""
+    """Requests that are routed to the same engine. prefix: those with a long common prefix, unless the engine has far
+    more load than the others; group: all of a prompt's rollouts; rollout: all of one rollout."""
     request_deadline: Seconds = 600
-    """Seconds for one request to an engine."""
+    """Seconds within which an engine must complete one request."""
     request_retries: Count = 2
-    """Number of times that a request is sent again after its engine was lost."""
+    """Number of times that a request is sent again because its engine was lost."""
     rollout_deadline: Seconds = 1800
-    """Seconds for one rollout, not counting its waits for `concurrency` and for paused engines."""
+    """Seconds within which a rollout must finish, without its waits for `concurrency` and for paused engines."""
     interrupt_deadline: Seconds = 30
-    """Seconds for interrupted requests to return with their tokens, between steps if `partial` is true, and before a
-    run is saved on a signal. Requests that miss it are sent again and lose the tokens of the interrupted attempt."""
+    """Seconds within which interrupted requests must return their tokens: between steps if `partial` is true, and
+    before a run is saved on a signal. Slower requests are sent again, without the tokens of the interrupted attempt."""
     max_failed_share: Share = 0.1
-    """Fraction of a step's groups that may fail; the run stops if more do."""
+    """Maximum fraction of a step's groups that may fail; the run stops with an error if more do."""
     routed_experts: bool = True
-    """Return tokens' experts with completions (MoE): of every rollout if they are replayed or saved, else of four to
-    seven rollouts of a step, from which metrics show differing experts."""
+    """Return the experts that each token was routed to (MoE): for every rollout if they are replayed or saved,
+    otherwise for four to seven rollouts of a step, from which metrics show how often trainer and engine differ."""
     gap_probe: Count = 4
-    """Number of rollouts (at least one per data-parallel rank) that an engine scores again, to measure its log-prob gap
-    to the trainers, in a step whose tokens were all sampled by older weight versions; 0: none."""
+    """Number of rollouts per step, at least one per data-parallel rank, that an engine scores again to measure its
+    log-prob gap to the trainers, if all tokens of the step were sampled by older weight versions; 0: none."""
     health: Health = Health()
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a rollout of one turn."""
+        """Maximum number of tokens in a rollout of one turn, prompt included."""
         return self.max_prompt_tokens + self.sampling.max_new_tokens
 
     @property
     def served(self) -> tuple[Engines, ...]:
-        """Groups that this run starts or connects to: none if rollouts are replayed."""
+        """Engine groups that this run starts or connects to; none if it replays rollouts."""
         return () if self.replay else self.engines
 
     @property
     def sampled(self) -> bool:
-        """True if engines sampled the rollouts, in this run or in the replayed one."""
+        """True if engines sampled the rollouts that are trained on, in this run or in the replayed one."""
         return any(not group.frozen for group in self.engines)
 
     @property
     def policy_engines(self) -> tuple[Engines, ...]:
-        """Groups that serve the policy: trainers publish to them, and rollouts sample from them."""
+        """Engine groups that serve the policy: they receive its weights and sample rollouts."""
         return tuple(group for group in self.served if not group.frozen)
 
     @property
     def frozen_engines(self) -> tuple[Engines, ...]:
-        """Groups that serve other models, which hooks call by name."""
+        """Engine groups that serve other models, which hooks call by the group's name."""
         return tuple(group for group in self.served if group.frozen)
 
     @property
@@ -277,7 +278,7 @@ class Rollout(Section):
 
     @property
     def disaggregated(self) -> bool:
-        """True if separate servers compute prompts and samples (prefill and decode)."""
+        """True if prefill and decode run on separate servers (SGLang's disaggregation)."""
         return any(group.role != "regular" for group in self.engines)
 
     def _faults(self) -> Faults:
@@ -291,28 +292,28 @@ class Rollout(Section):
             yield (
                 "sources.both",
                 "rollout.prompts",
-                "rollout.prompts and rollout.sources are both set; make the file one of the sources",
+                "rollout.prompts and rollout.sources are both set; make rollout.prompts one of the sources",
             )
         if self.map is not None and (self.fields is not None or any(source.fields for source in self.sources)):
             yield (
                 "prompts.map",
                 "rollout.map",
-                "rollout.map and fields are both set, but a mapping hook returns the whole prompt; leave one of them "
-                "out",
+                "rollout.map and fields are both set, but the hook of rollout.map returns the whole prompt; remove one "
+                "of them",
             )
         if self.source is not None and self.sources:
             yield (
                 "sources.source",
                 "rollout.source",
                 "rollout.source and rollout.sources are both set, but a source hook orders prompts itself and ignores "
-                "weights; leave one of them out",
+                "weights; remove one of them",
             )
         reserved = sorted(self.template.keys() & RENDERED)
         if reserved:
             yield (
                 "template.argument",
                 f"rollout.template.{reserved[0]}",
-                f"rollout.template has {reserved[0]!r}, an argument that slimx sets; leave it out",
+                f"rollout.template sets {reserved[0]!r}, an argument that slimx sets itself; remove it",
             )
         yield from source_faults(self.sources)
         yield from group_faults(self.engines)
@@ -320,42 +321,42 @@ class Rollout(Section):
             yield (
                 "rollout.routed_experts",
                 "rollout.routed_experts",
-                "rollout.routed_experts is true with prefill and decode groups, but the decode server, which sends the "
-                "response, does not compute the experts of the prompt; set rollout.routed_experts=false",
+                "rollout.routed_experts is true with prefill and decode groups, but the decode server that sends the "
+                "response does not know the experts of the prompt's tokens; set rollout.routed_experts=false",
             )
 
 
 class Eval(Section):
     prompts: PathText | dict[str, PathText] | None = None
     """File of held-out prompts (as `rollout.prompts`), or a mapping from names to files; null: no evaluation. The name
-    is metadata.dataset of prompts whose row has none, by which `reward.parts` can choose a reward for each file."""
+    is metadata.dataset of prompts without one, so that `reward.parts` can select a reward for each file."""
     fields: RowFields | None = None
-    """Columns of rows that are not in slimx's format. `rollout.fields` and `rollout.map` apply to training prompts
-    only, `rollout.system` and `rollout.template` to both."""
+    """Columns of rows that are not in slimx's format; null: all rows are in it. `rollout.fields` and `rollout.map`
+    apply to training prompts only, `rollout.system` and `rollout.template` to both."""
     map: str | None = None
-    """Dotted path of a hook instead of `fields`, as for `rollout.map`; it may be the same hook."""
+    """Dotted path of a hook to use instead of `fields`, as for `rollout.map`; it may be the same hook. null: none."""
     every: Count | None = None
-    """Steps between evaluations; null: only before and after the run; 0: never."""
+    """Number of steps between evaluations; null: evaluate only before and after the run; 0: never."""
     samples: Amount = 1
-    """Answers per prompt. eval/accuracy is their mean reward (avg@k); eval/pass@k is reported for k up to this."""
+    """Answers per prompt. eval/accuracy is their mean reward (avg@k); eval/pass@k is reported for k up to `samples`."""
     pass_at: tuple[Amount, ...] = ()
-    """Values of k for which eval/pass@k is reported, none above `samples`; empty: 2, 4, 8, ... up to it."""
+    """Values of k for which eval/pass@k is reported, at most `samples` each; empty: 2, 4, 8, ... up to `samples`."""
     temperature: Weight = 0.0
-    """Softmax temperature of the answers; 0: greedy."""
+    """Softmax temperature of the answers; 0: greedy sampling."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass to sample from if `temperature` is above 0."""
+    """Probability mass for nucleus sampling, if `temperature` is above 0; 1: the whole distribution."""
     passing: Real = 1.0
-    """Minimum reward of a correct answer, in pass@k and in lengths by outcome."""
+    """Minimum reward of an answer that counts as correct in pass@k and in the lengths of correct and wrong answers."""
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Values of k for which pass@k is reported, ascending."""
+        """Values of k for which pass@k is reported, in ascending order."""
         doubled = takewhile(lambda k: k <= self.samples, (2**n for n in count(1)))
         return tuple(sorted(set(self.pass_at or doubled)))
 
     @property
     def files(self) -> dict[str, str]:
-        """Files of prompts by name, "" for a single file; {} without evaluation."""
+        """Files of held-out prompts by name; the name of a single file is "". {} without evaluation."""
         if self.prompts is None or self.every == 0:
             return {}
         return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
@@ -365,14 +366,14 @@ class Eval(Section):
             yield (
                 "prompts.map",
                 "eval.map",
-                "eval.map and eval.fields are both set, but a mapping hook returns the whole prompt; leave one of "
-                "them out",
+                "eval.map and eval.fields are both set, but the hook of eval.map returns the whole prompt; remove "
+                "one of them",
             )
         if self.samples > 1 and self.temperature == 0:
             yield (
                 "eval.samples",
                 "eval.samples",
-                f"eval.samples is {self.samples} but eval.temperature is 0: all answers to a prompt would be the same; "
+                f"eval.samples is {self.samples} but eval.temperature is 0, so all answers to a prompt would be equal; "
                 "set a temperature, or eval.samples=1",
             )
         beyond = [k for k in self.pass_at if k > self.samples]
@@ -380,19 +381,19 @@ class Eval(Section):
             yield (
                 "eval.pass_at",
                 "eval.pass_at",
-                f"eval.pass_at has {beyond[0]}, but eval.samples is {self.samples}: pass@k needs at least k "
-                "answers; raise eval.samples or leave it out",
+                f"eval.pass_at contains {beyond[0]}, but eval.samples is {self.samples}: pass@k needs at least k "
+                f"answers; raise eval.samples or remove {beyond[0]}",
             )
         if self.temperature == 0 and self.top_p < 1:
             yield (
                 "eval.top_p",
                 "eval.top_p",
-                "eval.top_p has no effect on greedy answers; set eval.temperature or leave it out",
+                f"eval.top_p is {self.top_p}, but answers are greedy; set eval.temperature, or remove eval.top_p",
             )
         wrong = [name for name in self.files if "/" in name or (not name and len(self.files) > 1)]
         if wrong:
             yield (
                 "eval.name",
                 wrong[0],
-                f"eval.prompts has the name {wrong[0]!r}; names are parts of metrics' names: use one without a slash",
+                f"eval.prompts has the name {wrong[0]!r}, but names are parts of metric names; use one without a slash",
             )
