@@ -1,6 +1,7 @@
-"""Ray for one run: joins the configured cluster, or starts a local one that ends with the run.
+"""Connection of one run to Ray: to the configured cluster, or to a local one that is started here and ends with the
+run.
 
-Ray's services listen on every interface; a token keeps out other clients (slimx.cluster.access).
+Ray's services listen on every network interface; a token keeps other clients out (slimx.cluster.access).
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from slimx.errors import PartLost, SlimxError
 SHUTDOWN_S = 20.0
 """Deadline for Ray to shut down, in seconds."""
 STARTS = 3
-"""Attempts to start a local Ray, which can time out on a busy machine."""
+"""Maximum number of attempts to start a local Ray cluster, which can time out on a busy machine."""
 SLOW = "timed out during startup"
-"""Text of ray 2.60's error for a node that did not start in time."""
+"""Text in the error of Ray 2.60 for a node that did not start in time."""
 
 
 def device_of(config: Config) -> str:
-    """Returns "cuda" or "cpu", as configured or as torch detects it."""
+    """Returns "cuda" or "cpu": `cluster.device`, or, if it is auto, the device that torch finds."""
     if config.cluster.device != "auto":
         return config.cluster.device
-    import torch  # here, because commands that only leave Ray need not wait 2 s for it
+    import torch  # here, because it takes 2 s and is not needed to disconnect from Ray
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
-    """Connects to Ray or starts it on this machine. Raises SlimxError if its resources are too few for the run.
-    `trainers`: count the CPUs and GPUs of trainers."""
+    """Connects to the configured Ray cluster, or starts one on this machine.
+
+    `device`: "cuda" or "cpu". `trainers`: True if the run also needs CPUs and GPUs for trainers. Raises SlimxError if
+    the cluster has fewer than the run needs."""
     be_silent()
     ranks = engines = cpus = 0
     for policy_config in config.by_policy.values():
@@ -53,7 +56,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             _start_locally(cpus)
     except SlimxError:
         raise
-    except Exception as error:  # Ray raises plain Exception if a part of it does not start
+    except Exception as error:  # Ray raises plain Exception if one of its processes does not start
         where = config.cluster.ray_address or "on this machine"
         reason = " ".join(str(error).split())[:300]
         raise PartLost(f"Ray cannot be started {where}: {reason}", code="ray.start", about=where) from error
@@ -63,7 +66,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         if available < needed:
             stop_ray()
             raise SlimxError(
-                f"the Ray cluster has {available:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, "
+                f"the Ray cluster has {available:g} {kind}s, but the run needs {needed:g} ({ranks} trainer ranks, "
                 f"{engines} engine ranks, cluster.device {device}); add nodes or lower "
                 "trainer.world_size or rollout.engines",
                 code="cluster.resources",
@@ -72,7 +75,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
 
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
-    """Returns the number of trainer ranks of one policy, of engine ranks with dedicated GPUs, and of CPUs."""
+    """Returns three numbers for one policy: trainer ranks, engine ranks with dedicated GPUs, and CPUs."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Colocated engines have no dedicated GPUs.
     dedicated = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
@@ -85,25 +88,26 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
 
 @without_unused()
 def _start_locally(cpus: int) -> None:
-    """Starts Ray on this machine; retries if its node did not start within Ray's limit of 30 s."""
+    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if its node did not start within Ray's limit of 30
+    s."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(
-                # Otherwise Ray would join the cluster that was last started on this machine.
+                # By default Ray would join the cluster that was last started on this machine.
                 address="local",
                 **local_options(),
                 num_cpus=cpus,
-                # Shards of a batch are a few MB, and so are pieces of mirrors; weights do not pass through it.
+                # Batch shards and pieces of mirrored state have a few MB each; weights do not pass through it.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
                 job_config=SearchPath(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                # A dying worker would kill its children at once, including an engine's guard, which must live to stop
-                # the engine cleanly and to remove its files (slimx.runtime.process).
+                # Otherwise a worker that dies kills its children at once, including an engine's guard, which has to
+                # stop the engine cleanly and remove its files (slimx.runtime.process).
                 _system_config={
                     "kill_child_processes_on_worker_exit": False,
-                    # Ray ends this process with its own message a minute after losing the GCS. slimx.cluster.watch
-                    # is faster, and the shutdown after it may take longer.
+                    # By default Ray exits this process a minute after losing the GCS. slimx.cluster.watch detects
+                    # the loss earlier, and the shutdown that follows may take longer.
                     "gcs_rpc_server_reconnect_timeout_s": 600,
                     **SYSTEM_CONFIG,
                 },
@@ -120,8 +124,10 @@ def _memory() -> int:
 
 
 def stop_ray() -> None:
-    """Disconnects from Ray; a local cluster ends. Waits for a limited time: Ray's library blocks forever on one of its
-    processes that is stopped. Remaining processes end with this one (slimx.orchestration.lifetime.leftovers)."""
+    """Disconnects from Ray, which ends a local cluster.
+
+    Waits at most `SHUTDOWN_S` seconds, because Ray's library blocks forever if one of its processes is stopped.
+    Processes that remain are ended with this process (slimx.orchestration.lifetime.leftovers)."""
     leaving = threading.Thread(target=ray.shutdown, name="slimx leaves Ray", daemon=True)
     leaving.start()
     leaving.join(SHUTDOWN_S)

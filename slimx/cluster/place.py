@@ -1,4 +1,5 @@
-"""Placement of Ray actors: machine and GPUs. Actors of every kind import it, so it imports nothing heavy but Ray."""
+"""Placement of Ray actors: their machine and GPUs. Actors of every kind import this module, so it imports nothing slow
+except Ray."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from slimx.json_types import Json
 from slimx.runtime.ports import is_local, machine
 
 type Actor = Any
-"""Handle of a Ray actor, whose methods Ray creates at run time."""
+"""Handle of a Ray actor. Its methods are created by Ray at run time, so they have no static types."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
-"""CUDA's variable with the GPUs of a process."""
+"""CUDA's environment variable that lists the GPUs visible to a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Machine and GPUs of the part of a server on one machine."""
+    """Machine and GPUs of those ranks of a server that run on one machine."""
 
     node: str | None = None
-    """Ray's id of the machine; None: Ray chooses one with free resources."""
+    """Ray's node id of the machine; None: Ray chooses a machine with free resources."""
     gpus: tuple[str, ...] | None = None
-    """GPUs shared with trainer ranks; None: Ray assigns dedicated ones."""
+    """GPUs that are shared with trainer ranks, as in CUDA_VISIBLE_DEVICES; None: Ray assigns dedicated GPUs."""
     owned: int = 0
-    """Number of dedicated GPUs."""
+    """Number of dedicated GPUs to request from Ray."""
 
     def options(self, cpus: float) -> Json:
-        """Returns options of the Ray actor."""
+        """Returns the options with which the Ray actor is created. `cpus`: number of CPUs that it reserves."""
         options: Json = {"num_cpus": cpus, "num_gpus": self.owned}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -39,17 +40,20 @@ class Placement:
 
 
 def place_of(actor: Actor) -> Placement:
-    """Returns the placement of the Ray actor that runs this: its machine and its visible GPUs."""
+    """Returns the placement of the Ray actor that runs this function: its machine and its visible GPUs. `actor`: the
+    actor itself."""
     gpus = os.environ.get(DEVICES)
     node = ray.get_runtime_context().get_node_id()
     return Placement(node, tuple(gpus.split(",")) if gpus is not None else None)
 
 
 def identity_of(actor: Actor) -> Json:
-    """Returns process id, machine and Ray's node id of the Ray actor that runs this."""
+    """Returns process id, machine identifier and Ray node id of the Ray actor that runs this function. `actor`: the
+    actor itself."""
     return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
 
 
 def place_among(actor: Actor, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns Ray's id of this machine, and those of `hosts` that are addresses of it."""
+    """Returns the Ray node id of this machine, and those of `hosts`, names or addresses, that belong to it. `actor`:
+    the Ray actor that runs this function."""
     return place_of(actor).node or "", [host for host in hosts if is_local(host)]

@@ -1,4 +1,4 @@
-"""Restarts of a run's parts: their limit, and the reason for each."""
+"""Restarts of engines and routers: how many are allowed, and the reason for each."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
 SHOWN = 5
-"""Maximum number of restarts listed in the message that ends a run; the timeline has all."""
+"""Maximum number of restarts listed in the error that ends a run; the timeline contains all."""
 LONGEST_PAUSE_S = 30.0
-"""Longest pause before another start, in seconds; each pause is twice the one before."""
+"""Maximum number of seconds to wait before a restart; each pause is twice as long as the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """One attempt to restart a part."""
+    """One attempt to restart an engine or router."""
 
     part: str
-    """Name of the part in messages: "engine actor-0", "router"."""
+    """Name of the restarted part in messages, such as "engine actor-0" or "router"."""
     reason: str
-    """Reason why the part was lost, or the previous attempt failed."""
+    """Reason why the part was lost, or why the previous attempt failed."""
     at: float
-    """Unix seconds."""
+    """Time when the attempt started, in Unix seconds."""
     seconds: float
     error: str = ""
-    """Reason why the restart failed; "" if the part is running."""
+    """Reason why the restart failed; "" if it succeeded."""
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.at))
@@ -38,11 +38,11 @@ class Restart:
 
 
 class Restarts:
-    """Restarts of one part: `health.restarts` in a row, with the count reset after `health.stable_after` seconds of
-    service.
+    """Restarts of one engine or router. Up to `health.restarts` consecutive ones are allowed, and `health.stable_after`
+    seconds of service reset the count.
 
-    The limit counts restarts in a row and not per time, because a start may take minutes: a part that always dies soon
-    after its start is given up, however long its starts take.
+    The limit counts consecutive restarts, not restarts per time, because a start may take minutes: a part that always
+    dies soon after its start is given up, however long its starts take.
     """
 
     def __init__(
@@ -55,8 +55,11 @@ class Restarts:
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Sets up the count. `note` gets a line when a restart begins or fails, `record` every finished restart.
-        `pause_s`: seconds before the second restart in a row. `clock`: monotonic seconds."""
+        """Starts with a count of 0.
+
+        `part`: name in messages. `note`: receives a line of text when a restart starts or fails. `record`: receives
+        every finished restart. `pause_s`: seconds to wait before the second consecutive restart. `clock`: returns
+        monotonic seconds."""
         self.part = part
         self.health = health
         self.note = note
@@ -74,16 +77,17 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next restart: a part that cannot start now may be able to later."""
+        """Seconds to wait before the next restart, so that a temporary obstacle can disappear; 0 before the first."""
         return min(LONGEST_PAUSE_S, self._pause_s * 2 ** (self.in_row - 1)) if self.in_row else 0.0
 
     def serves(self) -> None:
-        """Records that the part serves, since now or since earlier."""
+        """Records that the part is serving; the time of service counts from the first of consecutive calls."""
         if self._serves_since is None:
             self._serves_since = self._clock()
 
     def lost(self) -> None:
-        """Records that the part has stopped serving."""
+        """Records that the part has stopped serving. Resets the count if it had served for `health.stable_after`
+        seconds."""
         since = self._serves_since
         self._serves_since = None
         if since is not None and self._clock() - since >= self.health.stable_after:
@@ -91,7 +95,8 @@ class Restarts:
 
     @contextmanager
     def attempt(self, reason: SlimxError) -> Iterator[None]:
-        """Counts and records one restart, which the block performs."""
+        """Counts one restart, which the block performs, and records how it ended. `reason`: error by which the part was
+        lost."""
         self.in_row += 1
         self.note(f"{self.part}: restart {self.in_row} of {self.health.restarts}")
         at = time.time()
@@ -112,5 +117,5 @@ class Restarts:
 
 
 def describe_restarts(restarts: Sequence[Restart]) -> str:
-    """Lists the last of these restarts for the message that ends a run; "" if there were none."""
+    """Describes the last `SHOWN` of `restarts` for the error that ends a run; "" if there are none."""
     return "; ".join(map(str, restarts[-SHOWN:]))

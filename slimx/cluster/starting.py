@@ -1,5 +1,5 @@
-"""Start of trainers and engines: its deadline (`cluster.start_deadline`, or derived from the bytes of weights to read),
-the number of processes, and the log lines about it."""
+"""Start of trainers and engines: its deadline (`cluster.start_deadline`, or derived from the size of the weights), and
+the lines about it in the log."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from slimx.config.schema import Config
 CPU_S = 300.0
 """Deadline of a start on CPUs, in seconds."""
 READ_RATE = 1e9
-"""Assumed rate of a node's reads of weights from shared storage, in bytes/s; other processes hit the page cache."""
+"""Assumed rate at which a node reads weights from shared storage, in bytes/s; its other processes read from the page
+cache."""
 COMPILATION_S = 600.0
-"""Assumed time to compile kernels and capture graphs at a first start on GPUs, in seconds, without DeepGEMM."""
+"""Assumed time for compiling kernels and capturing CUDA graphs at a first start on GPUs, in seconds, without
+DeepGEMM."""
 
 
 def start_deadline(config: Config, device: str) -> float:
-    """Returns the deadline for trainers and engines on `device`, "cpu" or "cuda", to be up, in seconds."""
+    """Returns the seconds within which trainers and engines must have started. `device`: "cpu" or "cuda"."""
     deadline = config.cluster.start_deadline
     return start_seconds(device, weight_bytes(config)) if deadline is None else deadline
 
 
 def start_seconds(device: str, nbytes: int) -> float:
-    """Returns the seconds that a first start with `nbytes` of weights may take."""
+    """Returns the seconds that a first start may take on `device`, "cpu" or "cuda". `nbytes`: size of the weights that
+    a node reads."""
     return CPU_S if device == "cpu" else nbytes / READ_RATE + COMPILATION_S
 
 
 def weight_bytes(config: Config) -> int:
-    """Returns the bytes of all weights that a node with trainers and engines reads at the start; files that are not on
-    this machine do not count."""
+    """Returns the size in bytes of all weights that a node with trainers and engines reads at the start. Files that are
+    not on this machine are not counted."""
     directories = {config.initial_weights}
     for group in config.rollout.engines:
         if group.started:
             directories.add(group.model or config.model.path)
     if config.critic is not None and config.critic.load is not None:
         directories.add(config.critic.load)
-    patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face's directory, Megatron-LM's
+    patterns = ("*.safetensors", "*/*.distcp")  # Hugging Face directory, Megatron-LM checkpoint
     total = 0
     for directory in directories:
         for pattern in patterns:
@@ -47,7 +50,8 @@ def weight_bytes(config: Config) -> int:
 
 
 def trained_ranks(config: Config) -> int:
-    """Returns the number of processes that train one policy and its critic, if that has dedicated ranks."""
+    """Returns the number of ranks that train one policy, including those of its critic if the critic has separate
+    ranks."""
     ranks = config.trainer.world_size
     if config.critic is not None and config.critic.placement == "own":
         ranks += config.as_critic().trainer.world_size
@@ -56,15 +60,15 @@ def trained_ranks(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Parts of a run that are starting together with Ray."""
+    """Processes of a run that are being started, described for the log."""
 
     parts: str
-    """Description such as "2 trainers, 1 engine"."""
+    """Description of the processes, such as "2 trainers, 1 engine"."""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, config: Config, *, trainers: bool = True) -> Starting:
-        """Returns the parts of `config`; `trainers`: include trainers."""
+        """Returns the processes that a run of `config` starts. `trainers`: include trainers."""
         ranks = 0
         engines = 0
         for policy in config.by_policy.values():

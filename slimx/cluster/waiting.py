@@ -1,4 +1,4 @@
-"""Waits for Ray's actors and library with deadlines, and descriptions of their failures."""
+"""Waits with deadlines for Ray's actors and library, and errors that describe their failures."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ from slimx.runtime.logs import log_end, quoted
 from slimx.runtime.tasks import AnyFuture, cancelled, in_thread
 
 DEATH_S = 5.0
-"""Seconds until Ray reports an actor's death; peers may notice earlier by a broken connection."""
+"""Maximum number of seconds until Ray reports the death of an actor. Other actors may notice it earlier, by a broken
+connection."""
 KILL_S = 10.0
-"""Deadline of a request to kill actors, in seconds."""
+"""Seconds within which a request to kill actors must return."""
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""Ray's errors for an actor whose process has ended. The second, not a subclass of the first, means that Ray killed the
-process because the machine ran out of memory."""
+"""Ray's errors for an actor whose process has ended. OutOfMemoryError, which is not a subclass of RayActorError, means
+that Ray killed the process because the machine ran out of memory."""
 
 _UNKNOWN = "connection error code 2"
-"""Text of ray 2.60 for a process that ended without notice."""
+"""Text in the error of Ray 2.60 for a process that ended without notice."""
 _SILENT = ", as after SIGKILL (out of memory? see dmesg)"
-"""Likely cause of such an end if nothing was printed either."""
+"""Addition to the error message if such a process has not printed anything."""
 
 
 class ActorDied(PartLost):
-    """The process of an actor has ended."""
+    """Error for an actor whose process has ended."""
 
 
 async def gather[T](
     references: Sequence[Awaitable[T]], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
 ) -> list[T]:
-    """Returns the results of all `references`. The first failure is raised at once, because the other ranks would wait
-    for the failed one; only an error that the death of another actor may have caused waits up to `DEATH_S` for Ray to
-    report it.
+    """Returns the results of all `references`, in order.
 
-    Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not respond.
+    The first failure is raised at once, because the other ranks may wait for the failed one. If the failure may be a
+    consequence of another actor's death, Ray first gets `DEATH_S` seconds to report that death, which is then raised
+    instead.
+
+    `what`: the operation, for errors. `holders` and `logs`: name and log of the actor behind each reference. Raises
+    SlimxError with name and log of the failed actor; DeadlineError after `deadline_s` with the names of the actors that
+    did not respond.
     """
-    if not references:  # asyncio.wait refuses an empty set
+    if not references:  # asyncio.wait raises an error for an empty set
         return []
     tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
     try:
@@ -67,8 +72,8 @@ async def gather[T](
 
 
 async def has_died(*actors: Actor, within: float = math.inf) -> bool:
-    """Returns True if one of `actors`, which have a method `ping`, has died. Waits at most `DEATH_S` seconds for Ray to
-    report it, and at most `within`."""
+    """Returns True if one of `actors`, which must have a method `ping`, has died. Waits up to `DEATH_S` seconds for Ray
+    to report it, but at most `within` seconds."""
     pings = [asyncio.ensure_future(_result(actor.ping.remote())) for actor in actors]
     try:
         done, _ = await asyncio.wait(pings, timeout=min(DEATH_S, within), return_when=asyncio.FIRST_EXCEPTION)
@@ -78,7 +83,8 @@ async def has_died(*actors: Actor, within: float = math.inf) -> bool:
 
 
 async def _until_death(tasks: Iterable[AnyFuture]) -> None:
-    """Waits until one of `tasks` fails because its actor has died, or all are done; at most `DEATH_S` seconds."""
+    """Waits until one of `tasks` fails because its actor has died, or until all are done, but at most `DEATH_S`
+    seconds."""
     pending = set(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout(DEATH_S):
@@ -93,7 +99,7 @@ def _died(task: AnyFuture) -> bool:
 
 
 def _unexplained(task: AnyFuture) -> bool:
-    """Returns True for a failure that is neither an actor's death nor a SlimxError."""
+    """Returns True if `task` failed for another reason than its actor's death or a SlimxError."""
     error = task.exception()
     return error is not None and not _died(task) and not isinstance(getattr(error, "cause", None), SlimxError)
 
@@ -103,14 +109,15 @@ async def _result[T](reference: Awaitable[T]) -> T:
 
 
 def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
-    """Returns an error of Ray as one sentence; a SlimxError raised inside an actor unchanged."""
+    """Returns an error for the exception `error`, with which Ray reported a failure of the operation `what` on the
+    actor `holder`; a SlimxError that was raised inside the actor is returned unchanged. `log`: the actor's log file."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, SlimxError):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
         end = log_end(log)
         reason = quoted(log, end)
-        if not end:  # the process printed nothing: only Ray's message says more
+        if not end:  # the process printed nothing, so Ray's message is the only explanation
             if _UNKNOWN in str(error):
                 reason += _SILENT
             else:
@@ -127,12 +134,13 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
 
 
 def _short(error: BaseException) -> str:
-    """Returns an error's text on one line, cut after the figures at the start of Ray's reports about memory."""
+    """Returns the text of `error` on one line, shortened to 400 characters; Ray's reports about memory start with the
+    relevant figures."""
     return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's text without the log that it may quote."""
+    """Returns the first line of the text of `error`, without the log lines that it may quote."""
     return str(error).partition("\n")[0]
 
 
@@ -143,11 +151,11 @@ def _last_line(error: BaseException) -> str:
 async def ask_ray[T, *Ts](
     what: str, holder: str, deadline_s: float, function: Callable[[*Ts], T], *arguments: *Ts
 ) -> T:
-    """Returns the result of `function`, a call of Ray's library, in a thread. `ray.put` needs the raylet and `ray.kill`
-    the GCS; both block forever if that process is stopped, and would block the event loop.
+    """Calls `function` of Ray's library in a thread and returns its result.
 
-    `what` is requested from `holder`, a part of Ray. Raises DeadlineError if it does not respond in time, PartLost if
-    it fails."""
+    `ray.put` needs the raylet and `ray.kill` the GCS. Both block forever if that process is stopped, so they must not
+    be called in the event loop. `what`: description of the result, and `holder`: the part of Ray that must provide it,
+    for errors. Raises DeadlineError after `deadline_s` seconds, PartLost if Ray reports an error."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)
@@ -155,11 +163,13 @@ async def ask_ray[T, *Ts](
         raise DeadlineError(what, deadline_s, holder) from None
     except ray.exceptions.RayError as error:
         reason = " ".join(str(error).split())[:300]
-        raise PartLost(f"{holder} failed at {what}: {reason}", code="ray.lost", about=holder) from error
+        raise PartLost(
+            f"{holder} failed while slimx waited for {what}: {reason}", code="ray.lost", about=holder
+        ) from error
 
 
 async def kill(actors: Iterable[Actor]) -> None:
-    """Kills actors; does not raise. Without the GCS they end with Ray."""
+    """Kills `actors` and never raises. If the GCS does not respond, they are left to end with Ray."""
     with suppress(DeadlineError, PartLost):
         await ask_ray("the end of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 

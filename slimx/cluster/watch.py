@@ -1,7 +1,8 @@
-"""Watches Ray's processes: without them trainers and engines are unreachable, which Ray itself reports late.
+"""Detects the loss of Ray's processes, without which trainers and engines are unreachable; Ray itself reports it late.
 
-every second    local cluster: are gcs_server and raylet, children of this process, still running?
-in between      does the raylet store an object, does the GCS list the nodes, within `cluster.ray_deadline`?
+In a local cluster it checks every second that gcs_server and raylet, children of this process, are still running. In
+every cluster it checks periodically that the raylet stores an object and the GCS lists the nodes within
+`cluster.ray_deadline`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from slimx.errors import DeadlineError, PartLost
 from slimx.runtime.tasks import first_of
 
 LOOK_S = 1.0
-"""Seconds between two checks of the processes."""
+"""Seconds between two checks that the processes are running."""
 NAMES = {"gcs_server": "GCS", "raylet": "raylet"}
-"""Ray's process names -> names in messages."""
+"""Names of Ray's processes, mapped to their names in error messages."""
 
 Probe = Callable[[], object]
 
 
 def local_processes() -> dict[str, psutil.Process]:
-    """Returns the processes of a cluster that this process has started, by name; {} for a joined cluster."""
+    """Returns the processes of the Ray cluster that this process has started, by their names in messages; {} for a
+    cluster that it has joined."""
     processes: dict[str, psutil.Process] = {}
     for child in psutil.Process().children():
         name = child.name()
@@ -35,14 +37,17 @@ def local_processes() -> dict[str, psutil.Process]:
 
 
 def probes() -> dict[str, Probe]:
-    """Returns, by name of a part of Ray, a call that the part must answer."""
+    """Returns a call of Ray's library for each part of Ray that must respond to it, by the part's name."""
     return {"raylet": lambda: ray.put(b""), "GCS": ray.nodes}
 
 
 async def watch_ray(
     processes: Mapping[str, psutil.Process], probes: Mapping[str, Probe], deadline_s: float, look_s: float = LOOK_S
 ) -> PartLost:
-    """Watches the cluster; returns why it is unusable as soon as that is detected."""
+    """Returns the error that makes the cluster unusable as soon as one is detected.
+
+    `processes`: processes that must be running, checked every `look_s` seconds. `probes`: calls that must return within
+    `deadline_s` seconds."""
     watches = [_ended(processes, look_s)]
     for name, probe in probes.items():
         watches.append(_silent(name, probe, deadline_s))
@@ -56,7 +61,7 @@ async def _ended(processes: Mapping[str, psutil.Process], look_s: float) -> Part
 
 
 def has_ended(processes: Mapping[str, psutil.Process]) -> PartLost | None:
-    """Returns an error for the first of Ray's processes that has ended."""
+    """Returns an error for the first of `processes` that has ended; None if all are running."""
     for name, process in processes.items():
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -72,7 +77,7 @@ async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
         try:
             await ask_ray("an answer", f"Ray's {name}", deadline_s, probe)
         except DeadlineError:
-            return _lost(name, f"it has not answered for {deadline_s:g} s")
+            return _lost(name, f"no response within {deadline_s:g} s")
         except Exception as error:
             return _lost(name, " ".join(str(error).split())[:200])
         await asyncio.sleep(deadline_s / 4)
@@ -80,8 +85,9 @@ async def _silent(name: str, probe: Probe, deadline_s: float) -> PartLost:
 
 def _lost(name: str, reason: str) -> PartLost:
     return PartLost(
-        f"Ray's {name} is lost ({reason}), and trainers and engines with it; the logs of Ray's session say why, and "
-        "the same command goes on from the newest checkpoint",
+        f"Ray's {name} was lost ({reason}), and with it trainers and engines; see the logs of Ray's session for the "
+        "cause, and "
+        "repeat the command to continue from the newest checkpoint",
         code="ray.lost",
         about=name,
     )

@@ -1,6 +1,6 @@
-"""Commands that every run needs, and the program that finds the commands of extras.
+"""The commands that every run needs, and the command-line program, which finds the commands of extras.
 
-In: the arguments of the command line, or of `slimx.train` in a script.
-Out: a run directory, or a refusal in one sentence with an exit status.
+In: command-line arguments, or the arguments of `slimx.train` in a script.
+Out: a run directory, or an error message of one sentence with an exit status.
 Read first: `start.py`, then `usage.py` for the lookup of commands.
 """

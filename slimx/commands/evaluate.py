@@ -1,4 +1,4 @@
-"""`slimx eval`: a checkpoint answers the held-out prompts of a configuration; nothing is trained."""
+"""`slimx eval`: evaluates a checkpoint on the held-out prompts of a configuration, without training."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from slimx.orchestration.state.directory import EVALUATIONS
 from slimx.orchestration.step.evaluation import answer_all, judge
 
 LOGGED = "eval_hook/"
-"""Prefix of the metrics that hooks log."""
+"""Prefix of the names of metrics that hooks log during an evaluation."""
 MEAN = "/mean"
-"""Suffix of their means."""
+"""Suffix of the names of metrics that are means."""
 
 
 def run_evaluation(config: Config, note: Callable[[str], None]) -> Json:
-    """Returns {checkpoint, prompts: by set, metrics} of one evaluation, and appends it to RUN/eval/results.jsonl.
-    `config`: with engines and without trainers (slimx.orchestration.start.checks).
+    """Evaluates the checkpoint of `config` once, appends the result to RUN/eval/results.jsonl, and returns it:
+    {checkpoint, prompts: number by prompt set, metrics, ...}.
 
-    Raises SlimxError, or Interrupted after a stop."""
+    `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). `note`: receives
+    lines of text about the progress. Raises SlimxError, or Interrupted after a signal."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / EVALUATIONS
@@ -61,7 +62,8 @@ async def _session(
 
 
 async def evaluate_once(service: EngineService) -> Json:
-    """Answers the held-out prompts with running engines; returns their scores."""
+    """Evaluates on the held-out prompts with the running engines of `service`, and returns the result: {checkpoint,
+    time, samples, temperature, prompts, metrics}."""
     config = service.config
     prompts = service.sources.eval_prompts
     maker = service.make_maker()
@@ -81,7 +83,8 @@ async def evaluate_once(service: EngineService) -> Json:
 
 
 def table(result: Json) -> Iterator[str]:
-    """Yields a row per prompt set, a row for all if there are several, and a line per metric that hooks logged."""
+    """Yields the lines of the table that shows `result`: a row per prompt set, a row for all sets if there are several,
+    and a line per metric that hooks logged."""
     metrics = result["metrics"]
     columns = []
     for key in metrics:
@@ -106,7 +109,7 @@ def table(result: Json) -> Iterator[str]:
         yield f"{name:<20}{count:>8}{cells}"
     for key, value in metrics.items():
         if key.startswith(LOGGED) and key.endswith(MEAN):
-            yield f"{key.removeprefix(LOGGED).removesuffix(MEAN)} {value:.3f}, the mean of what hooks logged"
+            yield f"{key.removeprefix(LOGGED).removesuffix(MEAN)} {value:.3f} (mean of the values logged by hooks)"
     failed = metrics["eval/failed"]
     if failed:
-        yield f"{failed:.0f} prompts failed, and count as 0"
+        yield f"{failed:.0f} prompts failed and count as reward 0"

@@ -1,4 +1,4 @@
-"""`slimx generate`: generates and saves the rollouts of `schedule.steps` steps without training.
+"""`slimx generate`: generates the rollouts of `schedule.steps` steps and saves them, without training. Its files:
 
 RUN/rollouts/step-NNNNNNN.groups    rollouts, which `slimx rollouts` shows and `rollout.replay` trains on
 RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which generation resumes
@@ -41,10 +41,11 @@ from slimx.runtime.tasks import in_thread
 
 
 def run_generation(config: Config, console: Console) -> Path:
-    """Checks the configuration, starts engines, generates, and returns the run's directory; resumes from a saved
-    position. `config`: with engines and without trainers (slimx.orchestration.start.checks).
+    """Generates rollouts for the remaining steps and returns the run's directory.
 
-    Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
+    Checks the configuration, starts engines, and resumes from the position that an earlier call has saved in the
+    directory. `config`: a configuration with engines and without trainers (slimx.orchestration.start.checks). Raises
+    SlimxError, Interrupted after a signal, or Preempted after SIGUSR1."""
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)
@@ -53,7 +54,9 @@ def run_generation(config: Config, console: Console) -> Path:
     newest = saves.newest()
     state = read_state(newest) if newest is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        message = f"{directory} has all {state.step} steps; raise schedule.steps to go on{unused(config)}"
+        message = (
+            f"{directory} already contains all {state.step} steps; raise schedule.steps to continue{unused(config)}"
+        )
         console.print(plain(message))
         return directory
     with begun(directory):
@@ -91,7 +94,9 @@ async def _session(
 async def generate(
     service: EngineService, saves: Saves, state: RunState | None, table: LiveTable, leaving: asyncio.Event
 ) -> None:
-    """Generates the steps that remain after `state`, and saves each before the next one starts."""
+    """Generates the steps that remain after `state` (None: all steps), and saves each before the next one starts.
+
+    `table`: displays the progress. `leaving`: set when the process should save and exit."""
     config = service.config
     sources = service.sources
     step = 0

@@ -1,4 +1,4 @@
-"""Arguments and options shared by several commands."""
+"""Command-line arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-RunFile = Annotated[Path, typer.Argument(help="YAML file of the run.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")]
+RunFile = Annotated[Path, typer.Argument(help="YAML file with the run's configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides of the file, section.key=value, applied in order."),
+]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="Hugging Face checkpoint for the engines; default: the one that training would start from."),
+    typer.Option(help="Hugging Face checkpoint that the engines load; default: the initial weights of the run."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error too.")]

@@ -1,7 +1,7 @@
 """Training and evaluation from a script or a notebook: `slimx.train(config, reward=my_reward)`.
 
-Hooks are passed as functions and recorded as their dotted paths, so that `config.yaml`, reward processes and the rest
-of the code see an ordinary run.
+Hooks can be passed as functions. They are recorded by their dotted paths, so that `config.yaml`, reward processes and
+the rest of the code see an ordinary run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def train(
     keep: Keep | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Trains as `slimx train` does and returns the run's directory. Blocks; call it in the main thread.
+    """Trains as `slimx train` does and returns the run's directory. Blocks, and must be called in the main thread.
 
-    `generate`, `reward` and `keep` replace `rollout.generate`, `reward.function` and `rollout.filter`; they must be
-    defined at the top level of a module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
+    `generate`, `reward` and `keep`: functions that replace the hooks `rollout.generate`, `reward.function` and
+    `rollout.filter`; they must be defined at the top level of a module. `console`: where progress is printed; None:
+    standard output. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
     config = with_hooks(config, generate=generate, reward=reward, keep=keep)
     with _alone():
         directory, _ = start.train(config, console or Console(soft_wrap=True))
@@ -49,8 +50,10 @@ def evaluate(
     reward: Reward | None = None,
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Json:
-    """Answers the held-out prompts as `slimx eval` does and returns {checkpoint, prompts, metrics}. `checkpoint`: a
-    Hugging Face directory; None: the weights that training would start from. Hooks and errors: see `train`."""
+    """Evaluates on the held-out prompts as `slimx eval` does and returns {checkpoint, prompts, metrics, ...}.
+
+    `checkpoint`: a Hugging Face directory; None: the run's initial weights. `generate`, `reward`: hooks, as in `train`.
+    `note`: receives lines of text about the progress. Raises the same errors as `train`."""
     config = with_hooks(config, generate=generate, reward=reward)
     with _alone():
         return start.evaluate(config, None if checkpoint is None else Path(checkpoint).expanduser(), note)
@@ -59,8 +62,10 @@ def evaluate(
 def with_hooks(
     config: Config, *, generate: Generate | None = None, reward: Reward | None = None, keep: Keep | None = None
 ) -> Config:
-    """Returns the configuration with the functions' dotted paths as its hooks. Raises SlimxError for a function that
-    cannot be imported by its path in this process or in the reward processes."""
+    """Returns `config` with the functions' dotted paths as its hooks.
+
+    Raises SlimxError for a function that cannot be imported by its path, in this process or in the reward processes,
+    and for a `reward` if the configuration has reward.parts."""
     rollout: dict[str, str] = {}
     if generate is not None:
         rollout["generate"] = _path("generate", generate)
@@ -72,15 +77,16 @@ def with_hooks(
     if reward is not None:
         if config.reward.parts:
             raise SlimxError(
-                "a reward function is passed, but the configuration has reward.parts; leave one of them out",
+                "the argument reward is set, but so is reward.parts in the configuration; remove one of them",
                 code="script.reward_parts",
                 about="reward.parts",
             )
         path = _path("reward", reward)
         if in_process(config.reward, reward) and not _has_file(reward.__module__):
             raise SlimxError(
-                f"reward: {path} is defined in an interactive session, which another process cannot import; move it "
-                "into a file, or set reward.isolation=thread",
+                f"reward: {path} is defined in an interactive session, from which another process cannot import; "
+                "move it "
+                "into a module file, or set reward.isolation=thread",
                 code="script.reward_process",
                 about=path,
             )
@@ -89,13 +95,15 @@ def with_hooks(
 
 
 def _path(argument: str, function: Generate | Reward | Keep) -> str:
-    """Returns the dotted path of a function at the top level of a module."""
+    """Returns the dotted path of `function`. `argument`: name under which it was passed, for errors. Raises SlimxError
+    if it is not at the top level of a module."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
         raise SlimxError(
-            f"{argument}: {name or function!r} is not at the top level of a module, and a run names its hooks by "
-            "module and name; define it there with def",
+            f"{argument}: {name or function!r} is not defined at the top level of a module, so a run cannot import "
+            "it by "
+            "module and name; define it at the top level with def",
             code="script.hook",
             about=argument,
         )
@@ -108,8 +116,8 @@ def _has_file(module: str) -> bool:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Lets the block run its own event loop while one is running already (notebook), which is paused meanwhile. Raises
-    SlimxError in a worker process that imports the script."""
+    """Lets the block run its own event loop although one is already running, as in a notebook; that loop is paused
+    meanwhile. Raises SlimxError in a worker process that imports the script."""
     if multiprocessing.parent_process() is not None:
         raise SlimxError(
             "a worker process imports this script and would start the run again; put the call under "

@@ -1,4 +1,5 @@
-"""Entry points of train, generate and evaluate: every check that works without torch runs before its slow import."""
+"""Functions behind the commands train, generate and eval. Each first runs all checks that do not need torch, because
+importing torch is slow."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from slimx.orchestration.start import checks
 
 
 def train(config: Config, console: Console) -> tuple[Path, Path | None]:
-    """Trains; returns the run's directory and its report, if there is one. Raises SlimxError, Interrupted after a
-    signal, Preempted after SIGUSR1."""
+    """Trains, and returns the run's directory and the path of its report (None if there is none). Raises SlimxError,
+    Interrupted after a signal, Preempted after SIGUSR1."""
     checks.check_training(config)
     from slimx.orchestration.session import finish, run_training
 
@@ -23,7 +24,8 @@ def train(config: Config, console: Console) -> tuple[Path, Path | None]:
 
 
 def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
-    """Generates rollouts without training; returns their directory. Raises as `train` does."""
+    """Generates rollouts without training, and returns the directory that contains them. `checkpoint`: weights of the
+    engines; None: the run's initial weights. Raises as `train` does."""
     config = checks.generation_config(config, checkpoint)
     from slimx.commands.generate import run_generation
 
@@ -31,7 +33,9 @@ def generate(config: Config, checkpoint: Path | None, console: Console) -> Path:
 
 
 def evaluate(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Json:
-    """Answers the held-out prompts; returns {checkpoint, prompts, metrics}. Raises as `train` does."""
+    """Evaluates on the held-out prompts, and returns {checkpoint, prompts, metrics, ...}. `checkpoint`: weights of the
+    engines; None: the run's initial weights. `note`: receives lines of text about the progress. Raises as `train`
+    does."""
     config = checks.evaluation_config(config, checkpoint)
     from slimx.commands.evaluate import run_evaluation
 

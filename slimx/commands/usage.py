@@ -1,4 +1,4 @@
-"""Command groups: commands of extras, and refusals of unknown commands and options."""
+"""Command groups, which find the commands of extras, and error messages for unknown commands and options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from slimx.config.suggestions import for_flag
 from slimx.errors import REFUSED, SlimxError, raised
 
 if TYPE_CHECKING:
-    from typer._click.core import Command, Context  # the types of its public classes' methods
+    from typer._click.core import Command, Context  # types in the signatures of its public classes
 
 COMMANDS = "slimx.commands"
-"""Entry point group of commands."""
+"""Entry point group in which extras register their commands."""
 
 
 class CommandGroup(TyperGroup):
-    """A command group that suggests the nearest name for an unknown command, and shows its help without a command."""
+    """A command group that suggests the most similar name for an unknown command, and prints its help if no command is
+    given."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         args = [_expanded(argument) for argument in args]
@@ -36,13 +37,14 @@ class CommandGroup(TyperGroup):
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             names = self.list_commands(ctx)
             near = difflib.get_close_matches(name, names, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
+            hint = f"did you mean {' or '.join(near)}?" if near else f"its commands are {', '.join(names)}"
             raise SlimxError(f"{_command_path(ctx)} has no command {name}; {hint}", code="cli.command", about=name)
         return super().resolve_command(ctx, args)
 
 
 class RootGroup(CommandGroup):
-    """The group of all commands: those of the core, and those of entry points, which are imported on lookup."""
+    """The group of all commands: the built-in ones, and those registered as entry points, which are imported when
+    looked up."""
 
     def list_commands(self, ctx: Context) -> list[str]:
         return [*super().list_commands(ctx), *entry_points.find(COMMANDS)]
@@ -57,8 +59,8 @@ class RootGroup(CommandGroup):
 
 
 class RunCommand(TyperCommand):
-    """A command that takes a run's YAML file. It translates flags of other frameworks, and exits with success only if
-    it ran to its end, whatever a hook raises."""
+    """A command that takes a run's YAML file. For flags of other frameworks its error names slimx's key. It exits with
+    status 0 only if it has finished, even if a hook raises SystemExit."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         known = {"--", "--help"}
@@ -84,21 +86,23 @@ class RunCommand(TyperCommand):
         except (SystemExit, typer.Exit) as error:
             code = error.code if isinstance(error, SystemExit) else error.exit_code
             if code and isinstance(error, typer.Exit):
-                raise  # raised by the command itself, which never raises it for a success
+                raise  # the command itself failed; commands never raise it for success
             raise SlimxError(
-                f"slimx {self.name} ended before its work was done, by {raised(error)}; take the exit out of the hook, "
-                "or of a module that it imports",
+                f"slimx {self.name} was ended early by {raised(error)}; remove the call of exit from the hook, "
+                "or from a module that it imports",
                 code="cli.exit",
                 about=type(error).__name__,
             ) from error
 
 
 class RayCommand(RunCommand):
-    """A command that starts or joins Ray: its process gets a parent (slimx.orchestration.lifetime.parent)."""
+    """A command that starts or joins Ray. Its process runs as the child of a supervising parent
+    (slimx.orchestration.lifetime.parent)."""
 
 
 def starts_ray(app: typer.Typer, name: str) -> bool:
-    """Returns True if the command `name` is a `RayCommand`; an entry point that cannot be loaded is refused later."""
+    """Returns True if the command `name` of `app` is a `RayCommand`; False if its entry point cannot be loaded, which
+    is reported later."""
     group = typer.main.get_command(app)
     try:
         return isinstance(group, RootGroup) and isinstance(group.get_command(typer.Context(group), name), RayCommand)
@@ -107,8 +111,8 @@ def starts_ray(app: typer.Typer, name: str) -> bool:
 
 
 def _expanded(argument: str) -> str:
-    """Returns an argument with a leading `~`, or one that begins an option's value, replaced by the home directory,
-    which shells do not do there."""
+    """Returns `argument` with a leading `~` expanded to the home directory, also at the start of an option's value
+    (--option=~/path), where shells do not expand it."""
     if not argument.startswith("--"):
         return os.path.expanduser(argument)
     option, equals, value = argument.partition("=")
@@ -116,7 +120,7 @@ def _expanded(argument: str) -> str:
 
 
 def refusal(error: typer.TyperException) -> SlimxError:
-    """Returns the refusal of arguments that a command cannot be called with."""
+    """Returns the error to report for arguments that the command line parser has rejected with `error`."""
     ctx = getattr(error, "ctx", None)
     if ctx is None:
         return SlimxError(str(error), code="cli.arguments", about="slimx")
@@ -134,12 +138,13 @@ def refusal(error: typer.TyperException) -> SlimxError:
         if option is not None:
             name = f"{option} {name}"
         description = (parameter.help or name).rstrip(".")
-        return SlimxError(f"{command} needs {name}: {description}", code="cli.missing", about=name)
+        return SlimxError(f"{command} requires {name}: {description}", code="cli.missing", about=name)
     return SlimxError(f"{command}: {error.format_message()}", code="cli.arguments", about=command)
 
 
 def _hint_without(ctx: Context, option: str) -> str:
-    """Returns a hint for an unknown option: the commands that have it, or the arguments of this one."""
+    """Returns a hint for an unknown option: the other commands that have it, or the arguments and options of this
+    command."""
     others = _commands_with(ctx, option)
     if others:
         verb = "has" if len(others) == 1 else "have"
@@ -161,7 +166,7 @@ def _options_of(command: Command) -> list[str]:
 
 
 def _commands_with(ctx: Context, option: str) -> list[str]:
-    """Returns other commands of the same group that have an option."""
+    """Returns the other commands of the same group that have the option."""
     if ctx.parent is None or not isinstance(ctx.parent.command, TyperGroup):
         return []
     group = ctx.parent.command
@@ -174,7 +179,7 @@ def _commands_with(ctx: Context, option: str) -> list[str]:
 
 
 def _command_path(ctx: Context) -> str:
-    """Returns the command's name preceded by those of the groups above it."""
+    """Returns the full name of a command, such as "slimx convert hf-to-int4"."""
     names = []
     while ctx.parent is not None:
         names.append(ctx.info_name or "")

@@ -1,6 +1,6 @@
-"""Processes of one machine: supervision, logs, ports, clocks, threads.
+"""Processes and threads on one machine: supervision, logs, ports, clocks, asyncio tasks.
 
-In: a command to run, or work for a thread or a task.
-Out: a process that ends with its parent, and errors that name its log.
+In: a command to run, or a function or coroutine to run in a thread or task.
+Out: a process that ends together with its parent, and errors that name the process's log.
 Read first: `process.py`.
 """

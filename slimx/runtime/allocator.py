@@ -14,24 +14,27 @@ from collections.abc import MutableMapping
 from importlib import metadata
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch reads; the second is the older name."""
+"""Environment variables from which torch reads allocator options; the second is the deprecated name."""
 _PINNED = "pinned_max_round_threshold_mb"
 _SINCE = (2, 14)
-"""First release of torch known to have `_PINNED`; others refuse unknown options."""
+"""First torch release that is known to have the option `_PINNED`; releases without it raise an error for unknown
+options."""
 _OPTION = re.compile(r"(?:^|,)\s*expandable_segments\s*:\s*\w+\s*")
-"""The option in a variable's value. Splitting at commas would not work: other options have commas within brackets."""
+"""Pattern of the option expandable_segments in a variable's value. Splitting at commas would not work, because other
+options contain commas within brackets."""
 
 
 def set_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Adds expandable segments to the options that are set, unless the option is already among them."""
+    """Enables expandable segments in `environment`, unless one of the variables already sets the option."""
     if not any(_OPTION.search(environment.get(name, "")) for name in VARIABLES):
         _add(environment, "expandable_segments:True")
 
 
 def set_pinned_sizes(environment: MutableMapping[str, str], release: str | None = None) -> None:
-    """Adds exact sizes of pinned memory from 1 MiB on, unless the environment sets the threshold.
+    """Turns off the rounding of pinned allocations of 1 MiB and more in `environment`, unless it already sets a
+    threshold.
 
-    `release`: of torch; None: of the installed one."""
+    Has no effect for torch releases without this option. `release`: version of torch; None: the installed one."""
     major, minor = (release or metadata.version("torch")).split(".")[:2]
     is_set = any(_PINNED in environment.get(name, "") for name in VARIABLES)
     if (int(major), int(minor)) >= _SINCE and not is_set:
@@ -39,13 +42,14 @@ def set_pinned_sizes(environment: MutableMapping[str, str], release: str | None 
 
 
 def _add(environment: MutableMapping[str, str], option: str) -> None:
-    """Appends `option` to the others."""
+    """Appends `option` to the allocator options in `environment`."""
     name = next((name for name in VARIABLES if environment.get(name)), VARIABLES[0])
     environment[name] = ",".join(filter(None, (environment.get(name), option)))
 
 
 def drop_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Removes the option and leaves the others; a variable without another option is deleted."""
+    """Removes the option expandable_segments from `environment` and keeps all other options; a variable that is then
+    empty is deleted."""
     for name in VARIABLES:
         value = environment.pop(name, "")
         others = _OPTION.sub("", value).removeprefix(",")

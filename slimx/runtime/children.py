@@ -13,43 +13,45 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
-"""Variables, in either case, that configure a proxy of HTTP clients. Parts of a run are always reached directly."""
+"""Environment variables, in lower or upper case, that set a proxy for HTTP clients. Parts of a run always connect to
+each other directly."""
 RENDEZVOUS = frozenset(
     {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 )
-"""Variables of launchers such as torchrun with a process's rank and world size, which do not apply to its children."""
+"""Environment variables in which launchers such as torchrun set a process's rank and world size. They must not be
+inherited by its children."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine that clients compare with no_proxy."""
+"""Names of this machine that HTTP clients look up in no_proxy."""
 _PACKAGES = str(Path(__file__).parents[2])
 
 
 def python_argv(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs a module in this environment's Python without the working directory on the search
-    path."""
+    """Returns the command line that runs `module` with this Python interpreter, without the working directory on the
+    module search path."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of a process that is part of a run: `inherited` without those that would change how it
-    reaches the other parts."""
+    """Returns the environment for a process of a run: `inherited` without the variables that would change how it
+    connects to the run's other processes."""
     return {name: value for name, value in inherited.items() if not _misleading(name)}
 
 
 def clean_environment(environment: MutableMapping[str, str]) -> None:
-    """Removes from the environment of this process the variables that `child_environment` drops."""
+    """Removes the variables that `child_environment` drops from `environment`, which is this process's."""
     for name in list(environment):
         if _misleading(name):
             del environment[name]
 
 
 def _misleading(name: str) -> bool:
-    # PYTHONINSPECT would make a process wait at a prompt when it ends.
+    # PYTHONINSPECT makes Python open an interactive prompt instead of exiting.
     return name.lower() in PROXIES or name in RENDEZVOUS or name.startswith("TORCHELASTIC_") or name == "PYTHONINSPECT"
 
 
 def bypass_proxies(environment: MutableMapping[str, str], hosts: Iterable[str] = ()) -> None:
-    """Makes third-party clients that read `environment` reach this machine and `hosts` without a proxy. Both spellings
-    of no_proxy get the hosts of either."""
+    """Makes third-party HTTP clients that read `environment` connect to this machine and to `hosts` without a proxy.
+    Both no_proxy and NO_PROXY are set to the union of their hosts."""
     hosts_set = []
     for name in ("no_proxy", "NO_PROXY"):
         for host in environment.get(name, "").split(","):
@@ -59,7 +61,8 @@ def bypass_proxies(environment: MutableMapping[str, str], hosts: Iterable[str] =
 
 
 def search_working_directory() -> None:
-    """Puts the working directory at the end of the search path, after slimx's own packages."""
+    """Moves the working directory to the end of the module search path (`sys.path`), after the directory that contains
+    slimx."""
     directory = os.getcwd()
     rest = [path for path in sys.path if path not in ("", directory)]
     for path in (_PACKAGES, directory):

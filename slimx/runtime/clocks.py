@@ -1,5 +1,5 @@
-"""Clocks that pause: a rollout's deadline while its requests are queued, and a process's clock while the process is
-stopped (SIGSTOP) or its machine suspended."""
+"""Clocks that can pause: a rollout's deadline while its requests are queued, and a process's clock while the process is
+stopped (SIGSTOP) or its machine is suspended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from types import TracebackType
 
 TICK_S = 0.5
-"""Seconds between two readings by the clock's thread."""
+"""Seconds between two readings of a RunningClock by its thread."""
 STALL_S = 3.0
-"""Seconds without a reading after which the process is assumed to have been stopped."""
+"""Seconds between two readings above which the process is assumed to have been stopped."""
 
 
 class Clock:
-    """Deadline of one rollout, paused while one of its requests is queued behind other requests.
+    """Deadline of one rollout, which is paused while one of the rollout's requests is queued behind other requests.
 
-    `async with` starts and ends it, and raises TimeoutError when it has passed.
+    An async context manager: the time runs within its block, which is cancelled with TimeoutError when it has passed.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -27,7 +27,7 @@ class Clock:
         self._deadline = asyncio.timeout(None)
         self._waiting = 0
         self._left = 0.0
-        """Seconds that remained when the clock was paused."""
+        """Seconds that remained when the clock was last paused."""
         self._running = False
 
     @property
@@ -36,7 +36,7 @@ class Clock:
 
     async def __aenter__(self) -> Clock:
         await self._deadline.__aenter__()
-        # Starts only now: the rollout may have waited for a slot, which does not count.
+        # The time starts here, because a rollout may have waited for a free slot before.
         self._deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
         self._running = True
         return self
@@ -47,7 +47,8 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses the clock within the block. Tasks left over by a hook may outlive the clock."""
+        """Pauses the clock within the block; blocks may be nested or concurrent. Has no effect after the clock's own
+        block, which background tasks of a hook may outlive."""
         due = self._deadline.when()
         if self._waiting == 0 and self._movable and due is not None:
             self._left = due - asyncio.get_running_loop().time()
@@ -66,17 +67,18 @@ class Clock:
 
 
 class RunningClock:
-    """Monotonic clock that skips the time during which the process did not run."""
+    """Monotonic clock that does not count time during which the process did not run."""
 
     def __init__(self, source: Callable[[], float] = time.monotonic):
         self.lost = 0.0
-        """Seconds skipped so far."""
+        """Seconds that the clock has skipped so far."""
         self._source = source
         self._last = source()
         self._lock = threading.Lock()
 
     def time(self) -> float:
-        """Returns the current time in seconds. The first reading after a stall detects it."""
+        """Returns the current time in seconds. The first call after a stall of the process detects the stall and skips
+        it."""
         with self._lock:
             now = self._source()
             if now - self._last > STALL_S:
@@ -85,7 +87,7 @@ class RunningClock:
             return now - self.lost
 
     def keep(self) -> None:
-        """Starts a daemon thread that reads the clock regularly."""
+        """Starts a daemon thread that reads the clock every `TICK_S` seconds, so that stalls are detected."""
         threading.Thread(target=self._tick, name="slimx clock", daemon=True).start()
 
     def _tick(self) -> None:
@@ -95,12 +97,13 @@ class RunningClock:
 
 
 class RunningLoop(asyncio.SelectorEventLoop):
-    """Event loop whose timers and deadlines follow a RunningClock."""
+    """Event loop whose timers and deadlines follow a RunningClock, so that they do not expire because the process was
+    stopped."""
 
     def __init__(self, clock: RunningClock):
         self._running_clock = clock
         super().__init__()
 
     def time(self) -> float:
-        """Returns the clock's time in seconds."""
+        """Returns the current time of the RunningClock in seconds."""
         return self._running_clock.time()

@@ -12,10 +12,11 @@ from slimx.errors import raised
 
 
 def exchange(connection: Connection, message: object, seconds: float, kill: Callable[[], None]) -> Any:
-    """Sends `message` and returns the response. Blocks.
+    """Sends `message` over `connection` and returns the response. Blocks.
 
-    `kill` ends the other process after `seconds`: if it is stopped, possibly in the middle of a message, nothing else
-    unblocks the wait. Raises TimeoutError then, and EOFError or OSError if the process ended by itself."""
+    After `seconds` it calls `kill`, which must kill the other process: if that process is stopped, possibly in the
+    middle of a message, nothing else unblocks the wait. Raises TimeoutError in this case, and EOFError or OSError if
+    the other process ended by itself."""
     settled = threading.Lock()
 
     def give_up() -> None:
@@ -30,12 +31,13 @@ def exchange(connection: Connection, message: object, seconds: float, kill: Call
         return connection.recv()
     finally:
         timer.cancel()
-        if not settled.acquire(blocking=False):  # the process has been killed; a response that arrived is dropped
+        if not settled.acquire(blocking=False):  # `kill` was called, so a response is ignored
             raise TimeoutError from None
 
 
 def reply(connection: Connection, work: Callable[[], object]) -> None:
-    """Answers a request: sends (True, result of `work`), or (False, description of the error that it raised)."""
+    """Answers a request over `connection`: sends (True, result of `work`), or (False, description of the error that
+    `work` raised)."""
     try:
         response = (True, work())
     except Exception as error:
@@ -44,4 +46,4 @@ def reply(connection: Connection, work: Callable[[], object]) -> None:
         connection.send(response)
     except Exception as error:  # pickling may raise anything
         with suppress(OSError):
-            connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))
+            connection.send((False, f"{type(error).__name__}: the result cannot be sent back ({error})"))

@@ -1,4 +1,4 @@
-"""Logs of a run's processes: their markers of step and phase, and the last lines for error messages."""
+"""Log files of a run's processes: markers of step and phase, and the last lines for error messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from pathlib import Path
 _MARK = "==== "
 _STARTED = "started"
 _READ = 64 * 2**10
-"""Bytes read from the end of a log, at most."""
+"""Maximum number of bytes that are read from the end of a log."""
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def marked(text: str) -> str:
-    """Returns a marker line with the time in UTC: log lines after it belong to `text`."""
+    """Returns a marker line for a log, with the time in UTC and `text`, such as the step that the lines after it belong
+    to."""
     return f"{_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, {text}"
 
 
 def begin_log(path: Path) -> None:
-    """Writes a marker before a process starts, because resumed runs append to the same log."""
+    """Appends a marker to the log before a process starts, because the processes of a resumed run append to the same
+    log."""
     with path.open("a") as log:
         log.write(f"{_MARK}{_STARTED} {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
 
 
 def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
-    """Returns the last lines that a process has printed, without markers and colours; "" if there are none. `since`:
-    bytes of the log that are older than the process."""
+    """Returns the last `lines` lines that a process has printed to its log, without markers, blank lines and color
+    codes; "" if it printed nothing. `since`: size of the log in bytes when the process started; earlier bytes are
+    ignored."""
     if not path.is_file():
         return ""
     with path.open("rb") as log:
@@ -43,17 +46,18 @@ def log_end(path: Path, lines: int = 20, *, since: int = 0) -> str:
 
 
 def quoted(path: Path, end: str) -> str:
-    """Returns the last part of a message about a process that has ended: its log and the lines of `end`, indented."""
+    """Returns the last part of a message about a process that has ended: the path of its log, followed by the lines of
+    `end`, the log's last lines, indented."""
     if not end:
         return f"nothing was printed in {path}"
     return f"its log is {path}" + "".join(f"\n  {line}" for line in end.splitlines())
 
 
 def how_ended(status: int | None) -> str:
-    """Describes an exit status. Negative or above 128: the number of the signal that ended the process. None: the
-    process has not ended."""
+    """Describes how a process ended, from its exit status: negative or above 128 if a signal ended it, None if it is
+    still running but does not respond."""
     if status is None:
-        return "does not answer"
+        return "does not respond"
     number = -status if status < 0 else status - 128
     try:
         name = signal.Signals(number).name

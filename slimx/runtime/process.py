@@ -1,10 +1,10 @@
-"""A supervised process: a command that logs to a file, and whose process tree ends with a stop or with its owner.
+"""A supervised process: a command that logs to a file and whose process tree is ended by `stop` or with its owner.
 
     owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
 
-The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and cleans up the whole tree. A death
-signal (prctl) alone is not enough: it fires when the *thread* that started the process ends, and grandchildren do not
-receive it.
+The guard adopts orphaned descendants of the command (Linux "subreaper"), watches the owner, and ends the whole tree.
+A parent death signal (prctl) alone is not enough: it is sent when the *thread* that started the process ends, and only
+to children, not to grandchildren.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from slimx.runtime.children import child_environment, python_argv
 from slimx.runtime.logs import how_ended, log_end, quoted
 
 LOOKS = 3
-"""Consecutive checks in which a process is found stopped before it counts as lost."""
+"""Number of consecutive checks in which a process must be found stopped (SIGSTOP) before it counts as lost."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
-"""Grace period of the command after its owner's death, in seconds."""
+"""Seconds for which the command may shut down after its owner died, before it is killed."""
 LOOK_S = 2.0
 """Seconds between two checks for shared memory and for stopped processes."""
 NOT_STARTED = 127
-"""Exit status of a guard whose command cannot be started, the same as a shell's."""
+"""Exit status of the guard if its command cannot be started; a shell uses the same."""
 KILL_WAIT_S = 10.0
-"""Deadline for a killed process tree to end, in seconds."""
+"""Seconds within which a process tree must have ended after SIGKILL."""
 
 
 class SupervisedProcess:
-    """One command under a guard. Not thread-safe: a single owner starts and stops it."""
+    """A command that runs under a guard process. Not thread-safe: only one owner may start and stop it."""
 
     def __init__(
         self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None, stdin: bytes = b""
     ) -> None:
-        """Sets the options. `env` is added to the environment inherited from this process; stdout and stderr are
-        appended to `log_path`. `stdin`: input of the command, 64 KiB at most; other processes cannot read it, unlike
-        arguments and environment."""
+        """Stores the settings; `start` starts the command.
+
+        `name`: used in errors. `argv`: the command line. stdout and stderr are appended to `log_path`. `env` is added
+        to the environment that this process passes on. `stdin`: input of the command, at most 64 KiB. Unlike arguments
+        and environment it cannot be read by other processes."""
         self.name = name
         self.argv = argv
         self.log_path = Path(log_path)
@@ -60,17 +62,18 @@ class SupervisedProcess:
         self.stdin = stdin
         self._guard: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
-        """Directory for the command's temporary files; the guard removes it, or `stop` if the guard was killed."""
+        """Directory for the command's temporary files. The guard removes it, or `stop` does if the guard was killed."""
         self._log_begins = 0
-        """Bytes of the log written by earlier starts."""
+        """Size of the log in bytes when the command was last started."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the guard, the root of the tree; None before `start`."""
+        """Process id of the guard, which is the root of the process tree; None before `start`."""
         return None if self._guard is None else self._guard.pid
 
     def start(self) -> None:
-        """Starts the command in its own session: Ctrl-C reaches only the owner, which then stops it cleanly."""
+        """Starts the command in a new session, so that Ctrl-C reaches only the owner, which then stops the command in
+        order. Raises SlimxError if it is already running."""
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(
                 f"{self.name} is already running as process {self._guard.pid}; stop it first",
@@ -90,30 +93,33 @@ class SupervisedProcess:
                 env=child_environment(os.environ) | self.env,
             )
         pipe = self._guard.stdin
-        # The input fits into the pipe, so this does not block; a guard that ended at once shows in `poll`.
+        # The input fits into the pipe, so this does not block. `poll` reports a guard that has already ended.
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), pipe:
                 pipe.write(self.stdin)
 
     def poll(self) -> int | None:
-        """Returns the exit status (128 + signal number after a signal); None while the command runs."""
+        """Returns the command's exit status, 128 + signal number if a signal ended it; None while it runs."""
         if self._guard is None:
             raise SlimxError(f"{self.name} was never started")
         return self._guard.poll()
 
     def ended(self) -> str | None:
-        """Describes the command's end with its last log lines; None while it runs."""
+        """Returns a sentence that says how the command ended and quotes the last lines of its log; None while it
+        runs."""
         status = self.poll()
         if status is None:
             return None
         return f"{self.name} {how_ended(status)}; {quoted(self.log_path, self.tail())}"
 
     def tail(self, lines: int = 20) -> str:
-        """Returns the last lines printed since the last start; reads at most 64 KiB."""
+        """Returns the last `lines` lines that the command has printed since it was last started. Reads at most 64
+        KiB."""
         return log_end(self.log_path, lines, since=self._log_begins)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ends the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks until every process is gone."""
+        """Ends the whole process tree: sends SIGTERM, waits up to `grace_s` seconds, then sends SIGKILL. Blocks until
+        every process has ended."""
         try:
             if self._guard is not None and self._guard.poll() is None:
                 self._stop(self._guard, grace_s)
@@ -141,24 +147,27 @@ class SupervisedProcess:
 
 
 def guarded_argv(argv: Sequence[str], *options: str) -> list[str]:
-    """Returns the command that runs `argv` under a guard; this process must start it."""
+    """Returns the command line that runs `argv` under a guard, whose owner is this process. `options`: further options
+    of the guard."""
     return python_argv("slimx.runtime.process", "--owner", str(os.getpid()), *options, "--", *argv)
 
 
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Makes the kernel send `signum` to this process when the thread that started it ends; exits if `parent` ended."""
+    """Makes the kernel send `signum` to this process when the thread that started it ends. `parent`: process id of the
+    parent; exits at once if the parent has already ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signum)
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants, such as daemons, children of this process."""
+    """Makes this process the parent of its orphaned descendants, such as daemons."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants(pid: int) -> None:
-    """Sends SIGKILL to all descendants of `pid` until none is left (a process may fork while it is being killed)."""
+    """Sends SIGKILL to all descendants of the process `pid` until none is left, because a process may fork while it is
+    being killed. Raises DeadlineError after `KILL_WAIT_S`."""
     deadline = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < deadline:
         try:
@@ -174,20 +183,20 @@ def kill_descendants(pid: int) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(POLL_S / 4)  # psutil.wait_procs would reap the guard's children
-    raise DeadlineError(f"the descendants of process {pid} to end", KILL_WAIT_S, ", ".join(map(str, alive)))
+    raise DeadlineError(f"the end of all descendants of process {pid}", KILL_WAIT_S, ", ".join(map(str, alive)))
 
 
 def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
-    """Runs `argv` until it ends, SIGTERM arrives, `owner` dies or one of its processes stays stopped. Returns its exit
-    status once its process tree is gone.
+    """Runs `argv` until it ends, SIGTERM arrives, the process `owner` ends, or a process of the tree stays stopped.
+    Returns the exit status of `argv` once the whole tree has ended.
 
-    `temporary`: a directory for the command's temporary files, removed at the end. SGLang leaves seven files and
-    sockets behind.
+    `temporary`: a directory for the command's temporary files, which is removed at the end; SGLang leaves seven files
+    and sockets.
     """
     adopt_orphans()
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: signals.append(signum))
-    # The guard's only thread lives as long as the guard, so the death signal is safe here: it covers a killed guard.
+    # The guard has a single thread, so the death signal is reliable here: it ends the command of a killed guard.
     guard_pid = os.getpid()
     environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
     try:
@@ -217,7 +226,7 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
         time.sleep(POLL_S)
     kill_descendants(guard_pid)
     for file in Path("/dev/shm").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # other programs delete their files at the same time
+        with contextlib.suppress(FileNotFoundError):  # other programs may delete files meanwhile
             if file.stat().st_ino in shared:
                 file.unlink()
     if temporary is not None:
@@ -226,11 +235,12 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
 
 
 def _kill_stopped(stop_watch: StopWatch, owner: int) -> bool:
-    """Reports stopped processes and kills the owner if it is one. Returns True if the guard's tree must be killed."""
+    """Prints the processes that were found stopped, and kills the owner if it is one of them. Returns True if another
+    one is stopped, so that the guard's process tree must be killed."""
     in_tree = False
     for process in stop_watch.look():
         with contextlib.suppress(psutil.NoSuchProcess):
-            print(f"slimx: {process.name()} (process {process.pid}) is stopped: it is killed", flush=True)
+            print(f"slimx: {process.name()} (process {process.pid}) is stopped (SIGSTOP), so it is killed", flush=True)
             if process.pid == owner:
                 process.kill()
             else:
@@ -239,18 +249,19 @@ def _kill_stopped(stop_watch: StopWatch, owner: int) -> bool:
 
 
 def shared_memory_inodes(pid: int) -> set[int]:
-    """Returns the inodes in /dev/shm mapped by descendants of `pid`, mostly semaphores of multiprocessing.
+    """Returns the inodes of files in /dev/shm that descendants of `pid` have mapped, mostly semaphores of
+    multiprocessing.
 
-    A killed process does not remove them, nor does its resource tracker if it is killed too. Inodes instead of names,
-    because glibc maps a semaphore under a temporary name before it gets its final one.
+    A killed process does not remove these files, and neither does its resource tracker if it is killed too. Inodes are
+    used instead of names, because glibc maps a semaphore under a temporary name before it gets its final one.
     """
     inodes: set[int] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
-            continue  # it has ended
-        # address, permissions, offset, device, inode, path
+            continue  # the process has ended
+        # fields of a line: address, permissions, offset, device, inode, path
         for line in maps.splitlines():
             if " /dev/shm/" in line:
                 inodes.add(int(line.split()[4]))
@@ -258,7 +269,8 @@ def shared_memory_inodes(pid: int) -> set[int]:
 
 
 def _reap(pid: int) -> int | None:
-    """Reaps all ended children (adopted ones too). Returns the exit status of `pid` if it is among them, else None."""
+    """Collects the exit status of all children that have ended, including adopted ones. Returns that of `pid` if it is
+    among them, otherwise None."""
     status = None
     while True:
         try:
@@ -274,10 +286,11 @@ def _reap(pid: int) -> int | None:
 
 
 class StopWatch:
-    """Finds stopped processes (SIGSTOP) among the descendants of a guard, and its owner if that is a Ray worker.
+    """Detects stopped processes (SIGSTOP) among the descendants of a guard, and the guard's owner if that is a Ray
+    worker.
 
-    They never respond, and nothing reports that to the processes that wait for them. Processes that are busy or
-    attached to a debugger or profiler are in other states, however long they are silent."""
+    Stopped processes never respond, and nothing reports this to the processes that wait for them. Processes that are
+    busy, or attached to a debugger or profiler, have other states however long they are silent."""
 
     def __init__(self, guard: int, owner: int):
         self._guard = psutil.Process(guard)
@@ -285,9 +298,9 @@ class StopWatch:
         self._looks: Counter[psutil.Process] = Counter()
 
     def look(self) -> list[psutil.Process]:
-        """Returns the processes found stopped in the last LOOKS checks.
+        """Returns the processes that were found stopped in each of the last `LOOKS` checks, including this one.
 
-        Checks are counted instead of seconds: a guard that was stopped itself has not checked meanwhile.
+        Checks are counted instead of seconds, because a guard that was stopped itself has made no checks in that time.
         """
         looks: Counter[psutil.Process] = Counter()
         for process in self._watched():
@@ -300,7 +313,7 @@ class StopWatch:
         watched = self._guard.children(recursive=True)
         try:
             raylet = psutil.Process(self._owner).parent()
-            # Nothing restarts another owner, such as the driver; and if the raylet is stopped, the whole run is.
+            # Only workers of Ray are restarted. If their raylet is stopped, the whole run is.
             if raylet is not None and raylet.name() == "raylet" and _state(raylet) != psutil.STATUS_STOPPED:
                 watched.append(psutil.Process(self._owner))
         except psutil.NoSuchProcess:

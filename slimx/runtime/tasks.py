@@ -1,4 +1,4 @@
-"""Groups of asyncio tasks that end together, races between them, periodic loops, and calls in daemon threads."""
+"""Helpers for asyncio: tasks that end together, races between tasks, periodic loops, and calls in daemon threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 type AnyFuture = asyncio.Future[Any]
-"""Future of any result: Future is invariant, and these functions ignore the results."""
+"""Future with a result of any type. Future is invariant in its result type, and these functions ignore the result."""
 
 
 async def cancelled(*tasks: AnyFuture | None) -> None:
-    """Cancels tasks and waits until they have ended; their exceptions are ignored."""
+    """Cancels `tasks` and waits until they have ended; their exceptions are ignored, and so are entries that are
+    None."""
     pending = [task for task in tasks if task is not None]
     for task in pending:
         task.cancel()
@@ -22,7 +23,8 @@ async def cancelled(*tasks: AnyFuture | None) -> None:
 
 
 async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
-    """Returns all results in order; the first failure cancels the rest and is raised."""
+    """Runs all of `work` concurrently and returns the results in order. The first failure cancels the rest and is
+    raised."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -32,8 +34,10 @@ async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def race(*work: Awaitable[object]) -> list[AnyFuture | None]:
-    """Waits until one of `work` is done and cancels the others. Returns the futures of those that are done, None for
-    the others: an error raised in response to the cancellation did not end the race."""
+    """Runs all of `work` concurrently until one is done, then cancels the rest.
+
+    Returns a list in the order of `work`: the future of each that was done, None for each that was cancelled. An error
+    that a cancelled one raises in response is ignored, because it did not end the race."""
     tasks: list[AnyFuture] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -43,19 +47,20 @@ async def race(*work: Awaitable[object]) -> list[AnyFuture | None]:
 
 
 async def first_of[T](work: Iterable[Awaitable[T]]) -> T:
-    """Returns the result of the first that is done, or raises its error; the others are cancelled."""
+    """Runs all of `work` concurrently, returns the result of the first that is done or raises its error, and cancels
+    the rest."""
     return next(task for task in await race(*work) if task is not None).result()
 
 
 async def all_tried(*work: Awaitable[object]) -> None:
-    """Waits for all, even if some fail; then raises the first error."""
+    """Runs all of `work` concurrently and waits for all, even if some fail; then raises the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
 
 
 class Ticker:
-    """Pace of a loop whose rounds start `seconds` apart, or back to back if they take longer."""
+    """Timer of a loop whose iterations start `seconds` apart, or immediately after each other if they take longer."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -63,18 +68,18 @@ class Ticker:
         self._next = self._loop.time() + seconds
 
     async def round(self) -> None:
-        """Waits until the next round is due."""
+        """Waits until the next iteration is due."""
         await asyncio.sleep(max(0.0, self._next - self._loop.time()))
         self._next = self._loop.time() + self._seconds
 
 
 async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Returns the result of a call in a new daemon thread, which does not delay the end of the process."""
+    """Runs `function` in a new daemon thread, which does not delay the exit of the process, and returns its result."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
     def settle(set_outcome: Callable[[], None]) -> None:
-        if not result.done():  # else the caller was cancelled
+        if not result.done():  # done means that the caller was cancelled
             set_outcome()
 
     def work() -> None:
@@ -84,7 +89,7 @@ async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **keyw
             outcome = partial(result.set_exception, error)
         else:
             outcome = partial(result.set_result, value)
-        with suppress(RuntimeError):  # the loop has closed, and the caller with it
+        with suppress(RuntimeError):  # the event loop has been closed
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=f"slimx {getattr(function, '__name__', 'work')}", daemon=True).start()
@@ -96,11 +101,11 @@ async def while_served[T](
     needed: Callable[[], Awaitable[None]],
     supply: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
-    """Returns the result of `work`, which needs engines.
+    """Returns the result of `work`, which needs engines; cancels it on an error.
 
-    Awaits `supply` each time `needed` returns, i.e. engines wait for weights. An error of `needed` (no engine is left)
-    ends the wait and takes precedence over a failure of `work` at the same time, which it explains. Unfinished work is
-    cancelled."""
+    `needed` returns whenever engines wait for weights, and then `supply` is awaited, which provides them. An error of
+    `needed` means that no engine is left; it is raised even if `work` fails at the same time, because it explains that
+    failure."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     event: asyncio.Future[None] | None = None
     try:
@@ -118,7 +123,7 @@ async def while_served[T](
 
 
 async def unless[T](event: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """Returns the result of `work`; None if `event` is set first, which cancels `work`."""
+    """Returns the result of `work`, or None if `event` is set first, in which case `work` is cancelled."""
     task = asyncio.ensure_future(work)
     done, _ = await race(task, event.wait())
     return None if done is None else task.result()

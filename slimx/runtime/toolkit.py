@@ -1,4 +1,5 @@
-"""The CUDA toolkit that compiles kernels at run time: its location, and the variables that point libraries to it."""
+"""The CUDA toolkit that compiles kernels at run time: where it is installed, and the environment variables that point
+libraries to it."""
 
 from __future__ import annotations
 
@@ -16,23 +17,24 @@ from slimx.errors import SlimxError
 from slimx.runtime.logs import how_ended
 
 NVSHMEM = {"NVSHMEM_DISABLE_NCCL": "1"}
-"""Variables of NVSHMEM, which DeepEP's kernels between nodes use. Otherwise it would create NCCL communicators, which
-DeepEP does not need, in the memory of every GPU."""
+"""Environment variables for NVSHMEM, which DeepEP's kernels use between nodes. Without them NVSHMEM creates NCCL
+communicators, which DeepEP does not need, in the memory of every GPU."""
 
 USUAL = Path("/usr/local/cuda")
 WHEEL = "nvidia/cu13"
-"""Directory in site-packages with the files of the CUDA lock's wheels."""
+"""Directory in site-packages into which the CUDA wheels of the lock file install their files."""
 RUNTIME = "lib64/libcudart.so"
-"""Library that SGLang and flashinfer link their kernels with, relative to a toolkit."""
+"""Library that kernels of SGLang and flashinfer are linked with, relative to the toolkit's directory."""
 PROGRAM = "#include <cuda_runtime.h>\n__global__ void one(int* x) { *x = 1; }\nvoid run(int* x) { one<<<1, 1>>>(x); }\n"
 
 
 def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> Path | None:
-    """Returns the home of the toolkit: CUDA_HOME or CUDA_PATH, that of the nvcc on PATH, the usual location, or the
-    lock's wheels in `packages` (site-packages of this Python); None if there is none.
+    """Returns the directory of the CUDA toolkit, or None if there is none.
 
-    An nvcc on PATH may be a script that starts another one, so a home must have libraries too. Wheels name them in a
-    way that no linker finds: they get a home of links (`wheel_home`)."""
+    It is CUDA_HOME or CUDA_PATH if set, else the toolkit of the nvcc on PATH, the usual location, or the lock file's
+    wheels in `packages` (default: site-packages of this Python). An nvcc on PATH may be a script that starts another
+    one, so a toolkit must have libraries too. The wheels name their libraries in a way that no linker finds, so
+    `wheel_home` creates a directory of links to them."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
@@ -48,11 +50,11 @@ def cuda_home(environment: Mapping[str, str], packages: Path | None = None) -> P
 
 
 def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
-    """Returns a directory in the user's cache with links to the files of `wheel`, laid out as a toolkit: libraries in
-    lib64 under names for linkers, and the driver's in lib64/stubs.
+    """Returns a directory in the user's cache with links to the files of `wheel`, in the layout of a toolkit: libraries
+    in lib64 under the names that linkers look for, and the driver's library in lib64/stubs.
 
-    It is named by a digest of the links and renamed into place, so a directory of that name is complete.
-    Raises SlimxError if the cache cannot be written."""
+    The directory is named by a digest of its links and renamed into place, so an existing one is complete. Raises
+    SlimxError if it cannot be created."""
     links = {name: wheel / name for name in ("bin", "include", "nvvm")}
     for library in sorted((wheel / "lib").glob("lib*")):
         links[f"lib64/{library.name}"] = library
@@ -76,9 +78,9 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
                 (unfinished / name).symlink_to(target)
             unfinished.rename(home)
     except OSError as error:
-        if not home.exists():  # else another process of the node that started at the same time was first
+        if not home.exists():  # it exists if another process of this node created it at the same time
             raise SlimxError(
-                f"{home} cannot be created ({error.strerror}), where kernels would find the CUDA toolkit of {wheel}; "
+                f"{home}, a directory of links to the CUDA toolkit in {wheel}, cannot be created ({error.strerror}); "
                 "set XDG_CACHE_HOME to a writable directory, or CUDA_HOME to a toolkit",
                 code="toolkit.cache",
                 about=str(cache),
@@ -87,7 +89,8 @@ def wheel_home(wheel: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _driver(environment: Mapping[str, str]) -> Path | None:
-    """Returns the driver's library as the loader finds it; None if there is none."""
+    """Returns the path of the driver's library, libcuda.so.1, where the dynamic loader finds it; None if there is
+    none."""
     usual = (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
     for folder in [*filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")), *usual]:
         library = Path(folder, "libcuda.so.1")
@@ -99,13 +102,14 @@ def _driver(environment: Mapping[str, str]) -> Path | None:
 def set_build_tools(
     environment: MutableMapping[str, str], packages: Path | None = None, programs: Path | None = None
 ) -> None:
-    """Sets CUDA_HOME to the toolkit that `cuda_home` finds, unless it is set, and adds ninja to PATH if it is missing.
+    """Sets CUDA_HOME in `environment` to the toolkit that `cuda_home` finds, unless it is set, and adds the directory
+    of ninja to PATH if ninja is not on PATH.
 
-    Looks for this Python's wheels in `packages` (default: its site-packages) and for ninja in `programs` (default: its
-    scripts directory).
+    `packages`: directory of CUDA wheels (default: site-packages of this Python). `programs`: directory of ninja
+    (default: this Python's scripts directory).
 
-    DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. Torch and flashinfer start ninja by name,
-    which is not on PATH in an environment that is not activated."""
+    DeepGEMM and DeepEP fail an assertion on import if they find no toolkit. torch and flashinfer start ninja by name,
+    which is not on PATH if the virtual environment is not activated."""
     home = cuda_home(environment, packages)
     if home is not None:
         environment.setdefault("CUDA_HOME", str(home))
@@ -116,9 +120,11 @@ def set_build_tools(
 
 
 def link_error(home: Path, *, driver: bool) -> str | None:
-    """Returns why the toolkit in `home` cannot compile and link a kernel as SGLang 0.5.23
-    (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time, in the words of
-    the program that fails; None if it can. `driver`: link the driver's library too, as flashinfer does."""
+    """Compiles and links a small kernel with the toolkit in `home`, as SGLang 0.5.23
+    (`kernels/jit/utils/compile/toolchain.py`) and flashinfer 0.7.2 (`jit/cpp_ext.py`) do at run time.
+
+    Returns None if that succeeds, otherwise the error message of the program that failed. `driver`: link with the
+    driver's library too, as flashinfer does."""
     with tempfile.TemporaryDirectory() as scratch:
         source = f"{scratch}/one.cu"
         compiled = f"{scratch}/one.o"
@@ -143,6 +149,7 @@ def link_error(home: Path, *, driver: bool) -> str | None:
 
 
 def python_header() -> Path | None:
-    """Returns Python.h of this interpreter, which Triton compiles launchers with; None if it is not installed."""
+    """Returns the path of Python.h for this interpreter, which Triton needs to compile kernel launchers; None if it is
+    not installed."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return header if header.exists() else None

@@ -1,4 +1,4 @@
-"""A directory and tokens that no other user of the machine can read."""
+"""A directory and tokens that no other user of this machine can read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slimx.errors import SlimxError
 SOCKET_BYTES = 107
 """Maximum length of a Unix socket's path, in bytes."""
 SOCKET_NAME_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.00")
-"""Bytes of the longest socket path that a run creates in the private directory: Ray's."""
+"""Length in bytes of the longest socket path that a run creates below the private directory; it is Ray's."""
 
 
 def private_directory() -> Path:
-    """Returns the directory in TMPDIR (else /tmp) that only this user can enter; creates it if it is missing.
+    """Returns the directory in TMPDIR (default: /tmp) that only this user can enter, and creates it if it is missing.
 
-    Raises SlimxError if another user created it first, if it cannot be created, or if TMPDIR is too long for the paths
-    of sockets in it."""
+    Raises SlimxError if another user has created it, if it cannot be created, or if TMPDIR is so long that paths of
+    sockets in the directory would exceed `SOCKET_BYTES`."""
     directory = Path(tempfile.gettempdir(), f"slimx-{os.getuid()}")
     room = SOCKET_BYTES - SOCKET_NAME_BYTES - len(os.fsencode(directory))
     if room < 0:
@@ -43,7 +43,7 @@ def private_directory() -> Path:
         ) from error
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise SlimxError(
-            f"{directory} is not a directory of this user, so others could replace its files; remove it, "
+            f"{directory} is not a directory owned by this user, so others could replace its files; remove it, "
             "or set TMPDIR to another directory",
             code="tmpdir.owner",
             about=str(directory),
@@ -52,8 +52,8 @@ def private_directory() -> Path:
 
 
 def private_token(file: Path) -> str:
-    """Returns the token in `file`, which only its owner can read; writes a random one if the file is missing. Raises
-    OSError if it cannot be read or written."""
+    """Returns the token in `file`, which only its owner can read. If the file is missing or empty, a random token is
+    written first. Raises OSError if the file cannot be read or written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -61,7 +61,7 @@ def private_token(file: Path) -> str:
         if file.stat().st_mode & 0o077:
             file.chmod(0o600)
     token = file.read_text().strip()
-    if not token:  # new, or left empty by a process that was killed here
+    if not token:  # a new file, or left empty by a process that was killed before writing
         token = secrets.token_hex(32)
         file.write_text(token)
     return token
