@@ -1,4 +1,5 @@
-"""The program `slimx`, and `python -m slimx`: Ctrl-C ends it with one line from the first import on."""
+"""The program `slimx` (`python -m slimx`). Ctrl-C ends it with a message of one line, even while it is still importing
+modules."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import signal
 
 
 def entry() -> None:
-    """Runs the command line. Its imports take half a second; afterwards it handles Ctrl-C itself."""
+    """Runs the command line. Its imports take half a second, during which Ctrl-C is handled here; afterwards
+    `slimx.cli` handles it."""
     signal.signal(signal.SIGINT, _end)
     from slimx.cli import entry as run
 
@@ -15,7 +17,8 @@ def entry() -> None:
 
 
 def _end(signum: int, frame: object) -> None:
-    """Exits at once: nothing has begun yet, and an exception raised in the middle of an import may get lost."""
+    """Exits immediately. Nothing has been started yet, and an exception raised in the middle of an import may be
+    lost."""
     os.write(2, b"slimx: stopped by SIGINT\n")
     os._exit(128 + signum)
 

@@ -1,4 +1,5 @@
-"""The command line: commands of the core. Extras add theirs as entry points (`slimx.commands.usage.RootGroup`)."""
+"""The command line, with its built-in commands. Extras add commands as entry points
+(`slimx.commands.usage.RootGroup`)."""
 
 from __future__ import annotations
 
@@ -35,16 +36,16 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Status that typer returns for a KeyboardInterrupt, without a message."""
+"""Exit status that typer returns for a KeyboardInterrupt; typer prints no message for it."""
 EXIT_S = 10.0
-"""Seconds that the interpreter may take to exit after the last message."""
+"""Maximum number of seconds that the interpreter may take to exit after `main` has returned."""
 
 
 @app.command(cls=RayCommand)
@@ -53,7 +54,7 @@ def train(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train as FILE says; a run directory with a checkpoint is resumed."""
+    """Train the policy as configured in FILE. A run directory with a checkpoint is resumed."""
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -73,7 +74,7 @@ def generate(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Generate FILE's rollouts without training: engines only; steps are saved as in a run."""
+    """Generate the rollouts of the run in FILE without training: only engines are started, and each step is saved."""
     console = Console(soft_wrap=True)
     console.print(plain(f"checking {file}"))
     config = load_config(file, overrides or [])
@@ -91,7 +92,8 @@ def evaluate(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Answer FILE's held-out prompts with a checkpoint: engines only; mean reward and pass@k of each set."""
+    """Evaluate a checkpoint on the held-out prompts of FILE: only engines are started; reports mean reward and pass@k
+    of each set."""
     print(f"checking {one_line(file)}", file=sys.stderr, flush=True)
     config = load_config(file, overrides or [])
     import json
@@ -109,18 +111,19 @@ def evaluate(
 
 
 def main() -> None:
-    """Runs the command line. Raises SystemExit with an exit code of docs/operations.md; failures print one sentence."""
+    """Runs the command line and raises SystemExit with an exit code of docs/operations.md. A failure is printed as one
+    sentence."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # its encoding need not be UTF-8, and prompts may use any script
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of prompts
             stream.reconfigure(errors="backslashreplace")
-    search_working_directory()  # hooks are found there
+    search_working_directory()  # users' hooks may be modules in it
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             status = app(standalone_mode=False)
             if status == INTERRUPTED:
                 raise Interrupted(signal.SIGINT)
-        except KeyboardInterrupt:  # typer catches it only while a command runs
+        except KeyboardInterrupt:  # raised outside of a command, where typer does not catch it
             raise Interrupted(signal.SIGINT) from None
         except typer.TyperException as error:
             raise refusal(error) from error
@@ -134,7 +137,8 @@ def main() -> None:
 
 
 def entry() -> None:
-    """Runs the program. It exits when `main` returns, even if threads of hooks or exit handlers are still waiting."""
+    """Runs the program. It exits within `EXIT_S` seconds after `main` has returned, even if threads of hooks or exit
+    handlers still run."""
     from slimx.orchestration.lifetime.hangs import Watchdog
     from slimx.orchestration.lifetime.parent import supervised
 

@@ -1,7 +1,8 @@
-"""Digests that identify data when it is read again.
+"""Digests that identify data and detect damage.
 
-XXH3 of 128 bits for the files of checkpoints and conversions, which are large and guarded against damage only; BLAKE2b
-of 128 bits for identities (prompts, vocabularies, requests), which must not collide."""
+XXH3 with 128 bits is used for the files of checkpoints and conversions, which are large and only have to be guarded
+against damage. BLAKE2b with 128 bits is used for identities (prompts, vocabularies, requests), which must not
+collide."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ class FileRecord(msgspec.Struct, frozen=True):
     """Size and digest of a file when it was written."""
 
     size: int
-    """Bytes."""
+    """Size of the file in bytes."""
     xxh3: str
-    """XXH3 of 128 bits, in hexadecimal digits."""
+    """128-bit XXH3 digest of the file's content, in hexadecimal digits."""
 
 
 def fingerprint(data: bytes) -> str:
-    """Returns the identity of `data`: its BLAKE2b of 128 bits, in hexadecimal digits."""
+    """Returns an identifier of `data`: its 128-bit BLAKE2b digest, in hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def record_bytes(data: bytes) -> FileRecord:
-    """Returns size and digest of a file with the content `data`."""
+    """Returns size and digest of a file whose content is `data`."""
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def record(path: Path) -> FileRecord:
-    """Returns size and digest of a file."""
+    """Reads the file at `path` and returns its size and digest."""
     digest = xxhash.xxh3_128()
     size = 0
     with path.open("rb", buffering=0) as file:

@@ -20,7 +20,8 @@ from slimx.json_types import Json
 
 
 def load_module(key: str, path: str, value: str = "") -> ModuleType:
-    """Imports the module at `path`. Raises SlimxError naming `key` and `value` (default: `path`) if it cannot."""
+    """Imports and returns the module at the dotted path `path`. Raises SlimxError that names `key` and `value`, the
+    configuration key and its value (default: `path`), if the import fails."""
     try:
         return importlib.import_module(path)
     except ImportError as error:
@@ -34,22 +35,23 @@ def load_module(key: str, path: str, value: str = "") -> ModuleType:
 
 
 def imported(key: str, path: str, group: str = "") -> Any:
-    """Returns the object at `path`, the value of `key`: a dotted path, or the name of an entry point of `group`.
+    """Returns the object that `path`, the value of the configuration key `key`, names: by a dotted path or, if `group`
+    is given, by the name of an entry point of that group.
 
-    Raises SlimxError naming both and the fault.
+    Raises SlimxError that names the key, its value and the fault.
     """
     if group and path.isidentifier():
         return _entry_point(key, path, group)
     if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise SlimxError(
-            f"{key} is {path!r}: give a dotted path of modules and a name, such as {_as_dotted(path)}",
+            f"{key} is {path!r}, which is not a dotted path; write MODULE.NAME, such as {_as_dotted(path)}",
             code="dotted.path",
             about=key,
         )
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise SlimxError(
-            f"{key} is {path!r}: give its module too, as MODULE.{path} for a function of MODULE.py",
+            f"{key} is {path!r}, which lacks a module; write MODULE.{path} for a function in MODULE.py",
             code="dotted.path",
             about=key,
         )
@@ -58,17 +60,17 @@ def imported(key: str, path: str, group: str = "") -> Any:
     if (target is None or isinstance(target, ModuleType)) and _is_module(path):
         submodule = load_module(key, path)
         raise SlimxError(
-            f"{key}: {path} is a module; name a function of it: {_listed(path, submodule)}",
+            f"{key}: {path} is a module, not a function; name one of its functions: {_listed(path, submodule)}",
         )
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"did you mean {module_name}.{near[0]}?" if near else f"it has {_listed(module_name, module)}"
+        hint = f"did you mean {module_name}.{near[0]}?" if near else f"it defines {_listed(module_name, module)}"
         raise SlimxError(f"{key}: module {module_name} has no {name}; {hint}", code="dotted.missing", about=key)
     return target
 
 
 def module_of(path: str, group: str = "") -> str:
-    """Returns the module that `imported` imports for `path`."""
+    """Returns the dotted path of the module that `imported` imports for the same arguments."""
     if group and path in entry_points.find(group):
         return entry_points.find(group)[path].module
     return path.rpartition(".")[0]
@@ -78,7 +80,7 @@ def _entry_point(key: str, name: str, group: str) -> object:
     names = entry_points.find(group)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"name one of yours as MODULE.{name}"
+        hint = f"did you mean {near[0]}?" if near else f"write MODULE.{name} for a function of yours"
         raise SlimxError(
             f"{key} is {name!r}, which is not one of {', '.join(names)}; {hint}",
             code="dotted.name",
@@ -88,7 +90,8 @@ def _entry_point(key: str, name: str, group: str) -> object:
 
 
 def _as_dotted(path: str) -> str:
-    """Returns the dotted path that a file's path, with or without `:NAME` after it, was meant to be."""
+    """Returns the dotted path that was probably meant by `path`, the path of a Python file with or without `:NAME`
+    after it."""
     file, _, name = path.partition(":")
     parts = [part for part in re.split(r"[/.]", file.removesuffix(".py")) if part]
     if name or file.endswith(".py"):
@@ -97,15 +100,16 @@ def _as_dotted(path: str) -> str:
 
 
 def _is_module(path: str) -> bool:
-    """Returns True if `path`, whose parent has been imported, can be imported."""
+    """Returns True if `path`, a dotted path whose parent has been imported, is a module or package."""
     try:
         return importlib.util.find_spec(path) is not None
-    except (ImportError, ValueError):  # its parent is not a package
+    except (ImportError, ValueError):  # the parent is not a package
         return False
 
 
 def _listed(path: str, module: ModuleType) -> str:
-    """Returns the public functions and classes that a module defines, as dotted paths."""
+    """Returns the dotted paths of the public functions and classes that `module` defines, separated by commas. `path`:
+    dotted path of the module."""
     defined = []
     for name, value in vars(module).items():
         local = callable(value) and getattr(value, "__module__", None) == module.__name__
@@ -115,17 +119,17 @@ def _listed(path: str, module: ModuleType) -> str:
 
 
 def _import_hint(error: ImportError, path: str) -> str:
-    """Returns a hint for a failed import of `path`, or of a module that `path` imports."""
+    """Returns a hint for an error message: how to fix the failed import of `path`, or of a module that it imports."""
     name = error.name or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{path}.".startswith(f"{name}."):
-        return "install the modules it imports, or correct the import"
+        return "install the missing modules, or correct the import"
     parent, _, last = name.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", None) if parent else [str(Path.cwd())]
     modules = [module.name for module in pkgutil.iter_modules(folders or [])]
     near = difflib.get_close_matches(last, modules, n=1)
     if near:
         return f"did you mean {'.'.join(filter(None, [parent, near[0]]))}?"
-    return "is its folder on PYTHONPATH?"
+    return "is the folder that contains it on PYTHONPATH?"
 
 
 def load_function(
@@ -137,10 +141,12 @@ def load_function(
     options: tuple[str, Json] = ("", {}),
     group: str = "",
 ) -> Any:
-    """Returns the function at `path`, the value of `key`, which must accept `parameters`.
+    """Returns the function at `path`, the value of the configuration key `key`, after checking that it can be called
+    with `parameters`.
 
-    `options`: a key and its value, keyword arguments that are bound to the function. `group`: as for `imported`. Raises
-    SlimxError naming the key, the path and the fault."""
+    `is_async`: True if it must be an async function, False if it must not. `options`: a configuration key and its
+    value, keyword arguments that are bound to the function. `group`: as in `imported`. Raises SlimxError that names the
+    key, the path and the fault."""
     function = imported(key, path, group)
     name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
@@ -158,18 +164,18 @@ def load_function(
         near = difflib.get_close_matches(unknown, accepted, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(accepted) or 'none'}"
         raise SlimxError(
-            f"{options_key}: {path} does not take {unknown!r}; {hint}", code="dotted.options", about=options_key
+            f"{options_key}: {path} has no parameter {unknown!r}; {hint}", code="dotted.options", about=options_key
         ) from error
     try:
         signature.bind(*parameters, **keywords)
     except TypeError as error:
         remedy = f"write {shape}"
         if options_key:
-            remedy += f", or set the missing ones in {options_key}"
+            remedy += f", or set the missing arguments in {options_key}"
         raise SlimxError(
             f"{key}: {path}{signature} cannot be called ({error}); {remedy}", code="dotted.signature", about=key
         ) from error
-    # Functions and partials are async themselves, objects through an async `__call__`.
+    # Functions and partials can be async themselves; other objects can have an async `__call__`.
     called = getattr(function, "__call__", function)  # noqa: B004
     if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(

@@ -1,4 +1,4 @@
-"""Writes of files and directories that survive a crash of the machine or a full disk."""
+"""Writing of files and directories so that their content survives a crash of the machine or a full disk."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,8 @@ from slimx.errors import SlimxError
 
 
 def sync_directory(directory: Path) -> None:
-    """Flushes a directory's entries to disk: a synced file whose name is not synced is lost."""
+    """Flushes the entries of `directory` to disk. A file whose content is synced is still lost if its directory entry
+    is not."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -16,7 +17,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
-    """Writes `pieces` one after the other and flushes them to disk."""
+    """Writes `pieces`, one after the other, to the file at `path`, and flushes them to disk."""
     with path.open("wb") as file:
         for piece in pieces:
             file.write(piece)
@@ -25,9 +26,10 @@ def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> None:
-    """Replaces the file `path` by `pieces`: readers see the old file or all of the new one.
+    """Replaces the content of the file at `path` by `pieces`, so that readers see either the old content or all of the
+    new one.
 
-    `sync`: also true after a crash of the machine. Raises OSError without leaving a partial file behind."""
+    `sync`: guarantee this also after a crash of the machine. Raises OSError without leaving a partial file."""
     partial = path.with_name(path.name + ".partial")
     try:
         if sync:
@@ -41,12 +43,13 @@ def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> 
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replaces a file that a run depends on, as `write_atomic` does. Raises SlimxError if it cannot be written."""
+    """Replaces the content of the file at `path`, which a run depends on, as `write_atomic` does. Raises SlimxError if
+    it cannot be written."""
     try:
         write_atomic(path, data)
     except OSError as error:
         raise SlimxError(
-            f"{path} cannot be written ({error.strerror}); free space or fix the disk, then start again",
+            f"{path} cannot be written ({error.strerror}); free space or repair the disk, then repeat the command",
             code="disk.write",
             about=str(path),
         ) from error

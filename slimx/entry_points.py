@@ -1,44 +1,44 @@
 """Lookup of entry points, through which extras and other packages extend slimx.
 
-    slimx.advantages          advantages of a kind, or those that a kind of loss derives from them: `Estimator`
-    slimx.agent_servers       chat completion servers, through which agents sample
-    slimx.agents              agents: `rollout.options.agent`
-    slimx.checkpoint_formats  forms of checkpoints that a run may start from: `CheckpointFormat`
-    slimx.commands            commands of the command line: Typer apps
+    slimx.advantages          advantage estimation by kind of advantages or of loss: `Estimator`
+    slimx.agent_servers       chat completion servers through which agents sample
+    slimx.agents              agents by name: `rollout.options.agent`
+    slimx.checkpoint_formats  formats of checkpoints from which a run can start: `CheckpointFormat`
+    slimx.commands            subcommands of `slimx`: Typer apps
     slimx.datasets            published data sets that `slimx data` writes
     slimx.devices             adaptations of megatron-core and SGLang to "cpu" and "cuda": `Device`
-    slimx.engine_layers       kinds of layers in SGLang: modules with ROWS, GAPS and REPLACEMENTS
-    slimx.environments        environments: `rollout.options.environment`
+    slimx.engine_layers       layouts of SGLang's layers by kind: modules with ROWS, GAPS and REPLACEMENTS
+    slimx.environments        environments by name: `rollout.options.environment`
     slimx.event_receivers     receivers of a run's events: `Events`
-    slimx.families            families of models, by architecture
+    slimx.families            modules that build models, by architecture
     slimx.foreign_names       names of keys and values in other frameworks
     slimx.frozen_engines      engines of frozen models: `FrozenEngines`, named `routers`
-    slimx.generate            generate hooks: `rollout.generate`
-    slimx.hook_forms          hooks written for another program
-    slimx.layer_kinds         kinds of decoder layers
+    slimx.generate            generate hooks by name: `rollout.generate`
+    slimx.hook_forms          adapters for hooks written for another framework
+    slimx.layer_kinds         descriptions of decoder layers by kind
     slimx.learners            trainers of models other than policies, by kind of loss: `Learner`
-    slimx.machines            other machines of a server that spans several: `Machines`, named `ray`
-    slimx.maps                mapping hooks: `rollout.map`
-    slimx.number_formats      formats of codes with scales: `NumberFormat`, by `quant_method` of a config.json
-    slimx.numerics            arithmetic of trainer and engines: `numerics.mode`
-    slimx.objectives          modules with kinds and presets of section `algorithm`
-    slimx.optimizer_states    optimizers whose state is kept elsewhere: `ExternalState`, named `host`
+    slimx.machines            access to the further machines of a server that spans several: `Machines`, named `ray`
+    slimx.maps                hooks by name that map rows to prompts: `rollout.map`
+    slimx.number_formats      quantized number formats: `NumberFormat`, by `quant_method` of a config.json
+    slimx.numerics            numerics of trainer and engines by mode: `numerics.mode`
+    slimx.objectives          modules with kinds of losses and advantages, and presets of section `algorithm`
+    slimx.optimizer_states    optimizers with state outside of GPU memory: `ExternalState`, named `host`
     slimx.prompt_files        readers of prompt files other than JSON lines: `read_rows`
-    slimx.prompt_sources      orders of prompts from several files: `DataSource`, named `mixed`
-    slimx.recoveries          handlers of lost trainers: `RankLossHandler`, or None
-    slimx.reports             reports of finished runs
-    slimx.rewards             reward hooks: `reward.function`
-    slimx.roles               roles of a trainer rank
-    slimx.roundings           rounding of the factors of trainers' products: `trainer.fp8`, `trainer.qat`
-    slimx.rules               modules with rules that are checked before a run starts
-    slimx.sections            sections of the configuration
-    slimx.server_verbs        operations of a server's process: functions of SGLang's model runner
+    slimx.prompt_sources      sources that mix prompts of several files: `DataSource`, named `mixed`
+    slimx.recoveries          handlers of lost trainer ranks: `RankLossHandler`, or None
+    slimx.reports             writers of reports about finished runs
+    slimx.rewards             reward hooks by name: `reward.function`
+    slimx.roles               further tasks of a trainer rank, such as training the critic
+    slimx.roundings           rounding of matrix products' inputs in training: `trainer.fp8`, `trainer.qat`
+    slimx.rules               modules with rules that a configuration is checked against
+    slimx.sections            further sections of the configuration
+    slimx.server_verbs        operations that an engine's ranks perform: functions of SGLang's model runner
     slimx.sinks               destinations of a step's metrics
-    slimx.toolboxes           toolboxes: `rollout.options.toolbox`
-    slimx.transports          transports of weights to engines: `publish.transport`
-    slimx.weight_forms        forms of a policy's weights
+    slimx.toolboxes           toolboxes by name: `rollout.options.toolbox`
+    slimx.transports          transports of weights to engines by name: `publish.transport`
+    slimx.weight_forms        forms in which a policy's weights are trained and published, such as adapters
 
-An entry point is a line of a package's pyproject.toml; the core never imports the packages that extend it.
+An entry point is a line in a package's pyproject.toml; slimx's core never imports the packages that extend it.
 """
 
 from __future__ import annotations
@@ -54,24 +54,25 @@ from slimx.errors import SlimxError, raised
 
 @functools.cache
 def find(group: str) -> dict[str, EntryPoint]:
-    """Returns the entry points of `group` by name, sorted by name.
+    """Returns the entry points of `group`, by name and in order of the names.
 
-    Raises SlimxError if two packages define the same name, or if the group is empty: slimx defines some in every group.
+    Raises SlimxError if two packages define the same name, or if there are none: slimx itself defines at least one in
+    every group.
     """
     points: dict[str, EntryPoint] = {}
     for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
         other = points.setdefault(point.name, point)
         if other is not point:
             raise SlimxError(
-                f"entry point {point.name} of {group} is {other.value} of {_package(other)} and {point.value} of "
-                f"{_package(point)}; uninstall one of them",
+                f"entry point {point.name} of {group} is defined by {_package(other)} ({other.value}) and by "
+                f"{_package(point)} ({point.value}); uninstall one of them",
                 code="entry_point.twice",
                 about=point.name,
             )
     if not points:
         raise SlimxError(
             f"there are no entry points of {group}: slimx is not installed in this environment, or was installed "
-            "before it had them; run make build, or install it again with pip",
+            "before it defined them; run `make build`, or install it again with pip",
             code="entry_point.none",
             about=group,
         )
@@ -79,7 +80,8 @@ def find(group: str) -> dict[str, EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """Returns the object of an entry point. Raises SlimxError if its module cannot be imported or lacks the object."""
+    """Imports and returns the object that the entry point `name` of `group` refers to. Raises SlimxError if its module
+    cannot be imported or lacks the object."""
     point = find(group)[name]
     try:
         return point.load()
@@ -87,22 +89,23 @@ def load(group: str, name: str) -> Any:
         raise
     except Exception as error:
         raise SlimxError(
-            f"entry point {name} of {group}, {point.value} of {_package(point)}, cannot be loaded ({raised(error)}); "
-            "fix or uninstall it",
+            f"entry point {name} of {group} ({point.value} in {_package(point)}) cannot be loaded ({raised(error)}); "
+            "fix or uninstall that package",
             code="entry_point.load",
             about=name,
         ) from error
 
 
 def load_all(group: str) -> dict[str, Any]:
-    """Returns the objects of all entry points of a group by name. Raises SlimxError as `load` does."""
+    """Returns the objects of all entry points of `group`, by name. Raises SlimxError as `load` does."""
     return {name: load(group, name) for name in find(group)}
 
 
 def by_option(group: str, argv: Sequence[str]) -> Any:
-    """Returns what the class of `group` whose `OPTION` is in `argv` parses from the next argument; None without one.
+    """Returns the object that an extra parses from the command line `argv`; None if no extra's option is in it.
 
-    Arguments after `--` are ignored."""
+    Each entry point of `group` is a class with an `OPTION` and a method `parse`, which receives the argument after the
+    option. Arguments after `--` are ignored."""
     options = list(argv[: argv.index("--")] if "--" in argv else argv)
     for kind in load_all(group).values():
         if kind.OPTION in options:

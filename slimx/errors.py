@@ -1,4 +1,4 @@
-"""Exceptions meant for users, and the exit statuses of commands that end with them."""
+"""Exceptions whose messages are meant for users, and the exit statuses of commands that end with them."""
 
 import os
 import signal
@@ -7,9 +7,10 @@ import traceback
 from pathlib import Path
 
 REFUSED = 2
-"""Exit status of a refusal: the same command would fail again."""
+"""Exit status of a command that was refused and would fail again if repeated."""
 LOST = os.EX_UNAVAILABLE
-"""Exit status if a part died or stopped responding: the same command resumes from the newest checkpoint."""
+"""Exit status of a command that ended because a part of the run died or stopped responding. Repeating it resumes from
+the newest checkpoint."""
 
 
 _LIBRARIES = (
@@ -20,12 +21,13 @@ _LIBRARIES = (
 
 
 class SlimxError(Exception):
-    """A refusal or failure in one sentence: the fault, where it is, and what to do.
+    """An error whose message is one sentence for the user: what is wrong, where, and what to do.
 
-    The command line prints only the sentence and exits with `status`; `--debug` adds the traceback.
+    The command line prints only the message and exits with `status`; with `--debug` it also prints the traceback.
 
-    `code` names the kind of failure, such as "convert.dtype" (area and reason), and does not change with the wording.
-    `about` is the key, file or object at fault. Programs and tests check these; people read the sentence.
+    `code` identifies the kind of error, such as "convert.dtype" (area and reason), and stays the same if the wording
+    changes. `about` is the key, file or object at fault. Programs and tests check these two attributes, not the
+    message.
     """
 
     status = REFUSED
@@ -37,38 +39,40 @@ class SlimxError(Exception):
 
 
 class PartLost(SlimxError):
-    """A part of a run that cannot be replaced has died or does not respond; `about` names it."""
+    """Error for a part of a run that has died or does not respond and cannot be replaced; `about` names the part."""
 
     status = LOST
 
 
 class DeadlineError(SlimxError):
-    """A wait exceeded its deadline: what was awaited, for how long, and which part holds it."""
+    """Error for a wait that exceeded its deadline: what was awaited, for how many seconds, and the part of the run that
+    is waited for."""
 
     status = LOST
 
     def __init__(self, awaited: str, seconds: float, holder: str):
-        sentence = f"waited {seconds:.0f} s for {awaited}; it is held by {holder}"
+        sentence = f"waited {seconds:.0f} s for {awaited}; still waiting on {holder}"
         super().__init__(sentence, code="deadline", about=awaited)
         self.awaited = awaited
         self.seconds = seconds
         self.holder = holder
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
-        """Returns all three arguments for pickling between processes; an exception would pass the sentence alone."""
+        """Pickles all three arguments; by default an exception is pickled with its message alone."""
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
 class Preempted(Exception):
-    """A signal preempted the run: it has saved a checkpoint after `step` steps and shut down cleanly."""
+    """Raised after a signal preempted the run, which has saved a checkpoint after `step` of its `steps` steps and shut
+    down cleanly."""
 
     def __init__(self, step: int, steps: int):
-        super().__init__(f"a signal, step {step} of {steps} is saved: the same command resumes from there")
+        super().__init__(f"a signal after saving step {step} of {steps}; repeat the command to resume from there")
         self.step = step
 
 
 class Interrupted(Exception):
-    """A signal ended the run, which has shut down cleanly; `signum` is the signal's number."""
+    """Raised after a signal ended the run, which has shut down cleanly. `signum`: number of the signal."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -76,7 +80,7 @@ class Interrupted(Exception):
 
 
 def ending_of(error: BaseException | None) -> tuple[int, str]:
-    """Returns the exit status and the sentence of a command that ends with `error`; None: it succeeded."""
+    """Returns the exit status and the message of a command that ends with `error`; None: the command succeeded."""
     if error is None:
         return 0, "done"
     if isinstance(error, SlimxError):
@@ -89,9 +93,10 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def raised(error: BaseException) -> str:
-    """Returns type, message and location of an error in user code: "KeyError: 'nope' (/home/me/rewards.py, line 12)".
+    """Returns type, message and location of an error in user code, such as "KeyError: 'nope' (/home/me/rewards.py, line
+    12)".
 
-    The location is the innermost frame outside of Python, installed packages and slimx; omitted if there is none.
+    The location is the innermost frame outside of Python, installed packages and slimx; it is omitted if there is none.
     """
     text = f"{type(error).__name__}: {_message(error)}"
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -105,12 +110,12 @@ def raised(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as second:  # raised by a user's `__str__`
+    except BaseException as second:  # a user's `__str__` may raise anything
         return f"(its text raised {type(second).__name__})"
 
 
 def safe_repr(value: object) -> str:
-    """Returns `repr` of a value of user code, cut at 200 characters; never raises."""
+    """Returns `repr` of a value from user code, cut to 200 characters. Never raises."""
     try:
         return repr(value)[:200]
     except BaseException as error:
@@ -118,7 +123,7 @@ def safe_repr(value: object) -> str:
 
 
 def written_at(function: object) -> str:
-    """Returns the location of a user's function, as " (/home/me/rewards.py, line 12)"; "" for other functions."""
+    """Returns the location of a user's function, such as " (/home/me/rewards.py, line 12)"; "" for other functions."""
     code = getattr(function, "__code__", None)
     if code is None or not of_users(code.co_filename):
         return ""
@@ -126,5 +131,5 @@ def written_at(function: object) -> str:
 
 
 def of_users(file: str) -> bool:
-    """Returns True for a Python file outside of Python itself, installed packages and slimx."""
+    """Returns True if `file` is a Python file outside of Python itself, installed packages and slimx."""
     return file.endswith(".py") and not file.startswith((*_LIBRARIES, "<"))

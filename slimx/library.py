@@ -1,4 +1,4 @@
-"""Loading of the native libraries of `csrc/`; a missing, broken or outdated library is refused."""
+"""Loading of the native libraries built from `csrc/`. A missing, broken or outdated library is an error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from slimx.errors import SlimxError
 
 
 def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) -> ctypes.CDLL:
-    """Loads the library at `path`, called `what` in errors, whose function `version` must return `abi`.
+    """Loads and returns the native library at `path`.
 
-    Raises SlimxError ending with `remedy`, the instruction that builds a loadable library.
+    `what`: name of the library in errors. `version`: name of its function that returns its ABI version, which must
+    equal `abi`. `remedy`: instruction for building a loadable library, with which errors end. Raises SlimxError if the
+    library is missing, broken or outdated.
     """
     if not path.exists():
         raise SlimxError(f"{what} {path} is missing: {remedy}", code="library.missing", about=str(path))
@@ -24,7 +26,7 @@ def load_library(path: Path, *, what: str, version: str, abi: int, remedy: str) 
     interface = getattr(library, version)() if hasattr(library, version) else None
     if interface != abi:
         raise SlimxError(
-            f"{what} {path} is stale (interface {interface}, slimx needs {abi}): {remedy}",
+            f"{what} {path} is outdated (ABI version {interface}, slimx needs {abi}): {remedy}",
             code="library.stale",
             about=str(path),
         )

@@ -1,4 +1,4 @@
-"""Facts about models and directories for rules (`slimx.config.rule`)."""
+"""Facts about models and directories, which rules use (`slimx.config.rule`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from slimx.models.families import ModelSpec, read_trunk
 
 
 def model_facts(config: Config, spec: ModelSpec) -> Json:
-    """Returns the facts that follow from the configuration and the model's config.json."""
+    """Returns the facts that follow from the configuration and the model's config.json, by name: all sections, the
+    model's description and sizes, and those of the critic (None without one)."""
     facts: Json = config.sections | {"spec": spec, "sizes": sizes_of(config.trainer)}
     if config.critic is None:
         return facts | dict.fromkeys(("critic_view", "critic_spec", "critic_sizes"))
@@ -21,7 +22,8 @@ def model_facts(config: Config, spec: ModelSpec) -> Json:
 
 
 def weight_facts(config: Config) -> dict[str, Path | None]:
-    """Returns the directories of initial weights by fact; None: the run has none."""
+    """Returns the directories from which a run loads weights, by name of the fact; None for weights that the run does
+    not load."""
     facts: dict[str, Path | None] = {
         "weights": Path(config.initial_weights),
         "adapters": None,
@@ -38,7 +40,8 @@ def weight_facts(config: Config) -> dict[str, Path | None]:
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """Returns the shape of the model's routes, with 0 layers for a model without MoE layers."""
+    """Returns the shape of the model's routes, the experts that a token is routed to in each layer; a model without MoE
+    layers has 0 MoE layers."""
     fields = spec.transformer
     return RouteShape(
         layers=fields["num_layers"],

@@ -1,4 +1,4 @@
-"""Public figures of GPUs and their nodes for `slimx plan`, each with its source."""
+"""Published figures of GPUs and their nodes for `slimx plan`, with their sources."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ from slimx.config.sections.run import Cluster
 
 GIB = 2**30
 OVERHEAD = 3 * GIB
-"""Bytes that a process on a GPU needs in addition to tensors: CUDA context, NCCL's buffers, cuBLAS workspaces, gaps of
-torch's allocator. Assumed; 1.2 GiB of it were measured on one H100 with one rank (docs/planning.md)."""
+"""Bytes that a process on a GPU is assumed to need in addition to tensors: CUDA context, NCCL's buffers, cuBLAS
+workspaces, fragmentation of torch's allocator. 1.2 GiB of them were measured on one H100 with one rank
+(docs/planning.md)."""
 DRIVER = 560 * 2**20
-"""Bytes of a GPU reserved by its driver. On one H100 80GB HBM3, driver 580.159.04, 2026-11-27, torch reports 79.1 of
-79.65 GiB, of which 78.50 are free after a process has created its context. Assumed for other GPUs."""
+"""Bytes of GPU memory that the driver reserves. Measured on one H100 80GB HBM3 with driver 580.159.04 on 2026-11-27,
+where torch reports 79.1 of 79.65 GiB, of which 78.50 are free after a process has created its context. Assumed for
+other GPUs."""
 MARGIN = 3 * GIB
-"""Bytes that a plan should leave free on every GPU, because activations and overheads are estimates."""
+"""Bytes that a plan should leave free on every GPU, because its activations and overheads are estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Figures of one type of GPU. Rates are in bytes per second and direction."""
+    """Figures of one type of GPU and of its nodes. Rates are in bytes per second and direction."""
 
     name: str
     memory: int
-    """Bytes available to processes: those reported by nvidia-smi, without `DRIVER`."""
+    """GPU memory in bytes available to processes: the amount that nvidia-smi reports, minus `DRIVER`."""
     per_node: int
-    """GPUs per node."""
+    """Number of GPUs per node."""
     domain: int
-    """GPUs in an NVLink domain."""
+    """Number of GPUs in an NVLink domain."""
     nvlink: float
-    """Rate of NVLink."""
+    """Rate of a GPU's NVLink connection."""
     network: float
-    """Rate of one InfiniBand adapter per GPU."""
+    """Rate of a GPU's network adapter (InfiniBand); each GPU has one."""
     host: float
-    """Rate to and from host memory."""
+    """Rate of transfers between a GPU and host memory."""
     host_memory: int
-    """Bytes of a node's host memory."""
+    """Host memory of a node in bytes."""
     bandwidth: float
-    """Bandwidth of the GPU's memory."""
+    """Bandwidth of the GPU's memory in bytes per second."""
     flops: float
-    """Dense bf16 FLOPs per second."""
+    """Peak dense bf16 FLOPs per second."""
 
 
 # NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989
@@ -80,34 +82,34 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of a run, as far as the configuration describes it."""
+    """The hardware that a plan assumes for a run, from section `cluster` of its configuration."""
 
     gpu: GpuSpec | None
-    """Type of GPU; None: unknown."""
+    """Figures of the type of GPU; None if the configuration does not name it."""
     memory: int | None
-    """Bytes of one GPU; None: unknown."""
+    """Memory of one GPU in bytes; None if unknown."""
     per_node: int
-    """GPUs per node."""
+    """Number of GPUs per node."""
     nodes: int | None
-    """Number of nodes; None: as many as needed."""
+    """Number of available nodes; None: as many as the run needs."""
     host_memory: int | None
-    """Bytes of host memory per node; None: unknown."""
+    """Host memory per node in bytes; None if unknown."""
 
     @property
     def domain(self) -> int:
-        """GPUs in an NVLink domain, which is a node or several."""
+        """Number of GPUs in an NVLink domain, which comprises one node or several."""
         if self.gpu is None:
             return self.per_node
         return max(self.per_node, self.gpu.domain)
 
 
 def nodes_known(cluster: Cluster, device: str) -> bool:
-    """Returns True if the configuration determines the number of ranks per node."""
+    """Returns True if the configuration determines how many ranks run on a node of `device`, "cpu" or "cuda"."""
     return device == "cuda" and bool(cluster.gpu or cluster.gpus_per_node)
 
 
 def machine_of(cluster: Cluster) -> Machine:
-    """Returns the machine described by section `cluster`."""
+    """Returns the hardware that section `cluster` describes."""
     gpu = None
     memory = None
     host_memory = None

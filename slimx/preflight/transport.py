@@ -1,8 +1,8 @@
-"""Choice of the transport for `publish.transport: auto`.
+"""Choice of the transport of weights for `publish.transport: auto`.
 
-`slimx plan`, `slimx doctor` and the run use `choose_transport`, which depends on the configuration only: the planned
-transport is the one that runs. With cuda_ipc an engine stages in GPU memory, so it is chosen only if that is a bucket
-(`publish.staging`) and not a second model.
+`slimx plan`, `slimx doctor` and the run all use `choose_transport`. It depends on the configuration only, so the
+planned transport is the one that the run uses. With cuda_ipc an engine stages weights in GPU memory, so it is chosen
+only if one bucket is staged at a time (`publish.staging`) and not a second copy of the model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slimx.preflight.hardware import machine_of, nodes_known
 
 @dataclass(frozen=True, slots=True)
 class ChosenTransport:
-    """A transport with a short reason."""
+    """A transport of weights, with the reason for choosing it."""
 
     name: Transport
     why: str
 
     def applied(self, config: Config) -> Config:
-        """Returns `config` with this transport in section `publish`."""
+        """Returns a copy of `config` with this transport in section `publish`."""
         return config.model_copy(update={"publish": config.publish.model_copy(update={"transport": self.name})})
 
     def __str__(self) -> str:
@@ -32,7 +32,8 @@ class ChosenTransport:
 
 
 def choose_transport(config: Config, device: str) -> ChosenTransport:
-    """Returns the transport of a run on `device`, "cpu" or "cuda": the configured one, or the choice for `auto`."""
+    """Returns the transport of a run on `device`, "cpu" or "cuda": the configured one, or the one chosen for `auto`,
+    with the reason."""
     if config.publish.transport != "auto":
         return ChosenTransport(config.publish.transport, "set by publish.transport")
     groups = config.rollout.policy_engines
@@ -42,20 +43,21 @@ def choose_transport(config: Config, device: str) -> ChosenTransport:
     if config.rollout.external_hosts:
         remote = remote or _remote_server(config.rollout.external_hosts)
         if remote is not None:
-            return ChosenTransport("disk", f"{remote}, and servers that slimx did not start read files")
-        return ChosenTransport("memory", "external servers map it on the trainers' machine")
+            return ChosenTransport("disk", f"{remote}, and external servers can only read files")
+        return ChosenTransport("memory", "external servers on the trainers' machine map shared memory")
     if remote is not None:
-        return ChosenTransport("nixl", f"{remote}; every trainer rank writes to every engine")
+        return ChosenTransport("nixl", f"{remote}, so every trainer rank sends to every engine over the network")
     if device == "cpu":
         return ChosenTransport("memory", "everything is on one machine")
     if config.publish.staging == "bucket":
         return ChosenTransport("cuda_ipc", "everything is on one machine, with GPUs")
-    why = "everything is on one machine; publish.staging=bucket would choose cuda_ipc, as a bucket fits on the GPUs"
+    why = "everything is on one machine; with publish.staging=bucket it would be cuda_ipc"
     return ChosenTransport("memory", why)
 
 
 def _remote(config: Config, device: str) -> str | None:
-    """Returns the reason why engines may be on other machines than the publishing trainer rank; None: they are not."""
+    """Returns the reason why engines may run on other machines than the trainer rank that publishes; None if all are on
+    one machine."""
     cluster = config.cluster
     for group in config.rollout.policy_engines:
         if group.nodes > 1:
@@ -66,7 +68,7 @@ def _remote(config: Config, device: str) -> str | None:
         gpus = _gpus(config)
         per_node = machine_of(cluster).per_node
         if gpus > per_node:
-            return f"the run needs {gpus} GPUs, and a node has {per_node}"
+            return f"the run needs {gpus} GPUs, but a node has only {per_node}"
     if cluster.nodes is None and cluster.ray_address is not None:
         return f"the Ray cluster {cluster.ray_address} may have several machines (set cluster.nodes=1 if it has one)"
     return None
@@ -80,7 +82,7 @@ def _remote_server(hosts: Mapping[str, str]) -> str | None:
 
 
 def _gpus(config: Config) -> int:
-    """Returns the number of GPUs of trainers, critic and the policy's engines, as placed by `slimx plan`."""
+    """Returns the number of GPUs that `slimx plan` assigns to trainers, critic and the policy's engines."""
     ranks = config.trainer.world_size
     if config.critic is not None and config.critic.placement == "own":
         ranks += config.as_critic().trainer.world_size

@@ -1,4 +1,4 @@
-"""Rules about the algorithm: the engines, rewards, groups, teachers and credit that it needs."""
+"""Rules about the engines, rewards, groups, teachers and credit assignment that an algorithm needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ def _demonstrated(algorithm: Algorithm) -> bool:
 @rule("algorithm.engines", "rollout.engines")
 def has_engines(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if not _demonstrated(algorithm) and not rollout.sampled and not rollout.replay:
-        yield f"no group samples, but algorithm.name={algorithm.name} trains on rollouts; add a group, or use sft"
+        yield (
+            f"rollout.engines has no group of the policy, but algorithm.name={algorithm.name} trains on rollouts; "
+            "add a "
+            "group, or set algorithm.name=sft"
+        )
 
 
 @rule("algorithm.reward", "reward.function")
 def has_rewards(algorithm: Algorithm, reward: Reward) -> Problems:
     if not _demonstrated(algorithm) and algorithm.advantages.kind != "none" and not reward.configured:
-        yield f"algorithm.name={algorithm.name} needs rewards, but no hook is set; set a reward hook"
+        yield f"algorithm.name={algorithm.name} needs rewards, but reward.function is null; set it to a reward hook"
 
 
 @rule("algorithm.group_size", "rollout.group_size")
@@ -38,33 +42,33 @@ def has_groups(algorithm: Algorithm, rollout: Rollout) -> Problems:
     if algorithm.compares and rollout.group_size == 1:
         yield (
             f"algorithm.advantages={algorithm.advantages} compares the rollouts of a prompt, so every advantage would "
-            "be 0; raise it"
+            "be 0 with rollout.group_size=1; raise rollout.group_size"
         )
 
 
 @rule("algorithm.greedy", "rollout.sampling")
 def samples_differ(algorithm: Algorithm, rollout: Rollout) -> Problems:
-    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax compares with the greedy answer
+    compared = algorithm.compares or algorithm.advantages.kind == "remax"  # remax: a greedy baseline
     if not compared or not rollout.sampled:
         return
     for key in rollout.sampling.greedy:
         default = Sampling.model_fields[key].default
         yield (
             f"rollout.sampling.{key}",
-            f"all answers to a prompt would be the same, and algorithm.advantages={algorithm.advantages} compares "
-            f"them: every advantage would be 0; set it to {default:g} (evaluation is greedy by default, "
-            "eval.temperature)",
+            f"rollout.sampling.{key} makes all answers to a prompt equal, so every advantage by "
+            f"algorithm.advantages={algorithm.advantages} would be 0; set rollout.sampling.{key}={default:g} "
+            "(for greedy evaluation see eval.temperature)",
         )
 
 
 @rule("teacher.architecture", "algorithm.teacher")
 def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems:
-    """Compares tensors by name and shape. Other properties (norm epsilon, rope base, experts per token) are compared in
-    Megatron's configurations of both models, except the maximum sequence length."""
+    """Requires the teacher to have the policy's architecture: the same tensors by name and shape, and equal fields of
+    Megatron's configuration (norm epsilon, rope base, experts per token, ...), except the maximum sequence length."""
     if teacher_weights is None:
         return
     from slimx.models.families import read_model
-    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+    from slimx.models.files.reader import CheckpointReader  # it imports torch, which `slimx plan` does not need
 
     path = str(teacher_weights)
     teacher = read_model(path, mtp_layers=spec.table.mtp_layers, family=spec.family)
@@ -73,9 +77,9 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
     for field in sorted((policy_fields.keys() | teacher_fields.keys()) - {"max_sequence_length"}):
         if policy_fields.get(field) != teacher_fields.get(field):
             yield (
-                f"algorithm.teacher {path} does not have the architecture of {spec.path}, whose memory its weights "
-                f"share: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a "
-                "teacher of the same architecture"
+                f"algorithm.teacher {path} must have the architecture of {spec.path}, because both are loaded into the "
+                f"same model: {field} is {teacher_fields.get(field)}, not {policy_fields.get(field)}; use a teacher "
+                "of the same architecture"
             )
             return
     CheckpointReader(path).check(spec.table)
@@ -83,11 +87,12 @@ def same_architecture(spec: ModelSpec, teacher_weights: Path | None) -> Problems
 
 @rule("policies.shared_credit", "algorithm.credit")
 def credit_matters(policies: Mapping[str, Policy], algorithm: Algorithm) -> Problems:
-    """Refuses shared credit if advantages compare the mean rewards of rollouts, which it does not change."""
+    """Rejects shared credit if advantages compare the mean rewards of rollouts, which shared credit does not change."""
     alone = all(policy.shares is not None for policy in policies.values())
     if algorithm.credit == "shared" and alone and algorithm.advantages.kind in ("grpo", "gpg", "rloo", "opo"):
         yield (
-            f"advantages by {algorithm.advantages} compare the mean rewards of rollouts, so with one trained policy it "
-            "has no effect; leave it out, or set algorithm.advantages to an estimator that uses each trajectory's "
-            "reward (reinforce, reinforce_baseline, gae)"
+            f"algorithm.credit=shared has no effect with one trained policy and algorithm.advantages="
+            f"{algorithm.advantages}, which compares the mean rewards of rollouts; remove it, or set "
+            "algorithm.advantages to an estimator that uses each trajectory's reward (reinforce, reinforce_baseline, "
+            "gae)"
         )

@@ -1,5 +1,5 @@
-"""Rules about engine groups together with devices, machines and models. `slimx.config.sections.engines` checks a group
-alone."""
+"""Rules about engine groups in combination with devices, machines and models. Faults within a group are found by
+`slimx.config.sections.engines`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
-"""Package that transfers KV, by the value of SGLang's disaggregation_transfer_backend."""
+"""Python package that transfers the KV cache, by the value of SGLang's disaggregation_transfer_backend."""
 
 
 @rule("engines.sizes", "rollout.engines")
@@ -37,8 +37,9 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
     for group in rollout.policy_engines:
         if group.urls and schedule.colocate:
             yield (
-                f"{group.where} has urls of external servers, whose devices slimx does not know; let slimx start them, "
-                "or set it to false"
+                f"schedule.colocate is true, but {group.where} has urls of external servers, whose GPUs slimx cannot "
+                "share; "
+                "remove urls, or set schedule.colocate=false"
             )
 
 
@@ -46,8 +47,8 @@ def has_known_devices(rollout: Rollout, schedule: Schedule) -> Problems:
 def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.colocate:
         yield (
-            "the KV cache of prefill and decode groups is registered for transfers and cannot be released while "
-            "they sleep; set it to false"
+            "schedule.colocate is true, but prefill and decode servers cannot release their KV cache while they sleep, "
+            "because it is registered for transfers; set schedule.colocate=false"
         )
 
 
@@ -55,8 +56,10 @@ def can_sleep(rollout: Rollout, schedule: Schedule) -> Problems:
 def has_one_version(rollout: Rollout, schedule: Schedule) -> Problems:
     if rollout.disaggregated and schedule.max_staleness:
         yield (
-            "with prefill and decode groups one weight version could compute a prompt's KV and the next sample from "
-            "it; set it to 0"
+            f"schedule.max_staleness is {schedule.max_staleness}, but with prefill and decode servers the KV cache "
+            "of a "
+            "prompt and the tokens sampled from it could come from different weight versions; set "
+            "schedule.max_staleness=0"
         )
 
 
@@ -65,9 +68,10 @@ def has_trusted_network(rollout: Rollout, cluster: Cluster) -> Problems:
     for group in rollout.served:
         if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not cluster.trusted_network:
             yield (
-                f"{group.where} has dp_attention {group.dp_attention} over {group.nodes} nodes, and SGLang then "
-                "unpickles what its sockets receive: any host on these machines' networks can execute code on them; "
-                "set it to true, or to the CIDR of a network that only this run's users can reach"
+                f"{group.where} has dp_attention {group.dp_attention} on {group.nodes} nodes, where SGLang unpickles "
+                "what "
+                "its sockets receive, so any host that can reach these machines can execute code on them; set "
+                "cluster.trusted_network to the CIDR of a network that only this run's users can reach, or to true"
             )
 
 
@@ -76,8 +80,9 @@ def can_transfer_kv(rollout: Rollout, device: str) -> Problems:
     for group in rollout.policy_engines:
         if group.role != "regular" and device == "cpu":
             yield (
-                f"{group.where} has the role {group.role}, but SGLang transfers KV only between GPUs (mooncake, nixl); "
-                "on the CPU use role=regular"
+                f"{group.where} has the role {group.role}, but SGLang transfers the KV cache only between GPUs; on "
+                "CPUs "
+                "set role=regular"
             )
 
 
@@ -86,21 +91,23 @@ def shares_gpus(rollout: Rollout, schedule: Schedule, trainer: Trainer, device: 
     ranks = sum(group.started * group.ranks for group in rollout.policy_engines)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
-            f"the servers of rollout.engines have {ranks} ranks with a GPU each, but share the GPUs of "
-            f"{trainer.world_size} trainer ranks (trainer.world_size); lower count, or their sizes"
+            f"schedule.colocate is true and the policy's servers have {ranks} ranks, but there are only "
+            f"{trainer.world_size} trainer ranks (trainer.world_size) whose GPUs they can share; lower count or the "
+            "parallel sizes in rollout.engines"
         )
 
 
 @rule("engines.deep_ep", "rollout.engines.sglang.moe_a2a_backend")
 def has_engine_kernels(rollout: Rollout, spec: ModelSpec) -> Problems:
-    """Refuses numbers of ranks and hidden sizes that DeepEP has no kernels for, except in SGLang's low-latency mode."""
+    """Rejects tensor parallel sizes and hidden sizes for which DeepEP has no kernels, except in SGLang's low-latency
+    mode."""
     for group in rollout.policy_engines:
         uses_deep_ep = group.sglang.get("moe_a2a_backend") == "deepep"
         if not uses_deep_ep or group.sglang.get("deepep_mode") == "low_latency" or not spec.experts:
             continue
         lack = deep_ep_lacks(group.tensor, spec.transformer["hidden_size"])
         if lack:
-            yield f"{group.where} has deepep, which {lack}; leave it out, or set another tensor"
+            yield f"{group.where} has sglang.moe_a2a_backend=deepep, which {lack}; remove it, or change tensor"
 
 
 @rule("engines.transfer_package", "rollout.engines.sglang.disaggregation_transfer_backend")
@@ -112,6 +119,7 @@ def has_transfer(rollout: Rollout, local_device: str) -> Problems:
         package = TRANSFER_PACKAGES.get(backend)
         if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:
             yield (
-                f"{group.where} has the role {group.role} and transfers KV with {backend}, but the package {package} "
+                f"{group.where} has the role {group.role} and transfers the KV cache with {backend}, but the package "
+                f"{package} "
                 "is not installed; install it, or set another backend"
             )

@@ -1,4 +1,4 @@
-"""Rules about the model: its weights, and its sharding over ranks (layers, experts, heads, vocabulary)."""
+"""Rules about the model: its weights, and how its layers, experts, heads and vocabulary are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
             nearest = _nearest_divisor(count, size)
             yield (
                 key,
-                f"{key}={size} does not divide the {count} {unit} of {spec.path}; the nearest that does is "
+                f"{key}={size} does not divide the number of {unit} of {spec.path}, {count}; the nearest valid size is "
                 f"{key}={nearest}",
             )
     if spec.experts and spec.transformer.get("add_bias_linear") and sizes.expert_tensor > 1:
         yield (
             "trainer.expert_tensor",
-            f"trainer.expert_tensor={sizes.expert_tensor} shards the experts of {spec.path}, which have biases that "
-            "megatron-core would add on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
+            f"trainer.expert_tensor={sizes.expert_tensor} shards the experts of {spec.path}, but megatron-core would "
+            "add their biases on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
         )
 
 
@@ -58,7 +58,7 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:
-        # `sizes_divide` has refused the number of experts and suggests the nearest one.
+        # `sizes_divide` reports this number of experts, with the nearest valid size.
         if not refused or error.code != "layout.experts":
             raise
         return
@@ -71,7 +71,7 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Problems:
 def trains_something(trainer: Trainer, spec: ModelSpec) -> Problems:
     frozen = spec.frozen(trainer.freeze)
     if trainer.freeze and all(entry.sources in frozen for entry in spec.table.entries()):
-        yield "it matches every parameter of the model, so none would be trained; narrow it"
+        yield "trainer.freeze matches every parameter of the model, so none would be trained; narrow its patterns"
 
 
 @rule("layout.no_weight_decay", "trainer.optimizer.no_weight_decay")
@@ -90,17 +90,21 @@ def has_trainer_kernels(trainer: Trainer, sizes: Sizes, spec: ModelSpec) -> Prob
         return
     lack = deep_ep_lacks(ranks, spec.transformer["hidden_size"])
     if lack:
-        yield f"it is DeepEP, which {lack}; set it to alltoall, or other sizes (trainer.expert x trainer.expert_tensor)"
+        yield (
+            f"trainer.moe.dispatcher=flex with flex_backend=deepep {lack}; set trainer.moe.dispatcher=alltoall, or "
+            "change "
+            "the sizes (trainer.expert x trainer.expert_tensor)"
+        )
 
 
 SPLIT = (sizes_divide, covers, trains_something, decays_known, has_trainer_kernels)
-"""Rules about the sharding of a model, to which a kind of layers may add."""
+"""Rules about the sharding of a model; a kind of decoder layers may add more."""
 
 
 def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
-    """Returns the trainer's sizes if the model can be sharded by them.
+    """Returns the parallel sizes of `trainer` if the model can be sharded by them.
 
-    Raises SlimxError with every reason and the nearest valid size, or for patterns that match no parameter."""
+    Raises SlimxError that lists every reason with the nearest valid size, or patterns that match no parameter."""
     from slimx.layout.ranks import sizes_of
 
     sizes = sizes_of(trainer)
@@ -109,7 +113,7 @@ def check_layout(trainer: Trainer, spec: ModelSpec) -> Sizes:
 
 
 def split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[SlimxError]:
-    """Returns the refusals by `SPLIT` and by the rules of the model's kind of layers."""
+    """Returns the errors of the rules in `SPLIT` and of the rules for the model's kind of decoder layers."""
     rules = (*SPLIT, *spec.layer_kind.split_rules())
     return broken(rules, {"trainer": trainer, "spec": spec, "sizes": sizes})
 
@@ -117,7 +121,7 @@ def split_problems(trainer: Trainer, spec: ModelSpec, sizes: Sizes) -> list[Slim
 @rule("weights.tensors", "trainer.load")
 def has_tensors(spec: ModelSpec, weights: Path) -> Problems:
     from slimx.models.files.formats import format_of
-    from slimx.models.files.reader import CheckpointReader  # it imports torch, which a plan does without
+    from slimx.models.files.reader import CheckpointReader  # it imports torch, which `slimx plan` does not need
 
     checkpoint_format = format_of(weights)
     if checkpoint_format is not None:

@@ -1,4 +1,4 @@
-"""Rules about the publication of weights: the machines and weights that `publish.transport` supports."""
+"""Rules about the publication of weights: the machines and the kinds of weights that `publish.transport` supports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
-                f"it needs a slimx process at each server, but {group.where} has urls of external servers; set it to "
-                "disk, or to memory on the trainers' machine"
+                f"publish.transport={publish.transport} needs a slimx process next to each server, but {group.where} "
+                "has "
+                "urls of external servers; set publish.transport=disk, or memory if they are on the trainers' machine"
             )
 
 
@@ -28,33 +29,41 @@ def reaches_urls(rollout: Rollout, publish: Publish) -> Problems:
 def on_one_machine(rollout: Rollout, publish: Publish) -> Problems:
     for group in rollout.policy_engines:
         if group.nodes > 1 and publish.one_machine:
-            yield f"a server of {group.where} spans {group.nodes} machines; set it to auto, nixl or disk"
+            yield (
+                f"publish.transport={publish.transport} works on one machine, but a server of {group.where} spans "
+                f"{group.nodes} machines; set publish.transport to auto, nixl or disk"
+            )
 
 
 @rule("engines.urls_elsewhere", "publish.transport")
 def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device: str) -> Problems:
-    if not publish.one_machine or cluster.ray_address is not None:  # without it trainers are local
+    if not publish.one_machine or cluster.ray_address is not None:  # without ray_address, trainers are on this machine
         return
     for name, host in rollout.external_hosts.items():
         if not is_local(host):
-            yield f"engine {name} runs at {host}, which is not an address of the trainers' machine; set it to disk"
+            yield (
+                f"publish.transport={publish.transport} works on one machine, but engine {name} runs at {host}, "
+                "which is "
+                "not an address of the trainers' machine; set publish.transport=disk"
+            )
 
 
 @rule("publish.machines", "publish.transport")
 def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, device: str) -> Problems:
-    """Refuses transports of one machine for several nodes of unknown size, on any of which engines may run."""
+    """Rejects transports within one machine if the run has several nodes of unknown size, because engines may be on any
+    of them."""
     from slimx.preflight.hardware import nodes_known
 
     if nodes_known(cluster, device) or not publish.one_machine or (cluster.nodes or 1) == 1:
         return
     for group in rollout.policy_engines:
         if group.started:
-            remedy = "set it to auto"
+            remedy = "set publish.transport=auto"
             if device != "cpu":
-                remedy += ", or set cluster.gpus_per_node, which determines the servers' nodes"
+                remedy += ", or set cluster.gpus_per_node, from which the nodes of servers are known"
             yield (
-                f"it reaches one machine, but cluster.nodes is {cluster.nodes} and servers of {group.where} may be on "
-                f"any of them; {remedy}"
+                f"publish.transport={publish.transport} works on one machine, but cluster.nodes is {cluster.nodes} and "
+                f"servers of {group.where} may be on any node; {remedy}"
             )
             return
 
@@ -63,7 +72,8 @@ def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, d
 def leaves_no_node_idle(
     publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, rollout: Rollout, device: str
 ) -> Problems:
-    """Refuses transports of one machine if colocated trainers span nodes: engines would be on the first node only."""
+    """Rejects transports within one machine if colocated trainers are on several nodes, because engines would run on
+    the first node only."""
     from slimx.preflight.hardware import machine_of, nodes_known
 
     if not nodes_known(cluster, device) or not rollout.policy_engines:
@@ -71,10 +81,10 @@ def leaves_no_node_idle(
     per_node = machine_of(cluster).per_node
     if schedule.colocate and publish.one_machine and trainer.world_size > per_node:
         yield (
-            "it reaches engines on the node of trainer rank 0 only, and with schedule.colocate the "
-            f"{trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size {trainer.world_size}, "
-            f"{per_node} per node) would idle while engines generate; set it to auto, nixl or disk, with servers on "
-            "every node"
+            f"publish.transport={publish.transport} reaches only engines on the node of trainer rank 0, so with "
+            f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
+            f"{trainer.world_size}, {per_node} per node) would be idle during generation; set publish.transport to "
+            "auto, nixl or disk, and have servers on every node"
         )
 
 
@@ -82,16 +92,16 @@ def leaves_no_node_idle(
 def sends_deltas(publish: Publish) -> Problems:
     if publish.delta is not None and publish.transport not in ("nixl", "disk"):
         yield (
-            f"publish.transport={publish.transport} always sends all weights; set that to nixl or disk, which send "
-            "deltas, or leave it out"
+            f"publish.delta is set, but publish.transport={publish.transport} always sends all weights; set "
+            "publish.transport to nixl or disk, or remove publish.delta"
         )
 
 
 @rule("policies.transport", "publish.transport")
 def publishes_over_memory(policies: Mapping[str, Policy], publish: Publish, device: str) -> Problems:
-    """Checks the chosen transport of each policy against all policies of the run."""
+    """Checks that several trained policies use the transport memory, the only one tested with several policies."""
     if publish.transport != "memory" and any(policy.shares is None for policy in policies.values()):
         yield (
-            "several trained policies were proven with memory only; set it to memory, with trainers and engines of all "
-            "policies on one machine"
+            f"publish.transport={publish.transport} was never tested with several trained policies; set "
+            "publish.transport=memory, with trainers and engines of all policies on one machine"
         )

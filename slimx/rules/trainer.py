@@ -1,4 +1,4 @@
-"""Rules about the trainers: device, optimizer, data-parallel communication, activations and routing."""
+"""Rules about the trainers: their device, optimizer, data-parallel communication, activations and routing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 @rule("cluster.no_gpu", "cluster.device")
 def has_gpu(cluster: Cluster, local_device: str) -> Problems:
     if cluster.device == "cuda" and cluster.ray_address is None and not _has_gpu():
-        yield "this machine has no GPU; set it to cpu"
+        yield "cluster.device is cuda, but this machine has no GPU; set cluster.device=cpu"
 
 
 def _has_gpu() -> bool:
-    import pynvml  # torch, which takes longer, may not have been imported yet
+    import pynvml  # used instead of torch, whose import is slow
 
     try:
         pynvml.nvmlInit()
@@ -34,21 +34,26 @@ def _has_gpu() -> bool:
 @rule("muon.unused", "trainer.optimizer.muon")
 def has_effect(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "adam" and trainer.optimizer.muon != Muon():
-        yield "trainer.optimizer.kind is adam; set that to muon, or leave it out"
+        yield "trainer.optimizer.muon has no effect with trainer.optimizer.kind=adam; set that to muon, or remove it"
 
 
 @rule("muon.distributed", "trainer.distributed_optimizer")
 def whole_matrices(trainer: Trainer) -> Problems:
     if trainer.optimizer.kind == "muon" and trainer.distributed_optimizer:
-        yield "it shards matrices, which Muon (trainer.optimizer.kind) has to orthogonalise as a whole; set it to false"
+        yield (
+            "trainer.distributed_optimizer shards matrices, but trainer.optimizer.kind=muon has to orthogonalize "
+            "them as "
+            "a whole; set trainer.distributed_optimizer=false"
+        )
 
 
 @rule("muon.package", "trainer.optimizer.kind")
 def has_muon(trainer: Trainer, local_device: str) -> Problems:
     if trainer.optimizer.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         yield (
-            "the package emerging-optimizers, which has megatron-core's Muon, is not installed; pip install "
-            "slimx[muon], or set it to adam"
+            "trainer.optimizer.kind is muon, but the package emerging-optimizers, which megatron-core's Muon needs, "
+            "is not "
+            "installed; run `pip install slimx[muon]`, or set trainer.optimizer.kind=adam"
         )
 
 
@@ -57,39 +62,61 @@ def gathered_during_a_pass(trainer: Trainer, schedule: Schedule, algorithm: Algo
     if not trainer.overlap_param_gather:
         return
     if not trainer.distributed_optimizer:
-        yield "without trainer.distributed_optimizer every rank updates all weights; leave it out"
+        yield (
+            "trainer.overlap_param_gather has no effect with trainer.distributed_optimizer=false, where every rank "
+            "updates "
+            "all weights; remove it"
+        )
     if schedule.updates_per_step == 1 or algorithm.scores:
-        consumer = "a reward model scores pairs" if algorithm.scores else "with schedule.updates_per_step=1 a step ends"
-        yield f"{consumer} after every update and needs all weights at once; leave it out"
+        consumer = "evaluation of a reward model" if algorithm.scores else "publication (schedule.updates_per_step=1)"
+        yield (
+            f"trainer.overlap_param_gather has no effect, because the {consumer} after every update needs all "
+            "weights at "
+            "once; remove it"
+        )
 
 
 @rule("grad_reduce.dtype", "trainer.grad_reduce_in_fp32")
 def has_short_gradients(trainer: Trainer, numerics: Numerics) -> Problems:
     if not trainer.grad_reduce_in_fp32 and numerics.dtype == "float32":
-        yield "gradients are float32 like numerics.dtype; leave it out"
+        yield (
+            "trainer.grad_reduce_in_fp32=false has no effect, because gradients are float32 with "
+            "numerics.dtype=float32; "
+            "remove it"
+        )
 
 
 @rule("activations.recompute", "trainer.recompute.granularity")
 def moves_or_recomputes(trainer: Trainer) -> Problems:
     if trainer.offload_activations and trainer.recompute.granularity != "none":
-        yield "it was never proven with trainer.offload_activations; set it to none, or leave the other one out"
+        yield (
+            f"trainer.recompute.granularity={trainer.recompute.granularity} was never tested together with "
+            "trainer.offload_activations; set it to none, or remove trainer.offload_activations"
+        )
 
 
 @rule("activations.attn_proj", "trainer.offload_activations")
 def moves_the_output_with_the_attention(trainer: Trainer) -> Problems:
     if "attn_proj" in trainer.offload_activations and "core_attn" not in trainer.offload_activations:
-        yield "attn_proj frees no memory without core_attn, which keeps the same tensor on the device; list both"
+        yield (
+            "trainer.offload_activations contains attn_proj, which frees no memory without core_attn, because that "
+            "keeps "
+            "the same tensor on the GPU; list both"
+        )
 
 
 @rule("activations.device", "trainer.offload_activations")
 def has_a_device(trainer: Trainer, device: str) -> Problems:
     if trainer.offload_activations and device != "cuda":
-        yield "it moves activations from a GPU to the host, but the run is on the CPU (cluster.device); leave it out"
+        yield (
+            "trainer.offload_activations moves activations from a GPU to the host, but the run is on CPUs "
+            "(cluster.device); remove it"
+        )
 
 
 @rule("activations.model", "trainer.offload_activations")
 def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Problems:
-    """Refuses modules that the model does not have."""
+    """Rejects offloading or recomputation of modules that the model does not have."""
     missing = set()
     if not spec.experts:
         missing |= {"expert_fc1", "moe", "moe_act"}
@@ -99,22 +126,31 @@ def has_such_modules(trainer: Trainer, spec: ModelSpec) -> Problems:
         missing.add("shared_experts")
     for offloaded in trainer.offload_activations:
         if offloaded in missing:
-            yield "trainer.offload_activations", f"{spec.path} has no {offloaded}; take it out"
+            yield (
+                "trainer.offload_activations",
+                f"trainer.offload_activations has {offloaded}, which {spec.path} lacks; remove it",
+            )
     if trainer.recompute.granularity == "selective":
         for recomputed in trainer.recompute.modules:
             if recomputed in missing:
-                yield "trainer.recompute.modules", f"{spec.path} has no {recomputed}; take it out"
+                yield (
+                    "trainer.recompute.modules",
+                    f"trainer.recompute.modules has {recomputed}, which {spec.path} lacks; remove it",
+                )
 
 
 @rule("routing.moe_layers", "trainer.moe")
 def has_routers(trainer: Trainer, spec: ModelSpec) -> Problems:
     for key in ("routing_replay", "aux_loss_coef", "z_loss_coef", "bias_update_rate"):
         if getattr(trainer.moe, key) not in (0, "none") and not spec.moe_layers:
-            yield f"trainer.moe.{key}", f"{spec.path} has no MoE layers; leave it at its default"
+            yield f"trainer.moe.{key}", f"trainer.moe.{key} is set, but {spec.path} has no MoE layers; remove it"
 
 
 @rule("routing.selection_bias", "trainer.moe.bias_update_rate")
 def has_biases(trainer: Trainer, spec: ModelSpec) -> Problems:
     biases = spec.transformer.get("moe_router_enable_expert_bias")
     if trainer.moe.bias_update_rate and spec.moe_layers and not biases:
-        yield f"routers of {spec.path} have no selection biases (e_score_correction_bias); set it to 0"
+        yield (
+            f"trainer.moe.bias_update_rate is {trainer.moe.bias_update_rate:g}, but routers of {spec.path} have no "
+            "selection biases (e_score_correction_bias); set it to 0"
+        )

@@ -1,5 +1,5 @@
-"""Unproven combinations: a table of features, each with the keys that were never tested or compared with it.
-docs/support.md has the same table (`python -m tools.docs.make_unproven`)."""
+"""Combinations of features that were never tested together, as a table: each feature with the keys that were never
+tested or compared with it. docs/support.md shows the same table (`python -m tools.docs.make_unproven`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slimx.models.families import ModelSpec
 
 Sections = Mapping[str, Any]
-"""Sections of a configuration by name, each of another class."""
+"""Sections of a configuration by name. They have different classes, hence Any."""
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
@@ -36,8 +36,8 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
     ),
     "trainer.grad_reduce_in_fp32=false": ("trainer.optimizer.kind", "numerics.mode"),
     "trainer.overlap_param_gather": (
-        "trainer.overlap_grad_reduce=false",  # whose buckets the overlap needs
-        "trainer.qat",  # rounds weights right after their update
+        "trainer.overlap_grad_reduce=false",  # the overlap needs the buckets of this key
+        "trainer.qat",  # rounds weights right after an update
         "trainer.lora",
         "numerics.mode",
     ),
@@ -56,23 +56,24 @@ UNPROVEN: Mapping[str, Sequence[str]] = {
     "policies (with further weights)": (
         "run.fork",
         "numerics.mode",
-        "trainer.lora (where a policy has other engines than the actor)",
-        "rollout.engines (none that samples)",
+        "trainer.lora (if a policy does not use the engines of actor)",
+        "rollout.engines (without a group of the policy)",
         "rollout.engines.urls",
         "rollout.replay",
-        "algorithm.advantages (that need the whole step, and remax)",
+        "algorithm.advantages (computed over a whole step, or remax)",
         "algorithm.loss=sft",
         "algorithm.teacher (in trainers or engines)",
         "algorithm.reference_refresh",
         "critic",
         "schedule.max_staleness",
         "schedule.colocate",
-        "publish.transport (all but memory)",
+        "publish.transport (any except memory)",
         "publish.quantize",
     ),
 }
-"""Feature -> entries that were never proven with it. `KEY`: a value other than the default; `KEY=VALUE`: this value;
-`KEY (words)`: a condition of `CONDITIONS`. A key of `rollout.engines` applies to every group of the policy."""
+"""Features, each with the entries that were never tested together with it. An entry is `KEY` (the key has another value
+than its default), `KEY=VALUE` (it has this value), or `KEY (words)` (a condition of `CONDITIONS`). A key of
+`rollout.engines` applies to every engine group of the policy."""
 
 
 def _drafts(sections: Sections) -> bool:
@@ -91,22 +92,23 @@ def _has_further_engines(sections: Sections) -> bool:
 CONDITIONS: Mapping[str, Callable[[Sections], bool]] = {
     "rollout.engines.sglang.speculative_algorithm (layers of multi-token prediction)": _drafts,
     "policies (with further weights)": _has_further_weights,
-    "trainer.lora (where a policy has other engines than the actor)": lambda sections: (
+    "trainer.lora (if a policy does not use the engines of actor)": lambda sections: (
         sections["trainer"].lora is not None and _has_further_engines(sections)
     ),
-    "rollout.engines (none that samples)": lambda sections: not sections["rollout"].sampled,
-    "algorithm.advantages (that need the whole step, and remax)": lambda sections: (
+    "rollout.engines (without a group of the policy)": lambda sections: not sections["rollout"].sampled,
+    "algorithm.advantages (computed over a whole step, or remax)": lambda sections: (
         sections["algorithm"].needs_whole_step or sections["algorithm"].advantages.kind == "remax"
     ),
     "algorithm.teacher (in trainers or engines)": lambda sections: sections["algorithm"].taught,
-    "publish.transport (all but memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
+    "publish.transport (any except memory)": lambda sections: sections["publish"].transport not in ("auto", "memory"),
 }
 SINKS: Mapping[str, Sequence[str]] = {"attention sinks": ("trainer.offload_activations",)}
-"""Kind of attention -> keys that were never proven with it."""
+"""Kind of attention, mapped to the keys that were never tested together with it."""
 
 
 def layer_tables() -> dict[str, Sequence[str]]:
-    """Returns the keys that were never proven with each kind of layers, by the kind's name."""
+    """Returns the keys that were never tested together with each kind of decoder layers or attention, by the kind's
+    name."""
     merged: dict[str, Sequence[str]] = {}
     for kind in entry_points.load_all(GROUP).values():
         merged |= kind.unproven
@@ -114,12 +116,12 @@ def layer_tables() -> dict[str, Sequence[str]]:
 
 
 def key_of(entry: str) -> str:
-    """Returns the key of an entry of the tables."""
+    """Returns the dotted key of an entry of the tables, without its value or condition."""
     return re.split(r"[^\w.]", entry, maxsplit=1)[0]
 
 
 def is_set(entry: str, sections: Sections) -> bool:
-    """Returns True if `entry` applies to the sections."""
+    """Returns True if the configuration uses the feature that `entry` describes. `sections`: its sections by name."""
     if entry in CONDITIONS:
         return CONDITIONS[entry](sections)
     key, _, required = entry.partition("=")
@@ -130,7 +132,8 @@ def is_set(entry: str, sections: Sections) -> bool:
 
 
 def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
-    """Returns the values at `key` with their defaults: one per group for keys of engines, [] if a section is null."""
+    """Returns the values at `key`, each with its default: one per group for keys of engines, otherwise one; [] if a
+    section on the way is null."""
     section, *names = key.split(".")
     values: list[tuple[object, object]] = [(sections[section], None)]
     for name in names:
@@ -142,7 +145,7 @@ def _values(key: str, sections: Sections) -> list[tuple[object, object]]:
 
 
 def _inner(owner: object, name: str) -> tuple[object, object]:
-    """Returns the value of `name` in a section or a mapping, and its default."""
+    """Returns the value of the field or key `name` in `owner`, a section or a mapping, with its default."""
     if isinstance(owner, BaseModel):
         return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
     value = owner.get(name) if isinstance(owner, Mapping) else None
@@ -150,13 +153,14 @@ def _inner(owner: object, name: str) -> tuple[object, object]:
 
 
 def sections_in(table: Mapping[str, Sequence[str]]) -> set[str]:
-    """Returns the names of the sections with keys in a table such as `UNPROVEN`."""
+    """Returns the names of all sections whose keys occur in `table`, a table such as `UNPROVEN`."""
     entries = [*table, *chain.from_iterable(table.values())]
     return {key_of(entry).partition(".")[0] for entry in entries}
 
 
 def table_problems(table: Mapping[str, Sequence[str]], sections: Sections) -> Problems:
-    """Yields the refusals by a table such as `UNPROVEN`, which an extra may have too."""
+    """Yields an error for every combination of features in `table` that the configuration uses. `table`: such as
+    `UNPROVEN`; extras have further ones."""
     for feature, entries in table.items():
         if is_set(feature, sections):
             yield from _refusals(entries, sections, feature)
@@ -168,12 +172,13 @@ def unproven(**sections: object) -> Problems:
 
 
 def other_architectures(table: Mapping[str, Sequence[str]], sections: Sections, spec: ModelSpec) -> Problems:
-    """Yields the refusals by a table of an extra from features to the architectures proven with them."""
+    """Yields an error for every feature in `table` that the configuration uses with another architecture than those it
+    was tested with. `table`: features of an extra, mapped to these architectures."""
     name = spec.family.ARCHITECTURE
     for feature, architectures in table.items():
         if name not in architectures and is_set(feature, sections):
             yield (
-                f"{spec.path} is a {name}, with which {feature} was never proven; leave that out, or train one of "
+                f"{feature} was never tested with the architecture {name} of {spec.path}; remove it, or train one of "
                 f"{', '.join(architectures)}"
             )
 
@@ -190,4 +195,4 @@ def unproven_layers(trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Prob
 def _refusals(entries: Sequence[str], sections: Sections, feature: str) -> Iterator[tuple[str, str]]:
     for entry in entries:
         if is_set(entry, sections):
-            yield key_of(entry), f"{entry} was never proven with {feature}; leave one of the two at its default"
+            yield key_of(entry), f"{entry} was never tested together with {feature}; set one of them to its default"
